@@ -170,7 +170,7 @@ MESHES = {
     "qwen3_5": ("tp2 split", "dp2 fsdp"),
     "qwen3_5_moe": ("tp2", "ep2,tp2"),
     "gemma4": _DENSE_MESHES,
-    "gemma4 vectors": ("tp2", *_DENSE_MESHES),
+    "gemma4 vectors": ("tp2", "dp2 fsdp", *_DENSE_MESHES),
     "gemma4 experts": (*_EXPERT_MESHES, "tp2 split", "ep2"),
     **dict.fromkeys(("qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
 }
