@@ -43,7 +43,7 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools.groups import GroupBoard
 from funrl.rollout.episodes import Episode
-from funrl.rollout.vllm.client import EngineServerError
+from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
 from funrl.tasks.calculator import calculator_environment
 from funrl.trainer import loop
@@ -73,17 +73,19 @@ class Server(NamedTuple):
     """A server of vLLM."""
 
     url: str
-    process: int
+    process: subprocess.Popen
 
 
 @pytest.fixture(scope="module")
 def server():
-    """A server of the runs with `SIZES`; the last test that uses it kills it."""
+    """A server with the model of the runs with `SIZES`; the last test that uses it kills it."""
     command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         try:
-            yield Server(program.stdout.readline().split()[-1], program.pid)
+            url = program.stdout.readline().split()[-1]
+            vllm_client(url, small_job(GRPO, sizes=SIZES, dtype="float32").model)
+            yield Server(url, program)
         finally:
             program.kill()
 
@@ -228,13 +230,14 @@ def test_a_server_that_is_killed_ahead_of_the_trainer_is_named_within_its_limit(
 
     def killing(prompt, completion, **fields):
         if next(rewarded) == 20:  # of two batches and an evaluation, at most
-            os.kill(server.process, signal.SIGKILL)
+            os.kill(server.process.pid, signal.SIGKILL)
         return digits_reward(prompt, completion)
 
-    flags = {"engine": "vllm_server", "engine_url": server.url, "engine_timeout": 1.0}
+    flags = {"engine": "vllm_server", "engine_url": server.url, "engine_timeout": 10.0}
     job = small_job(rollout_is, sizes=SIZES, dtype="float32", reward=killing, **AHEAD, **flags)
-    with pytest.raises(WorkerError, match=f"(?s)rank 1.*the server {server.url} has not answered for 1 s"):
+    with pytest.raises(WorkerError, match=f"(?s)rank 1.*the server {server.url} has not answered for 10 s"):
         launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+    assert server.process.wait(timeout=10) == -signal.SIGKILL  # it was not slow, but gone
 
 
 @needs_vllm
