@@ -82,7 +82,7 @@ def static_latent_paged_attention(
     plain = q_NHD.shape[2] - (latent_NL.shape[1] - rank)  # numbers of a head that are not rotated
     cache_PTL.view(-1, cache_PTL.shape[2]).index_copy_(0, paging.places_N, latent_NL)
     wide = torch.promote_types(q_NHD.dtype, torch.float32)
-    to_keys_HMR, to_values_HVR = up_HMR.to(wide).tensor_split((plain,), 1)
+    to_keys_HMR, to_values_HVR = up_HMR.to(wide).split((plain, up_HMR.shape[1] - plain), 1)
     keys_RS1L = cache_PTL[paging.table_SP.long()].flatten(1, 2).unsqueeze(2).to(wide)
     q_RTHD = q_NHD.unflatten(0, (rows, -1)).to(wide)
     to_latent_RTHL = torch.einsum("rthm,hml->rthl", q_RTHD[..., :plain], to_keys_HMR)
