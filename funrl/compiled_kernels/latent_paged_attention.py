@@ -70,7 +70,7 @@ def latent_paged_attention_reference(
 
 
 def static_latent_paged_attention(
-    q_NHD: Tensor, latent_NL: Tensor, up_HMR: Tensor, cache_PTL: Tensor, paging: Paging, value: int, scale: float
+    q_NHD: Tensor, latent_NL: Tensor, up_HMR: Tensor, cache_PTL: Tensor, paging: Paging, scale: float
 ) -> Tensor:
     """`latent_paged_attention` of equally many tokens of each row of `paging.table_SP`, whose pages are all read.
 
@@ -78,14 +78,15 @@ def static_latent_paged_attention(
     vectors themselves.
     """
     rows, pages = paging.table_SP.shape
-    _, M, rank = up_HMR.shape
+    _, _, rank = up_HMR.shape
+    plain = q_NHD.shape[2] - (latent_NL.shape[1] - rank)  # numbers of a head that are not rotated
     cache_PTL.view(-1, cache_PTL.shape[2]).index_copy_(0, paging.places_N, latent_NL)
     wide = torch.promote_types(q_NHD.dtype, torch.float32)
-    to_keys_HMR, to_values_HVR = up_HMR.to(wide).split((M - value, value), 1)
+    to_keys_HMR, to_values_HVR = up_HMR.to(wide).split((plain, up_HMR.shape[1] - plain), 1)
     keys_RS1L = cache_PTL[paging.table_SP.long()].flatten(1, 2).unsqueeze(2).to(wide)
     q_RTHD = q_NHD.unflatten(0, (rows, -1)).to(wide)
-    to_latent_RTHL = torch.einsum("rthm,hml->rthl", q_RTHD[..., : M - value], to_keys_HMR)
-    q_RTHL = torch.cat((to_latent_RTHL, q_RTHD[..., M - value :]), -1)
+    to_latent_RTHL = torch.einsum("rthm,hml->rthl", q_RTHD[..., :plain], to_keys_HMR)
+    q_RTHL = torch.cat((to_latent_RTHL, q_RTHD[..., plain:]), -1)
     seen_RTS = paging.positions_N.view(rows, -1, 1) >= torch.arange(pages * cache_PTL.shape[1], device=q_NHD.device)
     out_RTHL = attention_reference(q_RTHL, keys_RS1L, keys_RS1L, seen_RTS, scale=scale)
     out_RTHV = torch.einsum("rthl,hvl->rthv", out_RTHL[..., :rank], to_values_HVR)

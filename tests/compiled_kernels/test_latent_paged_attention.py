@@ -42,7 +42,7 @@ def test_it_is_the_reference(way, sequences):
 def test_the_static_form_is_the_reference(way, sequences):
     rank, value = WAYS[way]
     q, latent, up, cache, paging = scene(sequences, rank, value)
-    kept, found = cache.clone(), static_latent_paged_attention(q, latent, up, cache, paging, value, 0.3)
+    kept, found = cache.clone(), static_latent_paged_attention(q, latent, up, cache, paging, 0.3)
     expected = latent_paged_attention_reference(q, latent, up, kept, paging, value, 0.3)
     assert (found - expected).abs().max() < 1e-12 and torch.equal(cache, kept)
 

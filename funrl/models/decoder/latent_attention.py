@@ -171,11 +171,13 @@ class LatentAttention:
         latent_BTR = _latent(latent, mesh, params, h_BTD=h_BTD, context=context)
         scale = self.scale or (latent.nope + latent.rope) ** -0.5
         if context.kv_cache is not None and context.paging is not None:
-            cached = (context.kv_cache[0], context.paging, latent.value, scale)
-            attend_pages = static_latent_paged_attention if context.blockwise else latent_paged_attention
+            cached = (context.kv_cache[0], context.paging)
 
             def attend_cache(up_HMR: Tensor) -> Tensor:
-                return attend_pages(q_BTHN[0], latent_BTR[0], up_HMR, *cached)
+                new = (q_BTHN[0], latent_BTR[0])
+                if context.blockwise:
+                    return static_latent_paged_attention(*new, up_HMR, *cached, scale)
+                return latent_paged_attention(*new, up_HMR, *cached, latent.value, scale)
 
             return computed_merged(params["kv_b"], attend_cache).unsqueeze(0)
         if _meets_latent(q_BTHN, params["kv_b"], context):

@@ -124,7 +124,7 @@ class MeshBackend(XlaBackend):
 
     @functools.cached_property
     def _copies(self) -> DeviceCopies:
-        """What these devices have of a pass's arguments."""
+        """Copies of a pass's arguments on these devices."""
         return DeviceCopies(self._mesh)
 
     def resize(self, pages: int, cells: int = 0) -> None:
