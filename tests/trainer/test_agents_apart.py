@@ -7,7 +7,7 @@ import torch
 from selection import quick
 from small_runs import SIZES, SMALL, resized
 from test_agents import Rivals
-from test_asynchronous_replay import repeated, trained
+from test_asynchronous_replay import check_resumed, repeated, trained
 from test_clock_runs import differences, slowed
 from test_placement_runs import check_ages, compare, rank_of
 
@@ -75,13 +75,13 @@ AHEAD = {
     "second policy": ("rival:policy:second", {"place": "train:dp1 generate:dp2"}),
     "merged adapters": ("rival:frozen:2", {"place": "train:dp1 generate:tp2", "lora_rank": 2}),
 }
-WRITTEN = {"minibatches": 1, "steps": 6, "staleness": 2, "save_rollouts": 1, "eval_every": 9}
+WRITTEN = {"minibatches": 1, "steps": 6, "staleness": 2, "eval_every": 9}
 
 
 @pytest.mark.parametrize("name", quick(AHEAD, ["renewed self"]))
 def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
     agents, settings = AHEAD[name]
-    job = job_of(rollout_is, agents=agents, **WRITTEN | settings)
+    job = job_of(rollout_is, agents=agents, save_rollouts=1, **WRITTEN | settings)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
     assert error is None and len(steps) == 6
     check_ages([metrics for _, metrics in steps], 2 + ("window" in settings))
@@ -106,7 +106,14 @@ def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
 @pytest.mark.parametrize("name", ["renewed self", "second policy"])
 def test_by_the_clock_two_runs_are_the_same(name, tmp_path):
     agents, settings = AHEAD[name]
-    job = job_of(rollout_is, agents=agents, **WRITTEN | settings | {"clock": "tokens", "save_rollouts": 0})
+    job = job_of(rollout_is, agents=agents, clock="tokens", **WRITTEN | settings)
     one, other = (launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2))
     assert differences(one, other) == []
     assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["renewed self", "second policy"])
+def test_a_resumed_run_takes_each_group_once(name, tmp_path):
+    agents, settings = AHEAD[name]
+    check_resumed(tmp_path, functools.partial(job_of, rollout_is, agents=agents, **WRITTEN | settings | {"steps": 5}))

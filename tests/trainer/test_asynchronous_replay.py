@@ -132,22 +132,21 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(name, tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_each_group_once(tmp_path):
-    settings = {
-        **SETTINGS,
-        **RUNS["window, two replicas"][0],
-        "save_rollouts": 1,
-        "save_every": "1",
-        "keep_checkpoints": 5,
-    }
-    job = small_job(rollout_is, **settings)
-    launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
-    for step, path in complete_checkpoints(tmp_path / "checkpoints").items():
+    check_resumed(tmp_path, functools.partial(small_job, rollout_is, **SETTINGS | RUNS["window, two replicas"][0]))
+
+
+def check_resumed(folder, job_of):
+    """A run of five steps that is resumed after two takes each of its 20 groups once."""
+    job_of = functools.partial(job_of, save_rollouts=1, save_every="1", keep_checkpoints=5)
+    job = job_of()
+    launch(functools.partial(trained, folder, job), job.launched, "cpu")
+    for step, path in complete_checkpoints(folder / "checkpoints").items():
         if step > 2:
             shutil.rmtree(path)
-    again = small_job(rollout_is, **settings, resume=True, run_dir=str(tmp_path))
-    error, steps = launch(functools.partial(trained, tmp_path, again), again.launched, "cpu")
+    again = job_of(resume=True, run_dir=str(folder))
+    error, steps = launch(functools.partial(trained, folder, again), again.launched, "cpu")
     assert error is None and [step for step, _ in steps] == [3, 4, 5]
-    log = read_groups(tmp_path)
+    log = read_groups(folder)
     assert log is not None
     assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
 

@@ -7,7 +7,7 @@ import pytest
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
-from test_asynchronous_replay import repeated, trained
+from test_asynchronous_replay import check_resumed, repeated, trained
 from test_clock_runs import differences, differing_files
 from test_clock_runs import run as run_by_clock
 from test_greedy_ahead import stale_remax
@@ -51,6 +51,13 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     log = read_groups(tmp_path)
     assert log is not None
     assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_each_group_once(folders, tmp_path):
+    flags = {"place": "train:1 generate:2 reward_model:1", "staleness": 2, "window": 3}
+    flags |= REPLAYED | settings_of(folders, "reward_model", "judge")
+    check_resumed(tmp_path, functools.partial(small_job, rollout_is, **flags))
 
 
 @pytest.mark.slow
