@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.router import sigmoid
+from funrl.compiled_kernels.flash_kernel import FLASH_HEAD
 
 
 def attention(
@@ -40,7 +41,8 @@ def attention(
     if sinks_H is not None:
         mask_BTS = _causal_mask(q_BTHN) if causal else mask_BTS
         return _sink_attention(q_BTHN, k_BSKN, v_BSKN, mask_BTS, scale=scale or N**-0.5, sinks_H=sinks_H)
-    flash = flash_attention() if q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 else None
+    for_flash = q_BTHN.is_cuda and mask_BTS is None and q_BTHN.element_size() == 2 and N <= FLASH_HEAD
+    flash = flash_attention() if for_flash else None
     if flash is not None:
         return flash(q_BTHN, k_BSKN, v_BSKN, softmax_scale=scale, causal=causal, softcap=cap or 0.0)
     if cap is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 _aten = torch.ops.aten
+FLASH_HEAD = 256  # numbers of a head at most
 _FASTER = {9: "FA3", 10: "FA4"}  # by major compute capability, torch's name of its faster implementation
 
 

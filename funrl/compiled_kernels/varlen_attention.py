@@ -25,7 +25,7 @@ from funrl.compiled_kernels.attention import (
 )
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
-from funrl.compiled_kernels.flash_kernel import flash_kernel
+from funrl.compiled_kernels.flash_kernel import FLASH_HEAD, flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.mutual_attention import add_later, later_gradients, mutual_mask
 from funrl.compiled_kernels.packed import AttentionOptions, sequence_attention
@@ -66,7 +66,8 @@ def varlen_attention(
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row; by the function
     of the decoding step, so they have its bits. On CUDA and ROCm 16-bit tensors go to the kernel of `flash_kernel`;
-    wider ones, and capped ones without a kernel, are computed segment by segment. On XLA it is `blockwise_attention`.
+    wider ones, heads of more than 256 numbers, and capped ones without a kernel, are computed segment by segment. On
+    XLA it is `blockwise_attention`.
 
     Args:
       q_1THN: queries of a packed row of T tokens.
@@ -283,7 +284,7 @@ def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator
 
 def _is_for_flash(q: Tensor, cap: float) -> bool:
     """True if a tensor on a GPU goes to the kernel of `flash_kernel`."""
-    return q.element_size() == 2 and (not cap or flash_kernel(True).caps)
+    return q.element_size() == 2 and q.shape[-1] <= FLASH_HEAD and (not cap or flash_kernel(True).caps)
 
 
 def _forward_by_matrix(q, k, v, offsets, window, scale, cap):
