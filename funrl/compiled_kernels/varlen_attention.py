@@ -66,8 +66,7 @@ def varlen_attention(
 
     On CPU each segment is computed by itself, so its numbers do not depend on what else is in the row; by the function
     of the decoding step, so they have its bits. On CUDA and ROCm 16-bit tensors go to the kernel of `flash_kernel`;
-    wider ones, heads of more than 256 numbers, and capped ones without a kernel, are computed segment by segment. On
-    XLA it is `blockwise_attention`.
+    wider ones, heads above 256 and capped ones without a kernel go segment by segment. On XLA: `blockwise_attention`.
 
     Args:
       q_1THN: queries of a packed row of T tokens.

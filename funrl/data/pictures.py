@@ -22,6 +22,7 @@ import numpy as np
 from einops import rearrange
 
 from funrl.data.json_lines import DataError
+from funrl.data.processors.fitting import fitted
 from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
 
 if TYPE_CHECKING:  # a record is read before torch is imported
@@ -39,7 +40,6 @@ PROCESSOR_CLASSES = {  # in transformers, by family
     "qwen3_vl_moe": "Qwen3VLProcessor",
     "gemma3": "Gemma3Processor",
 }
-MOST_RATIO = 200  # of the sides of a picture, as in transformers
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
 MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
@@ -426,36 +426,3 @@ def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, 
     order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
     sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}
     return np.ascontiguousarray(rearrange(np.asarray(picture, dtype=np.uint8), order, **sides)), grid
-
-
-def fitted(picture: Any, form: PictureForm) -> Any:
-    """A picture of Pillow in the size in which the model takes it; one that has it stays.
-
-    Raises:
-      DataError: it is too long for its width.
-    """
-    square = square_side(form.tower)
-    height, width = (square, square) if square else fitting_size(picture.height, picture.width, form)
-    if (width, height) == picture.size:
-        return picture
-    ways = _pillow().Resampling
-    return picture.resize((width, height), ways.BICUBIC if square is None else ways.BILINEAR)
-
-
-def fitting_size(height: int, width: int, form: PictureForm) -> tuple[int, int]:
-    """Sides of a picture after it is resized: multiples of a token's side, with pixels within the bounds.
-
-    Raises:
-      DataError: one side is more than 200 times the other.
-    """
-    factor = form.factor
-    if max(height, width) > MOST_RATIO * min(height, width):
-        raise DataError(f"a picture of {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
-    sides = [max(factor, round(side / factor) * factor) for side in (height, width)]
-    if math.prod(sides) > form.max_pixels:
-        scale = math.sqrt(height * width / form.max_pixels)
-        sides = [max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)]
-    elif math.prod(sides) < form.min_pixels:
-        scale = math.sqrt(form.min_pixels / (height * width))
-        sides = [math.ceil(side * scale / factor) * factor for side in (height, width)]
-    return sides[0], sides[1]

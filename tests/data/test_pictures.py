@@ -17,13 +17,13 @@ from funrl.data.pictures import (
     PROCESSOR_CLASSES,
     WHOLE_PROCESSOR,
     expand_placeholders,
-    fitting_size,
     patches_of,
     picture_form,
     picture_form_of,
     read_picture,
     with_picture_form,
 )
+from funrl.data.processors.fitting import fitting_size
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
 from funrl.data.supervised import text_example
 from funrl.models import decoder_config
