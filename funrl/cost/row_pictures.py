@@ -19,7 +19,8 @@ from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import segment_bounds
 from funrl.cost.tracing.costs import UPDATES, Costs, plus
 from funrl.cost.tracing.estimate import MOVES
-from funrl.data.pictures import PictureForm, with_picture_form
+from funrl.data.pictures import with_picture_form
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import encode
 from funrl.kinds import OwnedLines
 from funrl.models import Model

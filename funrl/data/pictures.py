@@ -22,7 +22,7 @@ import numpy as np
 from einops import rearrange
 
 from funrl.data.json_lines import DataError
-from funrl.data.processors.fitting import fitted
+from funrl.data.processors.form import PictureForm, fitted
 from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
 
 if TYPE_CHECKING:  # a record is read before torch is imported
@@ -43,28 +43,6 @@ PROCESSOR_CLASSES = {  # in transformers, by family
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
 MOST_STORED_PIXELS = 1 << 27  # of a file; more is taken for an attack on memory
-
-
-class PictureForm(NamedTuple):
-    """Form in which a model takes pictures.
-
-    Attributes:
-      tower: its sizes and tokens.
-      min_pixels, max_pixels: bounds on the pixels of a resized picture.
-      files: names and texts of the files that tell transformers of this form.
-      bos: token that a text may begin with, before its pictures; None: there is none.
-    """
-
-    tower: TowerConfig
-    min_pixels: int
-    max_pixels: int
-    files: tuple[tuple[str, str], ...] = ()
-    bos: int | None = None
-
-    @property
-    def factor(self) -> int:
-        """Pixels that both sides are multiples of."""
-        return self.tower.patch * self.tower.merge
 
 
 def picture_form(config: ModelConfig, directory: str | None = None) -> PictureForm | None:

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from funrl.data.pictures import PictureForm, inner_pictures, read_picture, stored_pixels
-from funrl.data.processors.fitting import fitted
+from funrl.data.pictures import inner_pictures, read_picture, stored_pixels
+from funrl.data.processors.form import PictureForm, fitted
 from funrl.rollout.episodes import Message
 from funrl.serve.asks import BadRequest, plain_content
 

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from funrl.data.pictures import PictureForm, inner_pictures, stored_pixels
+from funrl.data.pictures import inner_pictures, stored_pixels
+from funrl.data.processors.form import PictureForm
 from funrl.environments.chat import continued_text
 from funrl.environments.forms.response_templates import END_THINK, THINK
 from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory

@@ -14,7 +14,8 @@ import torch
 
 from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
-from funrl.data.pictures import PROCESSOR_FILES, PictureForm, picture_form, with_most_pixels, with_picture_form
+from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_most_pixels, with_picture_form
+from funrl.data.processors.form import PictureForm
 from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model

@@ -23,7 +23,7 @@ from funrl.data.pictures import (
     read_picture,
     with_picture_form,
 )
-from funrl.data.processors.fitting import fitting_size
+from funrl.data.processors.form import fitting_size
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
 from funrl.data.supervised import text_example
 from funrl.models import decoder_config

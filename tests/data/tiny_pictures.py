@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from funrl.data.pictures import PictureForm, with_picture_form
+from funrl.data.pictures import with_picture_form
+from funrl.data.processors.form import PictureForm
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models.vision.config import TowerConfig
 

@@ -8,7 +8,8 @@ import numpy as np
 from PIL import Image
 from rich.console import Console
 
-from funrl.data.pictures import PictureForm, expand_placeholders
+from funrl.data.pictures import expand_placeholders
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.models.vision.config import TowerConfig
 from funrl.track.progress import open_progress

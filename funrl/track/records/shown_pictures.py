@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from einops import rearrange
 
-from funrl.data.pictures import PICTURE_COLUMNS, PictureForm
+from funrl.data.pictures import PICTURE_COLUMNS
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 
 MOST_SHOWN = 4  # pictures of a sample

@@ -14,7 +14,8 @@ from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.pair_halves import halves_of
-from funrl.data.pictures import PictureForm, picture_form_of, with_picture_form
+from funrl.data.pictures import picture_form_of, with_picture_form
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
 from funrl.data.prompts import Example, encode
 from funrl.data.supervised import (

@@ -9,7 +9,8 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
-from funrl.data.pictures import PictureForm, picture_form, with_most_pixels, with_picture_form
+from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
+from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem

@@ -1,17 +1,39 @@
-"""The size in which a model takes a picture."""
+"""The form and the size in which a model takes a picture."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.data.json_lines import DataError
 from funrl.data.processors.square_pictures import square_side
 
 if TYPE_CHECKING:
-    from funrl.data.pictures import PictureForm
+    from funrl.models.vision.config import TowerConfig
 
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
+
+
+class PictureForm(NamedTuple):
+    """Form in which a model takes pictures.
+
+    Attributes:
+      tower: its sizes and tokens.
+      min_pixels, max_pixels: bounds on the pixels of a resized picture.
+      files: names and texts of the files that tell transformers of this form.
+      bos: token that a text may begin with, before its pictures; None: there is none.
+    """
+
+    tower: TowerConfig
+    min_pixels: int
+    max_pixels: int
+    files: tuple[tuple[str, str], ...] = ()
+    bos: int | None = None
+
+    @property
+    def factor(self) -> int:
+        """Pixels that both sides are multiples of."""
+        return self.tower.patch * self.tower.merge
 
 
 def fitted(picture: Any, form: PictureForm) -> Any:
