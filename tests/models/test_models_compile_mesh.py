@@ -3,6 +3,7 @@ forked, and a process that has compiled before has threads that do not survive a
 
 import dataclasses
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -81,6 +82,7 @@ def test_a_compiled_layer_on_ranks(case, results):
 
 
 if __name__ == "__main__":
+    importlib.import_module("torch._inductor.compile_fx")  # what compiles: once here, and not in each rank
     found = {
         case: launch.launch(functools.partial(_program, case), meshes.parse(mesh)) for case, (mesh, *_) in CASES.items()
     }
