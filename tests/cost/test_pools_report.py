@@ -82,10 +82,11 @@ def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
     assert "trainer busy: with its waits for the scores of reference\n" in text
 
 
-def test_ranks_of_a_judge_are_not_estimated():
-    settings = settings_of(place="generate:1 judge:1", judge="m", device="cpu", dry_run=True)
-    with pytest.raises(SettingsError, match="ranks of a judge are not estimated; leave it and --judge out"):
-        placed_run(settings, read_placement("generate:1 judge:1", parse("dp1")), grpo(), HARDWARE["cpu"], 10)
+@pytest.mark.parametrize("place", ["generate:1", "generate:1 judge:1"])
+def test_a_judge_is_not_estimated(place):
+    settings = settings_of(place=place, judge="m", device="cpu", dry_run=True)
+    with pytest.raises(SettingsError, match="a judge is not estimated; leave --judge out"):
+        placed_run(settings, read_placement(place, parse("dp1")), grpo(), HARDWARE["cpu"], 10)
 
 
 def test_a_generator_that_joins_is_a_pool_of_one_rank():

@@ -123,10 +123,8 @@ def placed_run(
     Raises:
       ValueError: a flag cannot work.
     """
-    if JUDGE in placement.scoring:
-        raise SettingsError(
-            f"--dry_run with --place={placement}: ranks of a judge are not estimated; leave it and --judge out"
-        )
+    if JUDGE in scorers_of(settings):
+        raise SettingsError(f"--dry_run with --place={placement}: a judge is not estimated; leave --judge out")
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)
     transfers = pool_transfers(job, placement, tokens)
