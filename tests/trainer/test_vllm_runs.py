@@ -83,7 +83,9 @@ def server():
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         try:
-            url = program.stdout.readline().split()[-1]
+            said = next((line for line in program.stdout if line.startswith("listening at ")), None)
+            assert said is not None, program.wait(60)  # libraries may write lines of their own before it
+            url = said.split()[-1]
             vllm_client(url, small_job(GRPO, sizes=SIZES, dtype="float32").model)
             yield Server(url, program)
         finally:
