@@ -46,6 +46,16 @@ def test_tokens_of_rows_are_those_of_the_messages(place):
     assert messages == max(map(len, leaving + coming))
 
 
+def test_pictures_go_with_their_rows():
+    place = read_placement("train:dp1 generate:1", ONE)
+    flags = {"task": "shapes", "dry_run": True, "hardware": "cpu"}
+    jobs = [plain("grpo", **flags), plain("grpo", **flags, assume_pictures=0)]
+    seeing, blind = (pool_transfers(job, place, 13)[1] for job in jobs)
+    row = 6 * 3 * 8 * 8 + 2 * 8 + 2 * 8  # patches, sizes, and the numbers of both
+    assert seeing.sent - blind.sent == pytest.approx(16 * row)
+    assert (blind.messages, seeing.messages) == (1, 4)
+
+
 def test_weights_to_one_rank_are_the_whole_model_once():
     job = plain("grpo", mesh="dp2", fsdp=True)
     weights, rows = pool_transfers(job, read_placement("train:dp2 generate:1", ONE), 10)

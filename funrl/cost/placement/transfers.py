@@ -10,6 +10,8 @@ import torch
 from funrl.batch import as_dict, kind_of
 from funrl.cost.dry_run import check_width
 from funrl.cost.full_rows import full_batch
+from funrl.cost.row_pictures import owned_bytes
+from funrl.cost.row_plan import WORD
 from funrl.cost.tracing.estimate import pretended
 from funrl.cost.tracing.hardware import Hardware, message_seconds
 from funrl.mesh.mesh import Mesh, ranks_of
@@ -57,11 +59,14 @@ def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolT
       tokens: of a prompt.
     """
     near = placement.world <= RANKS_PER_NODE
+    width = check_width(job, tokens)
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
         moves = weight_plan(job, parts, placement)
-        sent, received, messages = row_traffic(job, parts, placement, check_width(job, tokens))
-    item = row_token_bytes(job, tokens)
+        sent, received, messages = row_traffic(job, parts, placement, width)
+    owned = owned_bytes(job, tokens)
+    item = row_token_bytes(job, tokens) + sum(WORD + nbytes for nbytes in owned) / width
+    messages *= 1 + len(owned) + bool(owned)  # one for each ragged field, and one with their numbers
     weights = PoolTransfer("weights", float(max(sent_bytes(moves))), float(max(received_bytes(moves))), 1, near)
     return weights, PoolTransfer("rows", float(item * sent), float(item * received), messages, near)
 
