@@ -218,7 +218,8 @@ def test_two_ranks_draw_what_the_native_engine_draws():
                 params = biased_weights(config, seed=seed)
                 done = completed(load(engine, params), PROMPTS, sampling)
                 assert_same(done, completed(load(peer, params), PROMPTS, sampling), 2e-5)
-            given = {names_of(model)[name][0]: x for name, x in trees.named(params)}
+            names = names_of(model)
+            given = {names[name][0]: x.reshape(names[name][1]) for name, x in trees.named(params)}
             read = {name: x for name, x in engine.held_weights() if x is not None}
             assert read and all(torch.equal(x, given[name]) for name, x in read.items())
         return len(FAMILIES)
