@@ -160,6 +160,16 @@ def test_weights_are_read_back_but_those_of_experts(name):
             assert torch.equal(again[there], x.reshape(shape)), there
 
 
+def test_norms_that_tensor_ranks_split_are_not_read_back():
+    config = FAMILIES["minimax_m2"]
+    held = {
+        name: x[: len(x) // 2] if name.endswith("q_norm.weight") else x
+        for name, x in fused(config, weights(config)).items()
+    }
+    read = {name.split(".")[-2] for name, x in unfused(decoder_model(config), held, tensor=2) if x is not None}
+    assert read == {"norm", "input_layernorm", "post_attention_layernorm", "k_norm"}
+
+
 def test_experts_go_in_one_by_one():
     model, params = decoder_model(GPT), weights(GPT)
     names = names_of(model)
@@ -208,6 +218,10 @@ def test_two_ranks_draw_what_the_native_engine_draws():
                 params = biased_weights(config, seed=seed)
                 done = completed(load(engine, params), PROMPTS, sampling)
                 assert_same(done, completed(load(peer, params), PROMPTS, sampling), 2e-5)
+            names = names_of(model)
+            given = {names[name][0]: x.reshape(names[name][1]) for name, x in trees.named(params)}
+            read = {name: x for name, x in engine.held_weights() if x is not None}
+            assert read and all(torch.equal(x, given[name]) for name, x in read.items())
         return len(FAMILIES)
 
     assert launch(program, parse("tp2"), "cpu") == len(FAMILIES)

@@ -74,8 +74,8 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype, tensor: int = 1)
     family = model.config.source.family
     if family in LINEAR_ATTENTION:
         return (
-            f"model_type is {family!r}, whose linear attention vLLM computes on a CPU in bfloat16 alone and was not "
-            "compared with ours; use --engine=native"
+            f"model_type is {family!r}, whose linear attention vLLM computes on a CPU in bfloat16 alone, over pages "
+            "padded to the size of a state; use --engine=native"
         )
     if family not in PROVEN_FAMILIES or model.abilities.code:
         return f"model_type is {family!r}; weights go into vLLM for {', '.join(PROVEN_FAMILIES)} so far"

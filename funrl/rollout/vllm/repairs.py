@@ -48,7 +48,7 @@ def rotate_neighbours(module: Any) -> None:
 def choose_by_bias(module: Any) -> None:
     """Let routers with a bias choose in one group: on a CPU vLLM ignores it, or has no sigmoid, without groups."""
     for layer in module.modules():
-        router = getattr(layer, "router", None)
+        router: Any = getattr(layer, "router", None)
         if getattr(router, "e_score_correction_bias", None) is not None and not router.use_grouped_topk:
             router.use_grouped_topk = True
             router.num_expert_group = router.topk_group = 1

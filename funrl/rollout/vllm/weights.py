@@ -54,7 +54,7 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
       model: of the weights.
       held: vLLM's parameters. A weight is None if it cannot be read back: a packed and released matrix, which is
         empty, and those of experts, which are packed in place.
-      tensor: ranks over which vLLM splits all weights except norms; with several, only the norms can be read.
+      tensor: ranks over which vLLM splits all weights except most norms; with several, only whole norms can be read.
     """
     shapes = dict(names_of(model).values())
     for ours, (name, shape) in names_of(model).items():
@@ -64,7 +64,8 @@ def unfused(model: Model, held: Mapping[str, Tensor], tensor: int = 1) -> Iterat
             continue
         whole, begin = _place(name, shapes)
         x = None if _EXPERTS in name else held.get(name_in_vllm(model, whole))
-        if x is None or not x.numel() or (tensor > 1 and not name.split(".")[-2].endswith("norm")):
+        is_norm = name.split(".")[-2].endswith("norm")
+        if x is None or not x.numel() or (tensor > 1 and not (is_norm and tuple(x.shape) == shape)):
             yield name, None
         else:
             yield name, x.detach()[begin : begin + shape[0]]  # rows of the vocabulary are padded

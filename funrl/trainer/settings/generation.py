@@ -60,7 +60,7 @@ class EngineSettings:
     )
     state_snapshot_tokens: int = flag(
         4096,
-        "tokens between snapshots of recurrent states, in prompts and completions; 0: none",
+        "tokens between snapshots of recurrent states; 0: none",
         at_least(0),
         kinds=RL,
         effect="work",
