@@ -48,7 +48,7 @@ WRONG = [
     (
         {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
         torch.float32,
-        "model_type is 'qwen3_next', whose linear attention .* in bfloat16 alone .* use --engine=native",
+        "model_type is 'qwen3_next', whose linear attention .* in bfloat16 alone, .* use --engine=native",
     ),
 ]
 
