@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.batch import Batch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -16,9 +17,11 @@ from funrl.mesh.pools.transfer import Arrived, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import GroupGenerators, age_metrics
-from funrl.trainer.placement.messages import origins_of, split_origins
+from funrl.trainer.placement.groups import GroupGenerators, TakenGroup, age_metrics
+from funrl.trainer.placement.messages import WrittenGroup, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
+from funrl.trainer.sources.observing import ShownSample, with_scores
+from funrl.trainer.steps.step_rows import rows_of
 
 
 @pytest.fixture
@@ -98,6 +101,21 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
+
+
+def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
+    """A group of an earlier batch, which shows nothing, stands before those that others overtook it with."""
+    shown = {-1: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
+    written = WrittenGroup(0, None, {}, (), 0.0)
+    generators._taken = [TakenGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
+    samples = generators.samples(8)
+    assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
+    batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
+    scored = with_scores(samples, rows_of(batch, np.zeros(8, dtype=np.int64), single()), 2, ["right", "reward_model"])
+    assert [(one.text, one.score, one.parts) for one in scored] == [
+        ("2", 2.0, {"right": 4.0, "reward_model": 5.0}),
+        ("4", 4.0, {"right": 8.0, "reward_model": 9.0}),
+    ]
 
 
 def test_ages_are_of_tokens():

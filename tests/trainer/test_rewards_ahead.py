@@ -4,6 +4,7 @@ import functools
 import os
 
 import pytest
+from joined_runs import joined
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
@@ -87,6 +88,20 @@ def test_samples_and_evaluations_have_their_scores(place, folders):
 def test_a_filter_does_not_replace_prompts_before_they_are_scored(folders):
     with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1 and --judge: other prompts take"):
         small_job(stale_dapo, place="generate:1", staleness=1, **settings_of(folders, "judge"))
+    joined = {"place": "generate:join", "run_dir": "run"}  # whose completions are scored before the filter
+    assert small_job(stale_dapo, staleness=1, **joined, **settings_of(folders, "judge"))
+
+
+@pytest.mark.slow
+def test_completions_of_generators_that_join_are_scored_before_the_filter(folders, tmp_path):
+    flags = settings_of(folders, "judge") | {"minibatches": 1, "steps": 4, "max_refills": 3}
+    (outcome, observer, _), exits = joined(tmp_path, {"one": (None, None)}, stale_dapo, staleness=1, **flags)
+    assert outcome.error is None and exits == {"one": 0}
+    steps = [metrics for _, metrics in observer.steps]
+    together = run(stale_dapo, **flags).observer.steps[0][1]
+    of_rows = ("reward/judge/mean", "filter_groups/kept_share", "filter_groups/sampled_prompts")
+    assert [steps[0][name] for name in of_rows] == [together[name] for name in of_rows]
+    assert len(steps) == 4 and any(metrics["rollout/stale_gap_max"] > 0 for metrics in steps)
 
 
 def no_score(*_):

@@ -92,7 +92,7 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     scorers = scorers_of(settings)
     filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
     most = settings.sampling.max_refills
-    if staleness and scorers and filters and most > 1 and settings.devices.place is not None:
+    if staleness and scorers and filters and most > 1 and _writes_groups(settings):
         raise SettingsError(
             f"--max_refills={most} with --staleness={staleness} and --{scorers[0]}: other prompts take the place of "
             f"those that a filter drops where rows are written, before --{scorers[0]} has scored them; give "
@@ -102,6 +102,11 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
+
+
+def _writes_groups(settings: Settings) -> bool:
+    """True if ranks that generate write groups ahead; generators that join return them unrewarded."""
+    return settings.devices.place is not None and not settings.devices.joined
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:

@@ -208,9 +208,10 @@ class Generators:
         """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
         return None
 
-    def samples(self, count: int) -> list[ShownSample]:
+    def samples(self, count: int) -> dict[int, ShownSample]:
         """Samples of the newest rows; see `Elsewhere`."""
-        return self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
+        shown = self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
+        return dict(enumerate(shown))
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics of an evaluation; see `Elsewhere`."""

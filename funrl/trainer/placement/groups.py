@@ -242,9 +242,10 @@ class GroupGenerators(Generators):
         """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
         return [prompt for _, group in self._taken for prompt in group.dropped]
 
-    def samples(self, count: int) -> list[ShownSample]:
-        """The first samples of the batch; see `Elsewhere`."""
-        return [sample for _, group in self._taken for sample in group.shown][:count]
+    def samples(self, count: int) -> dict[int, ShownSample]:
+        """The first samples of the batch; see `Elsewhere`. Groups that belong to a batch without samples have none."""
+        shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
+        return dict(shown[:count])
 
     def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
         """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""

@@ -239,9 +239,9 @@ class LoggedWriter:
         """Prompts that were replaced in the run for the step's batch."""
         return [prompt for group in self.log.by_step[self.step] for prompt in group.dropped]
 
-    def samples(self, count: int) -> list[ShownSample]:
+    def samples(self, count: int) -> dict[int, ShownSample]:
         """None: nothing is shown."""
-        return []
+        return {}
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """No metrics: nothing is evaluated."""

@@ -120,18 +120,19 @@ def shown_samples(
     ]
 
 
-def with_scores(shown: Sequence[ShownSample], rows: Rows, samples: int, names: Sequence[str]) -> list[ShownSample]:
+def with_scores(shown: Mapping[int, ShownSample], rows: Rows, samples: int, names: Sequence[str]) -> list[ShownSample]:
     """Samples of completions with the scores of their rows.
 
     Args:
-      shown: the first sample of each of the first prompts.
+      shown: the first sample of some of the prompts, by the prompt's number.
       rows: of the completions of these and further prompts.
       samples, names: as of `shown_samples`.
     """
-    numbers = [place * samples for place in range(len(shown))]
+    numbers = [place * samples for place in shown]
     scores = rows.batch.score[torch.tensor(numbers, dtype=torch.int64)].tolist()
     parts = parts_of_scores(names, rows, numbers)
-    return [sample._replace(score=score, parts=part) for sample, score, part in zip(shown, scores, parts, strict=True)]
+    scored = zip(shown.values(), scores, parts, strict=True)
+    return [sample._replace(score=score, parts=part) for sample, score, part in scored]
 
 
 def _conversations(

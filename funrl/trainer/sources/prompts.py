@@ -250,10 +250,9 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
     """
     wanted = generation.schedule.batch
     if kept < wanted and generation.selection.filter is not None:
-        show.note(
-            f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}; a "
-            f"--max_refills above {generation.selection.max_refills} may fill it"
-        )
+        fixed = generation.elsewhere is not None and generation.rescore is not None  # 1: models score it here
+        advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
+        show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
 
 def evaluate_heldout(
@@ -442,6 +441,8 @@ def first_samples(
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
     if generation.elsewhere is not None:
         shown = generation.elsewhere.samples(len(examples))
-        return shown if generation.rescore is None else with_scores(shown, rows, samples, generation.reward_names)
+        if generation.rescore is None:
+            return list(shown.values())
+        return with_scores(shown, rows, samples, generation.reward_names)
     decode = generation.engine.decode
     return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)

@@ -110,8 +110,8 @@ class Elsewhere(Protocol):
         """Rows of the greedy completions or episodes of some groups of the newest rows; None: they are asked for."""
         ...
 
-    def samples(self, count: int) -> list[ShownSample]:
-        """The first sample of each of the first prompts of the newest rows."""
+    def samples(self, count: int) -> dict[int, ShownSample]:
+        """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
         ...
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
