@@ -52,6 +52,12 @@ TOGETHER = {
         {"place": "train:tp2 generate:dp2"},
         {"mesh": "tp2", "generate_mesh": "dp2"},
     ),
+    "judge, other layers": (
+        grpo,
+        ["judge"],
+        {"place": "train:tp2 generate:dp2"},
+        {"mesh": "tp2", "generate_mesh": "dp2"},
+    ),
     "one of them apart": (grpo, ["reward_model", "judge"], {"place": "generate:1 judge:1"}, {}),
 }
 
