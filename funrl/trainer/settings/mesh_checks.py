@@ -32,24 +32,19 @@ def check_placement(settings: Settings, place: str) -> None:
         )
     if flags.mesh != "dp1" and (names_train(place) or flags.placement is None):
         raise SettingsError(f"--mesh={flags.mesh} does nothing: --place={place} gives the mesh to train on")
-    agents = parse_agents(settings.environments.agents)
-    joined = flags.joined
-    apart = {
-        f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}": settings.sampling.new_tokens_per_step,
-        f"--agents={settings.environments.agents}": joined and (agents.frozen or agents.policies),
-        "--router_replay": joined and settings.routers.router_replay,
-    }
     check_placed_engine(settings, place)
-    if joined:
+    if flags.joined:
         check_joined(settings, place)
     if settings.asynchrony.staleness and settings.examples.difficulty is not None:
         raise SettingsError(
             f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
             "of a step choose the prompts of the next, so that none is generated before; leave one out"
         )
-    for flag, given in apart.items():
-        if given:
-            raise SettingsError(f"{flag} with --place={place}: every rank has to generate then; leave --place out")
+    most = settings.sampling.new_tokens_per_step
+    if most is not None:
+        raise SettingsError(
+            f"--new_tokens_per_step={most} with --place={place}: every rank has to generate then; leave --place out"
+        )
 
 
 def check_placed_engine(settings: Settings, place: str) -> None:
@@ -101,6 +96,17 @@ def check_joined(settings: Settings, place: str) -> None:
             f"--clock={flags.clock} with --place={place}: generators join when they like, and their iterations order "
             "nothing; leave it out, or give ranks that generate, as generate:2"
         )
+    agents = parse_agents(settings.environments.agents)
+    lacking = {
+        f"--agents={settings.environments.agents}": agents.frozen or agents.policies,
+        "--router_replay": settings.routers.router_replay,
+    }
+    for flag, given in lacking.items():
+        if given:
+            raise SettingsError(
+                f"{flag} with --place={place}: generators that join have the policy's weights alone, and return tokens "
+                "and log-probabilities; leave it out, or give ranks that generate, as generate:2"
+            )
     for flag, given in {f"--window={flags.window}": flags.window > 1, "--keep_cache": flags.keep_cache}.items():
         if given:
             raise SettingsError(
