@@ -82,7 +82,8 @@ class Scheduler:
     @property
     def short_of_pages(self) -> bool:
         """True if a request has to be preempted before the next pass."""
-        return not self.pool.has_one_for_each(self._holders(self._without_page(self._slots())))
+        slots = self._without_page(self._slots())
+        return bool(len(slots)) and not self.pool.has_one_for_each(self._holders(slots))
 
     @property
     def waiting(self) -> int:
@@ -279,7 +280,9 @@ class Scheduler:
     def _growing(self, lane: int) -> int:
         """Number of running requests of a lane that may need another page."""
         slots = self._slots()
-        return int(((self._owned[slots] < self._most[slots]) & (self._lane[slots] == lane)).sum())
+        if self.lanes > 1:
+            slots = slots[self._lane[slots] == lane]
+        return int((self._owned[slots] < self._most[slots]).sum())
 
     def _with_room(self) -> np.ndarray:
         """Slots that decode, each with a page for its token; the latest requests are preempted to get these pages."""
