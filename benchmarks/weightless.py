@@ -13,9 +13,13 @@ from funrl.models import Config, decoder_config
 class Weightless:
     """The part of a backend beside `forward` and `draw`; it does nothing."""
 
+    lanes = 1
+
     def load(self, params: trees.Tree) -> None: ...
 
     def drop(self) -> None: ...
+
+    def rest(self) -> None: ...
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
         return iter(())

@@ -268,7 +268,7 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
     places = sum(token == tower.placeholder for token in tokens)
     if pictures and not places:
         around = [x for x in (tower.begin, tower.placeholder, tower.end) if x is not None]
-        first = int(form.bos is not None and list(tokens[:1]) == [form.bos])
+        first = _tokens_before_pictures(tokens, form)
         tokens = [*tokens[:first], *around * len(pictures), *tokens[first:]]
     elif places != len(pictures):
         raise DataError(
@@ -286,6 +286,11 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
     return Expanded(ids, owned_lines(values))
 
 
+def _tokens_before_pictures(tokens: Sequence[int], form: PictureForm) -> int:
+    """Number of the first tokens of a text that come before its pictures, where it has no place for them."""
+    return int(form.bos is not None and list(tokens[:1]) == [form.bos])
+
+
 def one_placeholder_each(tokens: Sequence[int], owned: OwnedLines, form: PictureForm) -> list[int]:
     """Token ids as they were before `expand_placeholders`."""
     from funrl.models.vision.inputs import GRIDS, collapsed, grids_of
@@ -294,7 +299,7 @@ def one_placeholder_each(tokens: Sequence[int], owned: OwnedLines, form: Picture
 
 
 def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, form: PictureForm) -> list[bool]:
-    """Flags of the tokens of `expand_placeholders`: false at placeholders and at what came before the text.
+    """Flags of the tokens of `expand_placeholders`: false at placeholders and at what was put before the text.
 
     Args:
       tokens, flags: of the text before.
@@ -302,7 +307,8 @@ def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, for
     placeholder = form.tower.placeholder
     old = [flag for token, flag in zip(tokens, flags, strict=True) if token != placeholder]
     before = sum(token != placeholder for token in new.tokens) - len(old)
-    rest = iter([False] * before + old)
+    first = _tokens_before_pictures(tokens, form)
+    rest = iter([*old[:first], *[False] * before, *old[first:]])
     return [token != placeholder and next(rest) for token in new.tokens]
 
 

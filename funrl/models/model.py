@@ -282,8 +282,8 @@ class OwnedValues(NamedTuple):
       contents: `(token ids, lines)` -> the ids, with a negative number, which the values make, at tokens for these:
         equal numbers mean equal keys and values.
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
-      whole: `(token ids)` -> first and last but one of the tokens of each group that sees one another, in order; None:
-        there are no such groups.
+      whole: `(token ids)` -> begin and end of each group of tokens that see one another, in order; None: there are no
+        such groups.
     """
 
     none: Mapping[str, Tensor]

@@ -115,11 +115,11 @@ class DeviceCopies:
 
         Those of tensors that have copies are made of these by the devices, others are sent.
         """
-        copies = {x.data_ptr(): (tuple(x.shape), known) for x, known in self._copies.items()}
+        copies = {(x.data_ptr(), x.shape, x.stride()): known for x, known in self._copies.items()}
 
         def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
-            shape, (version, _, copy) = copies.get(x.data_ptr(), ((), (-1, None, None)))
-            same = version == _version(x) and shape == tuple(x.shape) and torch_dtype(copy.dtype) == x.dtype
+            version, _, copy = copies.get((x.data_ptr(), x.shape, x.stride()), (-1, None, None))
+            same = version == _version(x) and torch_dtype(copy.dtype) == x.dtype
             return jax.device_put(copy if same else to_jax(x), NamedSharding(mesh, spec))
 
         return trees.map(place, tree, specs)

@@ -41,7 +41,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "lora": ("--layers=1 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
     "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
-    "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}"),
+    "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}  tickets {NUMBER} .* fixed {NUMBER}"),
     "serve": (
         "--clients=2 --requests=1 --tokens=4 --token_ms=1",
         rf"^tokens a second, 2 clients, 1 ms a token: direct {NUMBER} \(100%\)  whole {NUMBER} .* stream {NUMBER}",

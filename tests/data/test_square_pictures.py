@@ -10,6 +10,7 @@ from funrl.data.json_lines import DataError
 from funrl.data.pictures import (
     PROCESSOR,
     expand_placeholders,
+    flags_after,
     patches_of,
     picture_form,
     with_most_pixels,
@@ -99,6 +100,8 @@ def test_pictures_without_a_place_come_after_the_token_that_begins_a_text(tokeni
     tower = form.tower
     seen = expand_placeholders([form.bos, 5, 6], [picture((9, 5))], form)
     assert seen.tokens == [form.bos, tower.begin, *[tower.placeholder] * TOKENS, tower.end, 5, 6]
+    flags = flags_after([form.bos, 5, 6], [True, False, True], seen, form)
+    assert flags == [True, *[False] * (TOKENS + 3), True]
 
 
 def test_words_of_a_user_that_read_as_a_picture_stay_text(tokenizer):

@@ -81,7 +81,7 @@ def trainer_logp(model, params, request, completion):
 
 
 def chunks_of(engine):
-    """The chunks that passes compute from now on, as (first, last but one) tokens of their texts."""
+    """The chunks that passes compute from now on, as (begin, end) in their texts."""
     seen = []
     forward = engine._backend.forward
 

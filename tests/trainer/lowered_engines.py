@@ -52,6 +52,7 @@ def resharded():
     with unittest.mock.patch.object(meshes, "to_jax", side_effect=AssertionError("sent from the host")):
         copy = trained.laid_out({"x": x.detach()}, *place)["x"]
     assert copy.sharding.spec == PartitionSpec(None, "tensor") and to_host(copy).equal(x)
+    assert to_host(trained.laid_out({"x": x.T}, *place)["x"]).equal(x.T)  # another tensor of the same memory
     x += 1
     assert to_host(trained.laid_out({"x": x.detach()}, *place)["x"]).equal(x)  # sent anew
     return "resharded by the devices"

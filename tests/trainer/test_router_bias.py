@@ -18,6 +18,7 @@ from funrl.trainer.jobs.sharding import check_experts
 from funrl.trainer.settings.checks import check_together
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of, with_flags
+from funrl.trainer.steps.optimizer import with_gradient
 from funrl.trainer.steps.router_bias import biases_of, move_biases_
 
 
@@ -53,6 +54,22 @@ def test_an_uneven_router_becomes_even(rate):
     assert torch.equal(held["layers/1/mlp/router_bias"], bias)
     moments = [x for name, x in trees.named(state.roles["policy"].opt_state) if name.endswith("router_bias")]
     assert moments and not any(x.any() for x in moments)
+
+
+def test_what_no_gradient_moves_does_not_decay_with_all_other_weights():
+    job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", token_budget=48, weight_decay=0.5, decay_all=True)
+    run, state = begin(job, single())
+    params = state.roles["policy"].params
+    (bias,) = biases_of(params)
+    bias += torch.arange(8) / 20
+    begun = bias.clone()
+    norm = params["norm"].clone()
+    state, _ = one_step(run, state)
+    (bias,) = biases_of(state.roles["policy"].params)
+    assert torch.equal(bias, begun) and not torch.equal(state.roles["policy"].params["norm"], norm)
+    assert with_gradient({"layers": ({"layer_scale": bias, "norm": bias},)}) == {
+        "layers": ({"layer_scale": False, "norm": True},)
+    }
 
 
 def test_biases_stay_in_float32_wherever_other_weights_are_bfloat16(tmp_path):

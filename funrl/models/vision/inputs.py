@@ -95,7 +95,7 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
 
 
 def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last but one of the tokens of each picture of a prompt; all are of one size."""
+    """Begin and end of the tokens of each picture of a prompt; all are of one size."""
     assert tower.layout.side is not None
     count = picture_tokens((tower.layout.side, tower.layout.side), tower.merge)
     places = [place for place, token in enumerate(tokens) if token == tower.placeholder]

@@ -102,6 +102,11 @@ def lane_room(lanes: int, running: Sequence[RunningSequence], rows: int) -> dict
       running: all running sequences, whose siblings that are yet to begin count too.
       rows: sequences of all lanes together; each lane has an even share of them.
     """
+    if len(running) >= rows:
+        return {}
+    if lanes == 1:  # of most engines, in every pass in which a request waits
+        left = rows - len(running) - sum(len(sequence.siblings) for sequence in running)
+        return {0: left} if left > 0 else {}
     counts = [0] * lanes
     for sequence in running:
         counts[sequence.lane] += 1 + len(sequence.siblings)

@@ -82,7 +82,8 @@ class Scheduler:
     @property
     def short_of_pages(self) -> bool:
         """True if a request has to be preempted before the next pass."""
-        return not self.pool.has_one_for_each(self._holders(self._without_page(self._slots())))
+        lacking = self._holders(self._without_page(self._slots()))
+        return bool(lacking) and not self.pool.has_one_for_each(lacking)
 
     @property
     def waiting(self) -> int:
@@ -125,10 +126,10 @@ class Scheduler:
         slots = self._slots()
         if not len(slots) or (self._sequences.lengths[slots] - self._known[slots] > 1).any() or self._may_admit(slots):
             return None
-        if len(self.cells.due(slots, self._known + 1)):
+        if self.cells.cells and len(self.cells.due(slots, self._known + 1)):
             return None
         lacking = self._holders(self._without_page(slots))
-        if not self.pool.has_one_for_each(lacking):
+        if lacking and not self.pool.has_one_for_each(lacking):
             return None
         for sequence in lacking:
             self._give(sequence, self.pool.of(sequence).take(1))
@@ -179,7 +180,7 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : read_pages(int(ends.max()), self._page)])
         self._known[slots] = ends
-        for slot in self.cells.due(decoding, self._known).tolist():
+        for slot in self.cells.due(decoding, self._known).tolist() if self.cells.cells else ():
             sequence = self._sequences.holder(slot)
             assert sequence is not None
             self.cells.decode(sequence, self._register(sequence, int(self._known[slot])))
@@ -279,7 +280,9 @@ class Scheduler:
     def _growing(self, lane: int) -> int:
         """Number of running requests of a lane that may need another page."""
         slots = self._slots()
-        return int(((self._owned[slots] < self._most[slots]) & (self._lane[slots] == lane)).sum())
+        if self.lanes > 1:
+            slots = slots[self._lane[slots] == lane]
+        return int((self._owned[slots] < self._most[slots]).sum())
 
     def _with_room(self) -> np.ndarray:
         """Slots that decode, each with a page for its token; the latest requests are preempted to get these pages."""

@@ -36,7 +36,7 @@ class RunningSequence:
       adapter: number of its adapter in the backend; -1: it has none.
       epoch: of the sequences when it began; see `RunningSequences`.
       contents: those of its prompt's tokens, as `OwnedValues.contents`, if it owns values; None: its ids.
-      whole: first and last but one of the tokens of its prompt that one pass computes together, in order.
+      whole: begin and end of each run of tokens of its prompt that one pass computes together, in order.
     """
 
     request: Request

@@ -22,8 +22,10 @@ from funrl.optim import (
 )
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
+from funrl.trainer.steps.router_bias import BIAS
 
 FREEZE_NONE = "none"
+WITHOUT_GRADIENT = (BIAS, "layer_scale")  # last parts of names
 
 
 def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) -> Transformation:
@@ -43,7 +45,7 @@ def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) 
     }
     schedule = schedules[settings.optimization.lr_schedule]()
     decay = settings.optimization.weight_decay
-    decayed = None if settings.optimization.decay_all else matrices
+    decayed = with_gradient if settings.optimization.decay_all else matrices
     if settings.optimization.optimizer == "muon":
         axes = placed.model.axes
         layouts = placed.stored
@@ -54,6 +56,11 @@ def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) 
     if frozen:
         step = masked(step, functools.partial(learns, beginnings=frozen))
     return chain(clip_by_global_norm(settings.optimization.max_grad_norm, in_place=True), step)
+
+
+def with_gradient(params: trees.Tree) -> trees.Tree:
+    """A tree like the weights, false for those that no gradient moves, which would only decay."""
+    return trees.map_named(lambda name, _: name.rsplit("/", 1)[-1] not in WITHOUT_GRADIENT, params)
 
 
 def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
