@@ -139,10 +139,13 @@ OF_FAMILIES = [  # one family in all, the others where their towers learn and wh
     *(("qwen2_5_vl", case) for case in STEPS),
     *((family, case) for family in ("qwen3_vl", "gemma3") for case in ("learning", "critic")),
 ]
+QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "learning")]
 
 
 @pytest.mark.parametrize(
-    ("folder", "case"), quick(OF_FAMILIES, [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "learning")]), indirect=["folder"]
+    ("folder", "case"),
+    [pytest.param(*both, marks=[] if both in QUICK else pytest.mark.slow) for both in OF_FAMILIES],
+    indirect=["folder"],
 )
 def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
     algorithm, given = STEPS[case]
