@@ -34,13 +34,13 @@ def off(m, module, name, when=lambda *args, **kwargs: True):
 
 
 def own_heads_off(m, which):
-    right = attention._own_heads
+    right = attention.own_heads
 
     def wrong(params, name, used, mesh):
         weight, bias = right(params, name, used, mesh)
         return weight * (OFF if name == which and not torch.is_inference_mode_enabled() else 1), bias
 
-    m.setattr(attention, "_own_heads", wrong)
+    m.setattr(attention, "own_heads", wrong)
 
 
 def window_off(m):
