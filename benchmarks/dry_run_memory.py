@@ -33,6 +33,7 @@ from funrl.trainer.steps.clock import Clock
 
 PROMPT, NEW = 64, 64
 SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
+    "1M": ({"vocab": 1024, "embed": 128, "layers": 4, "heads": 2, "kv_heads": 2, "head": 64, "mlp": 512}, 16, 1024),
     "5M": ({"vocab": 4096, "embed": 256, "layers": 4, "heads": 4, "kv_heads": 4, "head": 64, "mlp": 1024}, 64, 4096),
     "20M": ({"vocab": 2048, "embed": 512, "layers": 6, "heads": 8, "kv_heads": 8, "head": 64, "mlp": 1536}, 32, 2048),
     "60M": ({"vocab": 2048, "embed": 768, "layers": 8, "heads": 12, "kv_heads": 4, "head": 64, "mlp": 2304}, 16, 1024),
@@ -40,7 +41,7 @@ SHAPES = {  # sizes, completions of a step, tokens of a micro-batch
 
 
 def main() -> None:
-    shapes = [*SHAPES, "5M/dp2,tp2"]
+    shapes = ["5M", "20M", "60M", "5M/dp2,tp2"]
     if len(sys.argv) > 1:
         shapes = re.findall(r"\d+M(?:/\w+(?:,[a-z]+\d+)*)?", sys.argv[1].removeprefix("--shapes="))
     print("| model | mesh | estimate, MB | of it activations and logits, MB | resident growth, MB | error |")

@@ -37,7 +37,6 @@ LONG = {  # files that take a minute or more of a core, or long tests of which t
     "test_every_flag_acts.py",
     "test_experiments.py",
     "test_first_day.py",
-    "test_loop_compile.py",
     "test_models_compile_mesh.py",
     "test_named_on_meshes.py",
     "test_programs.py",

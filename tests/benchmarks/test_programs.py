@@ -26,7 +26,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "delta_net": (
         "--key_heads=1 --value_heads=2 --key=8 --value=8 --tokens=70 --rounds=1", rf"^ratio +{NUMBER} +{NUMBER}$",
     ),
-    "dry_run_memory": ("--shapes=5M", rf"^\| 6.\d M \| dp1 \| {NUMBER} .* %"),
+    "dry_run_memory": ("--shapes=1M", rf"^\| 1.\d M \| dp1 \| {NUMBER} .* %"),
     "episodes": ("--turns=2 --repeats=1", rf"^ +2 +{NUMBER} +{NUMBER} us +{NUMBER} us +{NUMBER} us +\d+%$"),
     "generate": (
         "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",

@@ -135,7 +135,18 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("case", quick(STEPS, ["frozen", "learning"]))
+OF_FAMILIES = [  # one family in all, the others where their towers learn and where they do not
+    *(("qwen2_5_vl", case) for case in STEPS),
+    *((family, case) for family in ("qwen3_vl", "gemma3") for case in ("learning", "critic")),
+]
+QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "learning")]
+
+
+@pytest.mark.parametrize(
+    ("folder", "case"),
+    [pytest.param(*both, marks=[] if both in QUICK else pytest.mark.slow) for both in OF_FAMILIES],
+    indirect=["folder"],
+)
 def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
     algorithm, given = STEPS[case]
     tokens, count = 80, 8

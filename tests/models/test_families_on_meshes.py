@@ -89,6 +89,9 @@ def gaps(name, text, lora=False):
 
 
 QUICK = ["gpt_oss on ep2,tp2", "ministral3 window on tp2 split"]
+ADAPTED = (  # one of each kind of mixer and mlp, whose weights tensor ranks split in ways of their own
+    "ernie4_5 bias", "phi3 partial rotary", "gpt_oss", "qwen2_moe", "qwen3_5_moe", "gemma4 vectors", "gemma4 experts"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK))
@@ -100,6 +103,6 @@ def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert WEIGHTS.any() and max(gaps(name, mesh)) < 1e-9
 
 
-@pytest.mark.parametrize("name", quick(FAMILIES, ["ernie4_5 bias"]))
+@pytest.mark.parametrize("name", quick(ADAPTED, ["ernie4_5 bias"]))
 def test_so_are_those_of_adapters(name):
     assert max(gaps(name, "tp2", lora=True)) < 1e-9

@@ -29,7 +29,6 @@ ONE = with_fields(TWO, experts=Experts(4, 1, 8, True))
 CASES = {
     "tensor": ("tp2", WHOLE, "none", None, "inductor"),
     "tensor, its residual split": ("tp2", WHOLE, "full", None, "aot_eager"),
-    "fully sharded, selective": ("dp2", WHOLE, "selective", "data", "aot_eager"),
     "experts, ragged": ("ep2", ONE, "selective", None, "aot_eager"),
     "experts, fully sharded": ("dp2,tp2", TWO, "selective", "data", "aot_eager"),
     "sequence, ring": ("sp2", with_fields(WHOLE, heads=3), "selective", None, "aot_eager"),

@@ -199,19 +199,18 @@ def count_on(mesh, cases):
 
 OF_TENSOR_RANKS = [("qwen2 moe", torch.bfloat16), ("olmo2", torch.float32)]
 OF_EXPERT_RANKS = [("qwen3 moe", torch.float32)]
-TENSOR_MESHES, EXPERT_MESHES = ("tp2", "tp4", "tp8"), ("ep2", "ep4", "ep2,tp2")
+TENSOR_MESHES, EXPERT_MESHES = ("tp2", "tp4"), ("ep2", "ep2,tp2")
 OF_ALL = [*(family for family in FAMILIES if family != "odd sizes"), "gpt-oss", "ernie 4.5"]
 
 
 def cases_of(mesh):
-    """Families with a dtype each, which the meshes of a kind take by turns; of 8 tensor ranks one, which have half a
-    key head each."""
+    """Families with a dtype each, which the meshes of a kind take by turns."""
     if mesh in EXPERT_MESHES:
         turn = EXPERT_MESHES.index(mesh)
         families = [family for family in OF_ALL if "experts" in ALL_FAMILIES[family]]
     else:
         turn = TENSOR_MESHES.index(mesh)
-        families = (OF_ALL, OF_ALL[::4], ["gpt-oss"])[turn]
+        families = (OF_ALL, OF_ALL[::4])[turn]
     return [(family, DTYPES[(OF_ALL.index(family) + turn) % len(DTYPES)]) for family in families]
 
 

@@ -200,8 +200,14 @@ def biased_weights(config, dtype=torch.float32, seed=0):
     return trees.map(lambda x: x.to(dtype), trees.map_named(moved, wide))
 
 
+ALONE = [  # families with experts, which ranks split in ways of their own, and kinds of attention; two ranks try all
+    *(name for name, config in FAMILIES.items() if config.mlp.experts is not None),
+    "mistral", "gemma2", "olmo3", "ministral3",
+]  # fmt: skip
+
+
 @needs_vllm
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in ALONE])
 def test_it_draws_what_the_native_engine_draws(name):
     assert_draws_as_native(FAMILIES[name], biased_weights)
 

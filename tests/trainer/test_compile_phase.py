@@ -18,7 +18,7 @@ import pytest
 import torch
 from compiled_kernels_cache import share_kernels
 from selection import quick
-from small_runs import GRPO, PPO, Quiet, begin, scored_batch, small_job
+from small_runs import GRPO, MEASURED, PPO, Quiet, begin, scored_batch, small_job
 
 from funrl import trees
 from funrl.algos.recipes.dpo import dpo
@@ -157,14 +157,29 @@ def program(how, mesh):
         "graphs": observer.graphs,
         "variants": [metrics.get("compile/variants") for _, metrics in observer.steps],
         "seconds": [phases.get("compile") for phases in observer.phases],
+        "gap": gap_to_eager(how, mesh, observer.steps) if how.get("compare") else None,
         "hits": counters["fxgraph_cache_hit"],
         "misses": counters["fxgraph_cache_miss"],
         "digest": observer.digest,
     }
 
 
+def gap_to_eager(how, mesh, steps):
+    """How far numbers of steps are from those of an eager run."""
+    eager = Quiet()
+    loop.train_loop(job_of(how | {"settings": {"compile": "off"}}), mesh, eager)
+    measured = ("memory/", "time_s/", "perf/", "compile/")
+    return max(
+        abs(metrics[name] - x) / (1 + abs(x))
+        for (_, metrics), (_, plain) in zip(steps, eager.steps, strict=True)
+        for name, x in plain.items()
+        if not name.startswith(measured) and not name.endswith(MEASURED)
+    )
+
+
 def job_of(how):
-    return small_job(GRPO, mesh=how.get("mesh", "dp1"), **COMPILED, **{"steps": 2} | how.get("settings", {}))
+    settings = COMPILED | {"steps": 2} | how.get("settings", {})
+    return small_job(GRPO, mesh=how.get("mesh", "dp1"), **settings)
 
 
 def ran(cache, **how):
@@ -199,8 +214,9 @@ def is_warm(facts):
 def test_ranks_compile_before_the_first_step_and_a_resumed_run_compiles_nothing_anew(tmp_path):
     kept = {"save_every": "1", "run_dir": str(tmp_path / "run")}
     folder = str(tmp_path / "run" / "checkpoints")
-    cold = ran(tmp_path, mesh="tp2", folder=folder, settings=kept)
+    cold = ran(tmp_path, mesh="tp2", folder=folder, settings=kept, compare=True)
     assert is_cold(cold) and len(set(cold["graphs"])) == 1
+    assert cold["gap"] < 1e-5
     assert cold["variants"] == [cold["graphs"][0], None] and cold["seconds"][1] is None
     (file,) = (tmp_path / "funrl" / "compiled").iterdir()  # which both ranks share
     written = file.stat().st_mtime_ns

@@ -95,8 +95,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "empty_filter": "trainer/test_empty_filter.py::test_a_skipped_step_changes_no_weight_and_is_said",
     "stalled_after": "cli/test_interrupts.py::test_a_rank_that_is_stopped_ends_the_run_by_its_flag",
     "max_skipped": "trainer/test_skipped.py::test_too_many_in_a_row_stop_the_run_with_its_state_saved",
-    "compile": "trainer/test_loop_compile.py::"
-    "test_compiled_and_plain_runs_have_equal_numbers_and_nothing_is_compiled_after_warm_up",
+    "compile": "trainer/test_compile_phase.py::"
+    "test_ranks_compile_before_the_first_step_and_a_resumed_run_compiles_nothing_anew",
     "report_to": "track/test_services.py::test_a_run_gives_its_metrics_to_the_trackers_of_its_flag",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",

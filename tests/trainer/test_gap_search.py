@@ -34,13 +34,13 @@ def off(m, module, name, when=lambda *args, **kwargs: True):
 
 
 def own_heads_off(m, which):
-    right = attention._own_heads
+    right = attention.own_heads
 
     def wrong(params, name, used, mesh):
         weight, bias = right(params, name, used, mesh)
         return weight * (OFF if name == which and not torch.is_inference_mode_enabled() else 1), bias
 
-    m.setattr(attention, "_own_heads", wrong)
+    m.setattr(attention, "own_heads", wrong)
 
 
 def window_off(m):
@@ -103,12 +103,10 @@ QUICK = ("k product", "attention", "residual after the mlp", "logits", "log-sum-
 ON_MESHES = ("rotation of q", "attention", "gate", "down product", "logits")
 MESHES = [
     ("tp2", "tp2", ("attention", "down product")),
-    ("tp2", "tp2", ON_MESHES),
     ("tp2", "dp2", ON_MESHES),
     ("dp2", "tp2", ON_MESHES),
     ("sp2", "tp2", ON_MESHES),
-    ("tp4", "tp2,dp2", ON_MESHES),
-    ("dp4", "tp4", ON_MESHES),
+    ("tp4", "tp2,dp2", ("rotation of q", "down product")),
 ]  # of trainer and engine, and what is off
 AFTER_LAYERS = ("logits", "log-sum-exp")
 
