@@ -23,6 +23,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
+from funrl.compiled_kernels.delta_rule.split_rows import split_convolution, split_delta_rule
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -75,8 +76,8 @@ class GatedDeltaNet:
 
     @property
     def splits_rows(self) -> bool:
-        """A rank's tokens would need the state of all before."""
-        return False
+        """A rank's tokens go on from the state behind those before."""
+        return True
 
     @property
     def paged(self) -> None:
@@ -131,13 +132,7 @@ class GatedDeltaNet:
         return None
 
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
-        """As `Mixer.apply`.
-
-        Raises:
-          ModelError: the tokens of a row are split over ranks.
-        """
-        if mesh.size(SEQUENCE) > 1:
-            raise ModelError(f"the mesh {mesh} splits the tokens of a row, whose state a gated delta net carries along")
+        """As `Mixer.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
         channels_BTD, z_BTHM = self._projected(params, h_BTD)
         filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
@@ -148,6 +143,11 @@ class GatedDeltaNet:
             inputs = DeltaInputs(*of_tokens, filters_DW, key_heads, self.key)
             states, tails = context.kv_cache
             out_BTHM = delta_net_pass(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
+        elif mesh.size(SEQUENCE) > 1 and context.offsets is not None:
+            segments_1T = _packed_segments(context.offsets, h_BTD.shape[1] * mesh.size(SEQUENCE))
+            mixed_BTD = F.silu(split_convolution(channels_BTD, filters_DW, segments_1T, mesh))
+            heads = convolved_heads(mixed_BTD, key_heads, self.key, self.value)
+            out_BTHM = split_delta_rule(*heads, log_decay_BTH, beta_BTH, segments_1T, mesh=mesh)
         else:
             segments_BT = _segments(h_BTD, context)
             mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
@@ -197,8 +197,13 @@ def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
     """Number of each token's sequence; None: each row is one."""
     if context.offsets is None:
         return context.segments_BT
-    places = torch.arange(h_BTD.shape[1], device=h_BTD.device, dtype=context.offsets.dtype)
-    return torch.searchsorted(context.offsets, places, right=True).unsqueeze(0)
+    return _packed_segments(context.offsets, h_BTD.shape[1])
+
+
+def _packed_segments(offsets: Tensor, tokens: int) -> Tensor:
+    """Number of each token's sequence in one packed row, [1, tokens]."""
+    places = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, places, right=True).unsqueeze(0)
 
 
 def _wide(x: Tensor) -> Tensor:
