@@ -75,11 +75,6 @@ class GatedDeltaNet:
         return None
 
     @property
-    def splits_rows(self) -> bool:
-        """A rank's tokens go on from the state behind those before."""
-        return True
-
-    @property
     def paged(self) -> None:
         """A state has no pages for a kernel."""
         return None
@@ -189,8 +184,9 @@ class GatedDeltaNet:
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the state; a gated delta net computes no pairs of tokens."""
-        shapes = self.cache_shapes(1, 1).cells
-        return cost._replace(state=sum(map(math.prod, shapes)), state_heads=self.key_heads)
+        states, tails = map(math.prod, self.cache_shapes(1, 1).cells)
+        passed = states + self.value_heads * self.key**2 + tails
+        return cost._replace(state=states + tails, state_heads=self.key_heads, passed=passed)
 
 
 def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
