@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule, packed_segments
 from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
 from funrl.compiled_kernels.delta_rule.split_rows import split_convolution, split_delta_rule
@@ -138,20 +139,14 @@ class GatedDeltaNet:
             inputs = DeltaInputs(*of_tokens, filters_DW, key_heads, self.key)
             states, tails = context.kv_cache
             out_BTHM = delta_net_pass(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
-        elif mesh.size(SEQUENCE) > 1 and context.offsets is not None:
-            segments_1T = _packed_segments(context.offsets, h_BTD.shape[1] * mesh.size(SEQUENCE))
-            mixed_BTD = F.silu(split_convolution(channels_BTD, filters_DW, segments_1T, mesh))
-            heads = convolved_heads(mixed_BTD, key_heads, self.key, self.value)
-            out_BTHM = split_delta_rule(*heads, log_decay_BTH, beta_BTH, segments_1T, mesh=mesh)
         else:
-            segments_BT = _segments(h_BTD, context)
-            mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
-            out_BTHM = gated_delta_rule(
-                *convolved_heads(mixed_BTD, key_heads, self.key, self.value),
-                log_decay_BTH=log_decay_BTH,
-                beta_BTH=beta_BTH,
-                segments_BT=segments_BT,
-            )
+            segments_BT = _segments(h_BTD, context, mesh.size(SEQUENCE))
+            if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
+                mixed_BTD = split_convolution(channels_BTD, filters_DW, segments_BT, mesh)
+            else:
+                mixed_BTD = causal_convolution(channels_BTD, filters_DW, segments_BT)
+            heads = convolved_heads(F.silu(mixed_BTD), key_heads, self.key, self.value)
+            out_BTHM = _of_rows((*heads, log_decay_BTH, beta_BTH), segments_BT, mesh, context)
         weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
         out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
         return multiply_and_sum(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"], mesh, context.split)
@@ -189,17 +184,20 @@ class GatedDeltaNet:
         return cost._replace(state=states + tails, state_heads=self.key_heads, passed=passed)
 
 
-def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
-    """Number of each token's sequence; None: each row is one."""
+def _segments(h_BTD: Tensor, context: Context, ranks: int) -> Tensor | None:
+    """Number of each token's sequence, over the whole rows that so many ranks share; None: each row is one."""
     if context.offsets is None:
         return context.segments_BT
-    return _packed_segments(context.offsets, h_BTD.shape[1])
+    return packed_segments(context.offsets, h_BTD.shape[1] * ranks)
 
 
-def _packed_segments(offsets: Tensor, tokens: int) -> Tensor:
-    """Number of each token's sequence in one packed row, [1, tokens]."""
-    places = torch.arange(tokens, device=offsets.device, dtype=offsets.dtype)
-    return torch.searchsorted(offsets, places, right=True).unsqueeze(0)
+def _of_rows(heads: tuple[Tensor, ...], segments_BT: Tensor | None, mesh: Mesh, context: Context) -> Tensor:
+    """The gated delta rule over rows without a cache: of queries, keys, values, decays and betas."""
+    if context.offsets is None:
+        return gated_delta_rule(*heads, segments_BT=segments_BT)
+    if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
+        return split_delta_rule(*heads, segments_1T=segments_BT, mesh=mesh)
+    return packed_delta_rule(*heads, offsets=context.offsets)
 
 
 def _wide(x: Tensor) -> Tensor:
