@@ -1,8 +1,8 @@
 """Gated delta rule of packed rows, on CUDA by the kernels of flash-linear-attention where it is installed.
 
 They take tensors of 16 bits and the borders of sequences, and keep states in float32. The package is imported when a
-model first asks on such a GPU, never on a CPU. Its function is not for `torch.compile(fullgraph=True)`, so it is called in
-opaque operators, by its public name alone: the backward pass computes the forward pass once more.
+model first asks on such a GPU, never on a CPU. Its function is not for `torch.compile(fullgraph=True)`, so it is called
+in opaque operators, by its public name alone: the backward pass computes the forward pass once more.
 
 References: Yang et al., 2024, https://arxiv.org/abs/2412.06464; https://github.com/fla-org/flash-linear-attention
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ def fla_runs() -> bool:
 
 @functools.cache
 def fla_works() -> bool:
-    """True if flash-linear-attention computes what torch does on this machine's GPU: a small call is tried, and logged."""
+    """True if flash-linear-attention computes what torch does on this machine's GPU, by a small call; logged once."""
     if torch.version.hip is not None or importlib.util.find_spec("fla") is None:
         return False
     try:
@@ -74,9 +74,7 @@ def fla_works() -> bool:
         with _disable_current_modes(), torch.enable_grad():
             error = trial_error(_TRIED)
     except Exception as problem:  # a compiler's errors share no type
-        log.warning(
-            "flash-linear-attention is installed and does not run here: %s: %s", type(problem).__name__, problem
-        )
+        log.warning("flash-linear-attention does not run here: %s: %s", type(problem).__name__, problem)
         return False
     if not error < _TOLERANCE:
         log.warning("flash-linear-attention is not used: its results differ by %.2g from the reference's", error)
@@ -86,7 +84,7 @@ def fla_works() -> bool:
 
 
 def trial_error(device: str) -> float:
-    """Largest relative difference of results and gradients of a small row in bfloat16 from those of torch in float64."""
+    """Largest relative difference of results and gradients of a small row in bfloat16 from torch's in float64."""
     generator = torch.Generator().manual_seed(0)
     heads = 2
     group = 2
@@ -114,9 +112,10 @@ def trial_error(device: str) -> float:
     return torch.stack(errors).max().item()  # not a number where one is not
 
 
-def _rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, offsets: Tensor) -> Tensor:
+def _rule(inputs: Sequence[Tensor], offsets: Tensor) -> Tensor:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # type: ignore[import-not-found]
 
+    q, k, v, log_decay, beta = inputs
     borders = torch.unique_consecutive(F.pad(offsets, (0, 1), value=v.shape[1]))  # it takes no empty sequences
     out, _ = chunk_gated_delta_rule(q, k, v, g=log_decay, beta=beta, scale=1.0, cu_seqlens=borders.long())
     return out
@@ -124,7 +123,7 @@ def _rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, offs
 
 @torch.library.custom_op("funrl::fla_delta_rule", mutates_args=())
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, offsets: Tensor) -> Tensor:
-    return _rule(q, k, v, log_decay, beta, offsets)
+    return _rule((q, k, v, log_decay, beta), offsets)
 
 
 @_forward.register_fake
@@ -139,7 +138,7 @@ def _backward(
     # In an operator autograd records no operators, but the Function that the package's rule is.
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
-        out = _rule(*leaves, offsets)
+        out = _rule(leaves, offsets)
     return [x.contiguous() for x in torch.autograd.grad(out, leaves, d_out)]
 
 

@@ -331,8 +331,8 @@ def _(d_values, d_states, readers, keys, whole):
 class _ChunkStates(torch.autograd.Function):
     """The loop over chunks c: values_c = updates_c - readers_c S_c, S_(c + 1) = whole_c S_c + keys_c^T values_c.
 
-    S_0 is `first`, a constant, or 0. One operator, so that no graph holds a node for each chunk; not `register_autograd`, which `torch.func`
-    refuses.
+    S_0 is `first`, a constant, or 0. One operator, so that no graph holds a node for each chunk; not
+    `register_autograd`, which `torch.func` refuses.
     """
 
     @staticmethod

@@ -11,8 +11,8 @@ those before it:
 | form | a rank receives, a layer | waits for | needs |
 |---|---|---|---|
 | gather ends (this) | (sp - 1) H N (N + M) numbers in float32 or wider | all ranks, once | - |
-| send S from rank to rank | H N M | all ranks before it, in turn | - |
-| all-to-all, heads for tokens | (sp - 1) / sp of t tokens' queries, keys, values and results | all, twice | sp divides K |
+| send S from rank to rank | H N M | the ranks before it, in turn | - |
+| all-to-all, heads for tokens | (sp - 1) / sp of its queries, keys, values and results | all, twice | sp divides K |
 
 What is sent does not grow with the tokens, so it is least where rows are long enough to be split: for Qwen3-Next on
 sp4 12.6 MB of ends beside 75 MB of the heads of 4096 tokens a rank in bfloat16. The price is N more columns in the

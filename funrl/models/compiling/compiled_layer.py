@@ -16,11 +16,8 @@ from funrl.compiled_kernels.exact.dispatch import has_kernels
 from funrl.models.model import Layer
 
 VARIANTS = 64  # compiled versions of the layer that may be kept
-for constant in (
-    flash_attention,
-    fla_runs,
-    has_kernels,
-):  # it cannot follow an import that fails, nor a compiler of C++
+# It cannot follow an import that fails, nor a compiler of C++.
+for constant in (flash_attention, fla_runs, has_kernels):
     torch._dynamo.assume_constant_result(constant)
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
