@@ -49,13 +49,13 @@ NOTES = {
     "qwen3_next": (
         "gated delta nets in most layers; else attention with a gate and partial rotary positions; 1 + w in norms, "
         "experts, a weighted shared expert",
-        "sp, drafts",
+        "drafts",
     ),
     "qwen3_5_text": (
         "`qwen3_next` with dense mlps, and its projections apart; files with a tower too",
-        "images, sp, drafts",
+        "images, drafts",
     ),
-    "qwen3_5_moe_text": ("the same with experts in all layers and a weighted shared expert", "images, sp, drafts"),
+    "qwen3_5_moe_text": ("the same with experts in all layers and a weighted shared expert", "images, drafts"),
     "mixtral": ("`mistral` with experts", "layer types"),
     "olmoe": ("q and k normalised over all heads, experts", "clipped q, k, v"),
     "gpt_oss": (

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from gpu_parts.rows import Bench, Row, Rows, Run, median_seconds, timed_row
 
 from funrl import trees
+from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule
 from funrl.compiled_kernels.grouped_linear import grouped_linear
 from funrl.compiled_kernels.linear_logprob import linear_logprob
 from funrl.compiled_kernels.paged_attention import decode_paging, paged_attention, paged_bytes
@@ -73,6 +75,7 @@ def kernel_rows(bench: Bench) -> Rows:
     cases |= both_ways(f"linear log-prob, {sizes.short:,} tokens", lambda on: logprob(on, sizes))
     cases |= both_ways(f"grouped products, {sizes.experts} experts", lambda on: grouped(on, sizes))
     cases[f"fused AdamW, {sizes.trained / 1e6:,.0f} M float32 weights"] = lambda on: optimizer(on, sizes)
+    cases |= both_ways(f"gated delta rule, {sizes.short:,} tokens", lambda on: delta_rule(on, sizes))
     for name, make in cases.items():
         yield measured(bench, name, make)
 
@@ -169,6 +172,17 @@ def grouped(on: torch.device, sizes: Sizes) -> tuple[Callable[[], torch.Tensor],
     weight = random(on, sizes.experts, sizes.expert_mlp, sizes.embed, scale=sizes.embed**-0.5)
     ends = torch.arange(1, sizes.experts + 1, dtype=torch.int32, device=on) * (rows // sizes.experts)
     return lambda: grouped_linear(x, weight, ends), (x, weight, ends)
+
+
+def delta_rule(on: torch.device, sizes: Sizes) -> tuple[Callable[[], torch.Tensor], Any]:
+    heads = 2 * sizes.heads
+    q, k = (F.normalize(random(on, 1, sizes.short, sizes.heads, sizes.head), dim=-1) for _ in range(2))
+    v = random(on, 1, sizes.short, heads, sizes.head)
+    log_decay = -F.softplus(random(on, 1, sizes.short, heads).float())
+    beta = random(on, 1, sizes.short, heads).sigmoid()
+    offsets = torch.tensor([0, sizes.short], dtype=torch.int32, device=on)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v, log_decay, beta)]
+    return lambda: packed_delta_rule(*inputs, offsets), (*inputs, offsets)
 
 
 def optimizer(on: torch.device, sizes: Sizes) -> Case:

@@ -34,6 +34,7 @@ REQUIRED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "tens
 OPTIONAL = {
     "vllm": "--engine=vllm",
     "flash-attn": "faster attention on CUDA",
+    "flash-linear-attention": "faster gated delta nets on CUDA",
     "math-verify": "--reward=math, --reward=boxed",
     "jsonschema": "--reward=json",
     "datasets": "parquet files, cached and saved datasets",

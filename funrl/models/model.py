@@ -323,8 +323,7 @@ class Abilities(NamedTuple):
       compiled_step: sizes for `compiled_kernels.decode_step`, if it computes what `apply` and `unembed` do; else the
         reason why it does not.
       routers: None: there are no experts.
-      splits_rows: ranks of `sequence` can share a row's tokens; False: a state is carried along the row, or some tokens
-        see later ones.
+      splits_rows: ranks of `sequence` can share a row's tokens; False: some tokens see later ones.
       heads: query heads of a layer, which ranks that share a row's tokens may split.
       logit_cap: logits x become cap tanh(x / cap); None: they stay.
       paged_kernel: head size and cap of attention for the kernel of paged attention; None: it attends otherwise.

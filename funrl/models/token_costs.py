@@ -19,6 +19,7 @@ class LayerCost(NamedTuple):
       cached_heads: ranks that can share what is cached, each a part of it; 1: all have the whole.
       state: numbers of a sequence in the cache, of a fixed size, in float32 or wider.
       state_heads: ranks that can share these, each a part of it.
+      passed: numbers of a fixed size, in float32 or wider, that ranks that share a row's tokens gather from each.
       inner: numbers inside the mlp that it meets.
       experts: in all; 0: the mlp is dense.
       chosen: experts that it goes to.
@@ -34,6 +35,7 @@ class LayerCost(NamedTuple):
     cached_heads: int = 1
     state: int = 0
     state_heads: int = 1
+    passed: int = 0
     inner: int = 0
     experts: int = 0
     chosen: int = 0

@@ -19,6 +19,7 @@ from funrl.cost.tracing.estimate import at_rows, depths_of, pretended, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -469,3 +470,17 @@ def test_ranks_that_share_tokens_share_the_work(form):
     assert exchanges / micro_batches == 8
     assert one.flops / 2 <= update.flops * (1 + 1e-9) and update.flops < 0.75 * one.flops
     assert update.peak["activations"] == pytest.approx(one.peak["activations"], rel=0.4)
+
+
+def test_ranks_that_share_tokens_gather_states():
+    """Of each micro-batch a layer's ends, 4 heads of 8 x (6 + 8) numbers, and 3 tokens of 56 channels; and back."""
+    nets = {"layers": 2, "family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 6),)}
+    job = small("grpo", token_budget=128, sizes=nets, mesh="sp2")
+    plain_job = small("grpo", token_budget=128, sizes={"layers": 2}, mesh="sp2", sequence_parallel="ring")
+    update, other = (dry_run.estimate(one, 8, CPU).phases["update_policy"] for one in (job, plain_job))
+    passed = 4 * 8 * (6 + 8) + 3 * (2 * 2 * 8 + 4 * 6)
+    assert [layer.passed for layer in job.model.abilities.cost.layers] == [passed] * 2
+    for way in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        sent, before = (sum(t.nbytes for (op, _), t in one.traffic.items() if op == way) for one in (update, other))
+        micro_batches = 16 * 32 / 256
+        assert sent - before == micro_batches * 2 * 2 * passed * 4

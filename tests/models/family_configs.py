@@ -157,20 +157,19 @@ GEMMA4 = {
     },
 }  # fmt: skip
 ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS | GEMMA4
-# The meshes on which a family's small model is compared with one device, with gradients and in float64. Shards of fsdp
-# are of any weight; a family of each kind of mixer and mlp has them.
-_DENSE_MESHES = ("tp2 split", "sp2")
-_EXPERT_MESHES = ("sp2", "ep2,tp2")
+# The meshes on which a family's small model is compared with one device, with gradients and in float64.
+_DENSE_MESHES = ("tp2 split", "dp2 fsdp", "sp2")
+_EXPERT_MESHES = ("tp2", "dp2 fsdp", "sp2", "ep2,tp2")
 MESHES = {
-    "llama mlp bias": ("tp2", "tp2 split"),
-    "phi3 partial rotary": ("tp2",),
-    "ernie4_5 bias": ("tp2", *_DENSE_MESHES, "dp2 fsdp"),
-    **dict.fromkeys(("gemma", "olmo3", "exaone4", "ministral3 window", "gemma4"), _DENSE_MESHES),
-    "gpt_oss": ("tp2", "tp2 split", *_EXPERT_MESHES, "ep2", "ep2 fsdp"),
-    "qwen3_5": ("tp2 split", "dp2 fsdp"),
-    "qwen3_5_moe": ("tp2", "ep2,tp2"),
-    "gemma4 vectors": (*_DENSE_MESHES, "dp2 fsdp"),
-    "gemma4 experts": ("tp2 split", *_EXPERT_MESHES, "ep2"),
-    **dict.fromkeys(("qwen2_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
-    "glm4_moe": (*_EXPERT_MESHES, "dp2 fsdp"),
+    "llama mlp bias": ("tp2", "tp2 split", "dp2 fsdp"),
+    "phi3 partial rotary": ("tp2", "dp2 fsdp"),
+    "ernie4_5 bias": (*_DENSE_MESHES, "tp2"),
+    **dict.fromkeys(("gemma", "olmo3", "exaone4", "ministral3 window"), _DENSE_MESHES),
+    "gpt_oss": (*_EXPERT_MESHES, "tp2 split", "ep2", "ep2 fsdp"),
+    "qwen3_5": ("tp2", "tp2 split", "dp2 fsdp", "sp2", "sp2,tp2", "sp2 fsdp"),
+    "qwen3_5_moe": ("tp2", "dp2 fsdp", "sp2", "ep2,tp2"),
+    "gemma4": _DENSE_MESHES,
+    "gemma4 vectors": ("tp2", *_DENSE_MESHES),
+    "gemma4 experts": (*_EXPERT_MESHES, "tp2 split", "ep2"),
+    **dict.fromkeys(("qwen2_moe", "glm4_moe", "minimax_m2", "ernie4_5_moe"), _EXPERT_MESHES),
 }

@@ -25,7 +25,6 @@ class PreviousToken:
 
     rope = None
     window = None
-    splits_rows = False
     paged = None
 
     def shapes(self, embed):

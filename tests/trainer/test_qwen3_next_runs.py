@@ -42,7 +42,12 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
     texts = [{"prompt": f"{i}+{i + 3}=", "completion": str(2 * i + 3)[::-1]} for i in range(16)]
     data.write_text("\n".join(map(json.dumps, texts)))
     rows, weights, samples = {}, {}, {}
-    for mesh, more in (("dp1", ()), ("dp2", ("--fsdp",)), ("tp2", ("--split_residual=on",))):
+    for mesh, more in (
+        ("dp1", ()),
+        ("dp2", ("--fsdp",)),
+        ("tp2", ("--split_residual=on",)),
+        ("sp2", ("--fsdp", "--remat=selective")),
+    ):
         run = tmp_path / mesh
         flags = (
             *FLAGS,
@@ -57,11 +62,11 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
         rows[mesh] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         weights[mesh] = load_file(run / "model/model.safetensors")
         samples[mesh] = (run / "samples.jsonl").read_text()
-    assert len(samples["dp1"].splitlines()) >= 8 and samples["dp1"] == samples["dp2"] == samples["tp2"]
+    assert len(samples["dp1"].splitlines()) >= 8 and set(samples.values()) == {samples["dp1"]}
     before = load_file(f"{folder}/model.safetensors")
     name = "model.layers.1.linear_attn.in_proj_qkvz.weight"
     assert (weights["dp1"][name].float() - before[name]).abs().max() > 1e-4
-    for mesh in ("dp2", "tp2"):
+    for mesh in ("dp2", "tp2", "sp2"):
         for one, row in zip(rows["dp1"], rows[mesh], strict=True):
             assert row["train/loss"] == pytest.approx(one["train/loss"], abs=1e-9)
             assert row["train/grad_norm"] == pytest.approx(one["train/grad_norm"], abs=1e-9)
@@ -85,8 +90,6 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
             {"backend": "xla", "compile": "on"},
             "compile=on with --backend=xla: layers of a qwen3_next keep a state",
         ),
-        ("grpo", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
-        ("sft", {"mesh": "sp2"}, "sp2: the policy is a qwen3_next, whose layers carry a state along a row"),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],
 )
@@ -115,6 +118,7 @@ def test_it_learns_by_its_own_samples_alike_on_every_mesh(folder, tmp_path):
     reward.write_text("def score(prompt, completion, **_):\n    return float(sum(map(ord, completion)) % 7)\n")
     rows = {}
     meshes = {"dp1": (), "dp2": ("--fsdp",), "tp2": ("--new_tokens_per_step=6", "--state_snapshot_tokens=16")}
+    meshes |= {"sp2": ("--token_budget=32",)}
     for mesh, more in meshes.items():
         run = tmp_path / mesh
         flags = (
@@ -132,5 +136,6 @@ def test_it_learns_by_its_own_samples_alike_on_every_mesh(folder, tmp_path):
         rows[mesh] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         gaps = [row["rollout/logprob_gap_max"] for row in rows[mesh] if "rollout/logprob_gap_max" in row]
         assert gaps and max(gaps) < 1e-10
-    for one, row in zip(rows["dp1"], rows["dp2"], strict=True):
-        assert row.get("train/loss") == pytest.approx(one.get("train/loss"), abs=1e-9)
+    for mesh in ("dp2", "sp2"):
+        for one, row in zip(rows["dp1"], rows[mesh], strict=True):
+            assert row.get("train/loss") == pytest.approx(one.get("train/loss"), abs=1e-9)

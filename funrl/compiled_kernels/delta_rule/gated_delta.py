@@ -47,7 +47,7 @@ def gated_delta_rule(
     Returns: [B, T, H, M] in the dtype of v; differentiable once.
     """
     parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
-    values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole)
+    values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole, None)
     return _read(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
 
 
@@ -75,6 +75,32 @@ def continue_delta_rule(
         state_BHNM = whole[..., None, None] * state_BHNM + keys.mT @ values[-1]
     out = _read(parts, torch.stack(values, 1), torch.stack(states, 1))
     return out[:, : v_BTHM.shape[1]].to(v_BTHM.dtype), state_BHNM
+
+
+def part_of_delta_rule(
+    q_BTKN: Tensor,
+    k_BTKN: Tensor,
+    v_BTHM: Tensor,
+    log_decay_BTH: Tensor,
+    beta_BTH: Tensor,
+    segments_BT: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` over parts of rows, as linear functions of a state S that the first token may go on from.
+
+    The columns behind the values are those of the state's own effect: a loop that begins with S = [0 | identity].
+
+    Returns, in float32 or wider, differentiable once:
+      [B, T, H, M + N]: results without S, and what reads it: the result is out[..., :M] + out[..., M:] S.
+      [B, H, N, M + N]: likewise the state behind the last token, end[..., :M] + end[..., M:] S.
+    """
+    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+    key = parts.keys.shape[-1]
+    first_NX = F.pad(torch.eye(key, dtype=parts.keys.dtype, device=parts.keys.device), (v_BTHM.shape[-1], 0))
+    first_BHNX = first_NX.expand(*parts.keys[:, 0, :, 0].shape[:2], *first_NX.shape)
+    updates = F.pad(parts.updates, (0, key))
+    values, states = _ChunkStates.apply(updates, parts.readers, parts.keys, parts.whole, first_BHNX)
+    end_BHNX = parts.whole[:, -1, :, None, None] * states[:, -1] + parts.keys[:, -1].mT @ values[:, -1]
+    return _read(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
 
 
 class _Condensed(NamedTuple):
@@ -261,10 +287,12 @@ def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 @torch.library.custom_op("funrl::chunk_states", mutates_args=())
-def _chunk_states(updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_states(
+    updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor, first: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     values = updates.new_empty(updates.shape)
     states = updates.new_empty(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
-    states[:, 0] = 0
+    states[:, 0] = 0 if first is None else first
     for chunk in range(updates.shape[1]):
         state = states[:, chunk]
         torch.sub(updates[:, chunk], readers[:, chunk] @ state, out=values[:, chunk])
@@ -275,7 +303,7 @@ def _chunk_states(updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor)
 
 
 @_chunk_states.register_fake
-def _(updates, readers, keys, whole):
+def _(updates, readers, keys, whole, first=None):
     return updates.new_empty(updates.shape), updates.new_empty(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
 
 
@@ -303,17 +331,17 @@ def _(d_values, d_states, readers, keys, whole):
 class _ChunkStates(torch.autograd.Function):
     """The loop over chunks c: values_c = updates_c - readers_c S_c, S_(c + 1) = whole_c S_c + keys_c^T values_c.
 
-    S_0 is 0. One operator, so that no graph holds a node for each chunk; not `register_autograd`, which `torch.func`
-    refuses.
+    S_0 is `first`, a constant, or 0. One operator, so that no graph holds a node for each chunk; not
+    `register_autograd`, which `torch.func` refuses.
     """
 
     @staticmethod
-    def forward(updates, readers, keys, whole):
-        return _chunk_states(updates, readers, keys, whole)
+    def forward(updates, readers, keys, whole, first):
+        return _chunk_states(updates, readers, keys, whole, first)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[1:], *output)
+        ctx.save_for_backward(*inputs[1:4], *output)
 
     @staticmethod
     def backward(ctx, d_values, d_states):
@@ -325,4 +353,4 @@ class _ChunkStates(torch.autograd.Function):
             d_readers = -(d_updates @ states.mT)
             d_keys = values @ d_after.mT
             d_whole = (d_after * states).sum((-2, -1))
-        return d_updates, d_readers, d_keys, d_whole
+        return d_updates, d_readers, d_keys, d_whole, None

@@ -210,8 +210,8 @@ def _sharding(
 def _summed(work: _Pass, sequence: int, hardware: Hardware) -> float:
     """Seconds of the collectives of layers.
 
-    These are two sums over tensor ranks, the gather of keys and values over sequence ranks, and the exchange of tokens
-    between expert ranks.
+    These are two sums over tensor ranks, the gather of keys and values or of states over sequence ranks, and the
+    exchange of tokens between expert ranks.
     """
     config = work.model.config
     cost = work.model.abilities.cost
@@ -220,6 +220,7 @@ def _summed(work: _Pass, sequence: int, hardware: Hardware) -> float:
         near = work.tensor * sequence <= RANKS_PER_NODE
         count = work.pieces * config.layers
         nbytes = 2.0 * sum(layer.keys for layer in cost.layers) * work.tokens * sequence * work.item
+        nbytes += sum(layer.passed for layer in cost.layers) * work.pieces * sequence * max(4, work.item)
         seconds = collective_seconds(hardware, "gather", count, nbytes / work.tensor, sequence, near)
     routers = work.model.abilities.routers
     if routers is not None and work.experts > 1:  # there and back

@@ -61,11 +61,6 @@ class Attention:
     sinks: bool = False
 
     @property
-    def splits_rows(self) -> bool:
-        """A rank's tokens attend to those of others."""
-        return True
-
-    @property
     def paged(self) -> PagedHeads:
         """Heads for the kernel of paged attention."""
         return PagedHeads(self.head, not self.cap and not self.sinks)

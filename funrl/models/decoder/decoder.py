@@ -63,7 +63,6 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         cost=cost_of(config),
         compiled_step=step_sizes(config),
         routers=None if experts is None else Routers(experts.count, experts.per_token, routed, biased=experts.biased),
-        splits_rows=all(layer.mixer.splits_rows for layer in layers),
         heads=config.attention.heads,
         logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,

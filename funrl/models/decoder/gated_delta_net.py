@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl import trees
+from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule, packed_segments
 from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
+from funrl.compiled_kernels.delta_rule.split_rows import split_convolution, split_delta_rule
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -72,11 +74,6 @@ class GatedDeltaNet:
     def window(self) -> None:
         """The state is of all tokens before."""
         return None
-
-    @property
-    def splits_rows(self) -> bool:
-        """A rank's tokens would need the state of all before."""
-        return False
 
     @property
     def paged(self) -> None:
@@ -131,13 +128,7 @@ class GatedDeltaNet:
         return None
 
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
-        """As `Mixer.apply`.
-
-        Raises:
-          ModelError: the tokens of a row are split over ranks.
-        """
-        if mesh.size(SEQUENCE) > 1:
-            raise ModelError(f"the mesh {mesh} splits the tokens of a row, whose state a gated delta net carries along")
+        """As `Mixer.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
         channels_BTD, z_BTHM = self._projected(params, h_BTD)
         filters_DW = torch.cat([params[name].flatten(0, 2) for name in ("conv_q", "conv_k", "conv_v")])
@@ -149,14 +140,13 @@ class GatedDeltaNet:
             states, tails = context.kv_cache
             out_BTHM = delta_net_pass(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
         else:
-            segments_BT = _segments(h_BTD, context)
-            mixed_BTD = F.silu(causal_convolution(channels_BTD, filters_DW, segments_BT))
-            out_BTHM = gated_delta_rule(
-                *convolved_heads(mixed_BTD, key_heads, self.key, self.value),
-                log_decay_BTH=log_decay_BTH,
-                beta_BTH=beta_BTH,
-                segments_BT=segments_BT,
-            )
+            segments_BT = _segments(h_BTD, context, mesh.size(SEQUENCE))
+            if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
+                mixed_BTD = split_convolution(channels_BTD, filters_DW, segments_BT, mesh)
+            else:
+                mixed_BTD = causal_convolution(channels_BTD, filters_DW, segments_BT)
+            heads = convolved_heads(F.silu(mixed_BTD), key_heads, self.key, self.value)
+            out_BTHM = _of_rows((*heads, log_decay_BTH, beta_BTH), segments_BT, mesh, context)
         weight_M = pbroadcast(params["z_norm"], mesh, "tensor")
         out_BTHM = rms_norm(out_BTHM, weight_M, self.norm_eps) * F.silu(_wide(z_BTHM))
         return multiply_and_sum(out_BTHM.to(h_BTD.dtype).flatten(2), params["out"], mesh, context.split)
@@ -189,16 +179,25 @@ class GatedDeltaNet:
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the state; a gated delta net computes no pairs of tokens."""
-        shapes = self.cache_shapes(1, 1).cells
-        return cost._replace(state=sum(map(math.prod, shapes)), state_heads=self.key_heads)
+        states, tails = map(math.prod, self.cache_shapes(1, 1).cells)
+        passed = states + self.value_heads * self.key**2 + tails
+        return cost._replace(state=states + tails, state_heads=self.key_heads, passed=passed)
 
 
-def _segments(h_BTD: Tensor, context: Context) -> Tensor | None:
-    """Number of each token's sequence; None: each row is one."""
+def _segments(h_BTD: Tensor, context: Context, ranks: int) -> Tensor | None:
+    """Number of each token's sequence, over the whole rows that so many ranks share; None: each row is one."""
     if context.offsets is None:
         return context.segments_BT
-    places = torch.arange(h_BTD.shape[1], device=h_BTD.device, dtype=context.offsets.dtype)
-    return torch.searchsorted(context.offsets, places, right=True).unsqueeze(0)
+    return packed_segments(context.offsets, h_BTD.shape[1] * ranks)
+
+
+def _of_rows(heads: tuple[Tensor, ...], segments_BT: Tensor | None, mesh: Mesh, context: Context) -> Tensor:
+    """The gated delta rule over rows without a cache: of queries, keys, values, decays and betas."""
+    if context.offsets is None:
+        return gated_delta_rule(*heads, segments_BT=segments_BT)
+    if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
+        return split_delta_rule(*heads, segments_1T=segments_BT, mesh=mesh)
+    return packed_delta_rule(*heads, offsets=context.offsets)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -103,11 +103,6 @@ class LatentAttention:
         return None
 
     @property
-    def splits_rows(self) -> bool:
-        """A rank's tokens attend to those of others."""
-        return True
-
-    @property
     def paged(self) -> None:
         """The cache has a kernel of its own."""
         return None

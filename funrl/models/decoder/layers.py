@@ -208,7 +208,6 @@ class Mixer(Protocol):
     Attributes:
       rope: rotary positions, of which `Context.rope` is made; None: the mixer has none.
       window: the number of tokens that a token sees, itself and those before it; None: all of them.
-      splits_rows: whether ranks can share a row's tokens, as those of attention do.
       paged: heads as the kernel of paged attention takes them; None: the mixer does not call it.
     """
 
@@ -217,9 +216,6 @@ class Mixer(Protocol):
 
     @property
     def window(self) -> int | None: ...
-
-    @property
-    def splits_rows(self) -> bool: ...
 
     @property
     def paged(self) -> PagedHeads | None: ...

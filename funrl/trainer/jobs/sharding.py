@@ -114,11 +114,9 @@ def check_layouts(
                     f"which is not split over {split[0]}; use dp, with --fsdp where memory is short"
                 )
         if sizes["sequence"] > 1 and not model.abilities.splits_rows:
-            mutual = model.owned is not None and model.owned.whole is not None
-            why = "whose tokens of a picture see one another" if mutual else "whose layers carry a state along a row"
             raise MeshError(
-                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.source.family}, {why}, so that its tokens "
-                "are not split over sp; use dp and tp"
+                f"{meshes.text(dict(sizes))}: the {role} is a {model.config.source.family}, whose tokens of a picture "
+                "see one another, so that its tokens are not split over sp; use dp and tp"
             )
         layouts(model.shapes, model.axes, stored_rules(settings, role), sizes)
     role = ROLES.generating(models)

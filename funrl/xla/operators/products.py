@@ -55,7 +55,12 @@ def _grouped_weight(result: OperatorResult, grad: JaxArray, x: JaxArray, ends: J
 
 
 def _chunk_states(
-    result: OperatorResult, updates: JaxArray, readers: JaxArray, keys: JaxArray, whole: JaxArray
+    result: OperatorResult,
+    updates: JaxArray,
+    readers: JaxArray,
+    keys: JaxArray,
+    whole: JaxArray,
+    first: JaxArray | None = None,
 ) -> tuple[JaxArray, JaxArray]:
     """The recurrence of `gated_delta.chunk_states`: values and states of all chunks."""
 
@@ -65,7 +70,8 @@ def _chunk_states(
         return kept[..., None, None] * state + jnp.swapaxes(key, -1, -2) @ values, (values, state)
 
     chunks = tuple(jnp.moveaxis(x, 1, 0) for x in (updates, readers, keys, whole))
-    first = jnp.zeros((*keys.shape[:1], *keys.shape[2:3], keys.shape[-1], updates.shape[-1]), updates.dtype)
+    if first is None:
+        first = jnp.zeros((*keys.shape[:1], *keys.shape[2:3], keys.shape[-1], updates.shape[-1]), updates.dtype)
     _, (values, states) = lax.scan(step, first, chunks)
     return jnp.moveaxis(values, 0, 1), jnp.moveaxis(states, 0, 1)
 
