@@ -52,9 +52,16 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", quick(LAYOUTS, ["dp1"]))
-@pytest.mark.parametrize("agents", quick(AGENTS, ["renewed self"]))
-def test_apart_they_give_the_same_bits(agents, layout):
+APART = [
+    *((agents, "dp1") for agents in AGENTS),
+    ("second policy", "fsdp, tp2"),
+    ("renewed self", "adapters"),
+]
+
+
+@pytest.mark.parametrize("case", quick(APART, [("renewed self", "dp1")]), ids=", ".join)
+def test_apart_they_give_the_same_bits(case):
+    agents, layout = case
     apart, together = LAYOUTS[layout]
     flags = {"agents": AGENTS[agents], "steps": 4}
     compare(run(GRPO, **flags, **apart), run(GRPO, **flags, **together))

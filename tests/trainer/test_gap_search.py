@@ -82,7 +82,7 @@ def moments_off(m):
 
 FAULTS = {
     "norm before the mixer": lambda m: off(m, decoder, "_norm", lambda config, x, weight: weight is not None),
-    "q product": lambda m: off(m, attention, "_project"),
+    "q product": lambda m: off(m, attention, "project_heads"),
     "k product": lambda m: own_heads_off(m, "k"),
     "v product": lambda m: own_heads_off(m, "v"),
     "q norm": lambda m: off(m, layers, "rms_norm"),
