@@ -1,6 +1,7 @@
 """Runs that generate with vLLM, in their processes and by servers: its log-probabilities are the trainer's."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -42,6 +43,7 @@ from funrl.cli.main import main
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools.groups import GroupBoard
+from funrl.processes.workers import can_fork
 from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
@@ -54,19 +56,6 @@ from funrl.trainer.settings.declaration import SettingsError
 SIZES = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 48}
 VLLM = importlib.util.find_spec("vllm") is not None
 needs_vllm = pytest.mark.skipif(not VLLM, reason="no vLLM here: ./test --all makes .venv-vllm for it")
-
-
-@needs_vllm
-@pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["tp2", "dp1"])
-def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
-    settings = {"dtype": "float32", "mesh": mesh, "generate_mesh": mesh, "temperature": 0.8, "max_new_tokens": 8}
-    done, peer = (run_steps(3, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
-    assert all(0 < reported["rollout/logprob_gap_max"] < 1e-4 for reported in done["metrics"])
-    # The noise is the same, so the native engine draws the same tokens, and learns the same.
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
 class Server(NamedTuple):
@@ -92,50 +81,6 @@ def server():
             program.kill()
 
 
-@needs_vllm
-def test_steps_with_a_server_are_those_of_the_native_engine(server):
-    flags = {"engine": "vllm_server", "engine_url": server.url}
-    done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
-    peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
-
-
-@needs_vllm
-@pytest.mark.gloo
-def test_a_server_generates_for_ranks_that_only_generate(server):
-    check_placed(engine="vllm_server", engine_url=server.url, place="train:dp1 generate:dp1")
-
-
-@needs_vllm
-@pytest.mark.gloo
-def test_vllm_generates_on_the_ranks_that_only_generate():
-    check_placed(engine="vllm", place="train:dp1 generate:tp2")
-
-
-def check_placed(**settings):
-    """Ranks that only generate give the native engine's rewards and the trainer's log-probabilities."""
-    common = {"sizes": SIZES, "dtype": "float32"}
-    done = placed_steps(**common, **settings)
-    native = placed_steps(**common, place="train:dp1 generate:dp1")
-    assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
-    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in done)
-
-
-def placed_steps(**settings):
-    """Metrics of the steps of a run whose ranks train or generate."""
-    job = small_job(GRPO, **settings)
-    return launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
-
-
-def steps_of_rank(job, mesh):
-    observer = Quiet()
-    outcome = run_rank(job, mesh, observer)
-    assert outcome.error is None
-    return [metrics for _, metrics in observer.steps]
-
-
 AHEAD = {"place": "train:dp1 generate:dp1", "staleness": 2, "steps": 7, "max_new_tokens": 12, "eval_every": 9}
 
 
@@ -150,7 +95,11 @@ class Token(NamedTuple):
 
 @contextlib.contextmanager
 def weights_amid_rows():
-    """Few rows run at a time; once the first batch is complete, those of others wait with a token for new weights."""
+    """Few rows run at a time; once the first batch is complete, those of others wait with a token for new weights.
+
+    Ranks have it as forks, so its tests come before those that compute gradients in this process.
+    """
+    assert can_fork()
     delivered = set()
     step = GroupWriter.step
     deliver = GroupBoard.deliver
@@ -227,23 +176,6 @@ def test_a_server_writes_ahead_by_the_weights_that_it_says(server, tmp_path):
 
 @needs_vllm
 @pytest.mark.gloo
-def test_a_server_that_is_killed_ahead_of_the_trainer_is_named_within_its_limit(server):
-    rewarded = itertools.count(1)
-
-    def killing(prompt, completion, **fields):
-        if next(rewarded) == 20:  # of two batches and an evaluation, at most
-            os.kill(server.process.pid, signal.SIGKILL)
-        return digits_reward(prompt, completion)
-
-    flags = {"engine": "vllm_server", "engine_url": server.url, "engine_timeout": 10.0}
-    job = small_job(rollout_is, sizes=SIZES, dtype="float32", reward=killing, **AHEAD, **flags)
-    with pytest.raises(WorkerError, match=f"(?s)rank 1.*the server {server.url} has not answered for 10 s"):
-        launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
-    assert server.process.wait(timeout=10) == -signal.SIGKILL  # it was not slow, but gone
-
-
-@needs_vllm
-@pytest.mark.gloo
 def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_rows(tmp_path, capsys):
     saved = {"dtype": "float32", "warmstart_steps": 0, "batch_prompts": 4, "samples_per_prompt": 2, "device": "cpu"}
     saved |= {"eval_prompts": 6, "compile": "off", "lr": 1e-2, "save_rollouts": 1, "run_dir": tmp_path / "run"}
@@ -262,6 +194,87 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
     assert capsys.readouterr().out.count("the same bits") == 7
     assert main(["funrl", "replay", str(tmp_path / "run")]) == 2
     assert "depend on the rows beside (--engine=vllm); --rows repeats its training" in capsys.readouterr().err
+
+
+@needs_vllm
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", ["tp2", "dp1"])
+def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
+    settings = {"dtype": "float32", "mesh": mesh, "generate_mesh": mesh, "temperature": 0.8, "max_new_tokens": 8}
+    done, peer = (run_steps(3, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
+    assert all(0 < reported["rollout/logprob_gap_max"] < 1e-4 for reported in done["metrics"])
+    # The noise is the same, so the native engine draws the same tokens, and learns the same.
+    for one, other in zip(done["batches"], peer["batches"], strict=True):
+        assert one.tokens.equal(other.tokens)
+        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+@needs_vllm
+def test_steps_with_a_server_are_those_of_the_native_engine(server):
+    flags = {"engine": "vllm_server", "engine_url": server.url}
+    done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
+    peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
+    for one, other in zip(done["batches"], peer["batches"], strict=True):
+        assert one.tokens.equal(other.tokens)
+        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_server_generates_for_ranks_that_only_generate(server):
+    check_placed(engine="vllm_server", engine_url=server.url, place="train:dp1 generate:dp1")
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_vllm_generates_on_the_ranks_that_only_generate():
+    check_placed(engine="vllm", place="train:dp1 generate:tp2")
+
+
+def check_placed(**settings):
+    """Ranks that only generate give the native engine's rewards and the trainer's log-probabilities."""
+    common = {"sizes": SIZES, "dtype": "float32"}
+    done = placed_steps(**common, **settings)
+    native = placed_steps(**common, place="train:dp1 generate:dp1")
+    assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
+    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in done)
+
+
+def placed_steps(**settings):
+    """Metrics of the steps of a run whose ranks train or generate."""
+    job = small_job(GRPO, **settings)
+    return launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+
+
+def steps_of_rank(job, mesh):
+    observer = Quiet()
+    outcome = run_rank(job, mesh, observer)
+    assert outcome.error is None
+    return [metrics for _, metrics in observer.steps]
+
+
+@dataclasses.dataclass
+class Killing:
+    """A reward that kills a process at its 20th call: of two batches and an evaluation, at most."""
+
+    pid: int
+    calls: int = 0
+
+    def __call__(self, prompt, completion, **fields):
+        self.calls += 1
+        if self.calls == 20:
+            os.kill(self.pid, signal.SIGKILL)
+        return digits_reward(prompt, completion)
+
+
+@needs_vllm
+@pytest.mark.gloo
+def test_a_server_that_is_killed_ahead_of_the_trainer_is_named_within_its_limit(server):
+    flags = {"engine": "vllm_server", "engine_url": server.url, "engine_timeout": 10.0}
+    job = small_job(rollout_is, sizes=SIZES, dtype="float32", reward=Killing(server.process.pid), **AHEAD, **flags)
+    with pytest.raises(WorkerError, match=f"(?s)rank 1.*the server {server.url} has not answered for 10 s"):
+        launch(functools.partial(steps_of_rank, job), job.launched, "cpu")
+    assert server.process.wait(timeout=10) == -signal.SIGKILL  # it was not slow, but gone
 
 
 class Tree:
