@@ -36,7 +36,7 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     scored = next(row for row in rows if "score" in row["name"])
     assert 3 < learned["flops"] / scored["flops"] < 4, "three times the forward pass, and the logits once more"
     text = (tmp_path / "table.md").read_text()
-    assert text.count("\n| kernels | ") == 12 and "torch" in text.splitlines()[0]
+    assert text.count("\n| kernels | ") == 14 and "torch" in text.splitlines()[0]
     assert all(line in done.stdout for line in text.splitlines()[2:])
 
 
