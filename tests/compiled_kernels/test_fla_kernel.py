@@ -117,7 +117,12 @@ def test_a_cpu_does_not_import_it(package):
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
 @pytest.mark.parametrize("head", [64, 128])
 def test_a_gpu_equals_the_loop_over_tokens(head):
-    assert kernel.fla_works()
+    try:
+        assert kernel.trial_error("cuda") < 3e-2
+    except RuntimeError as problem:
+        if "Triton" not in str(problem):
+            raise
+        pytest.skip(f"the package refuses this GPU: {problem}")
     inputs = _inputs(torch.bfloat16, "cuda", head)
     got = _with_grads(kernel.packed_delta_rule, inputs, OFFSETS.cuda())
     for x, want in zip(got, _expected(inputs), strict=True):

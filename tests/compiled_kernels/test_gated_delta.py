@@ -118,6 +118,18 @@ def test_compiled_in_one_graph():
         assert (a - b).abs().max() < 1e-12
 
 
+def test_a_pass_has_the_strides_that_a_compiled_graph_expects():
+    tokens = 5  # of one sequence, in 16 bits
+    D = 2 * N + HEADS * M
+    channels = torch.randn(tokens, D, dtype=torch.bfloat16)
+    gates = torch.rand(tokens, HEADS)
+    cells = torch.zeros(1, HEADS, N, M), torch.zeros(1, WIDTH - 1, D), torch.zeros(1, dtype=torch.int64)
+    places = torch.arange(tokens), torch.tensor([[0, 0, 1, tokens, tokens]])
+    given = (channels, -gates, gates, torch.randn(D, WIDTH), *cells, *places, 1, N)
+    torch.library.opcheck(torch.ops.funrl.delta_net_pass.default, given, test_utils="test_faketensor")
+    assert torch.ops.funrl.delta_net_pass(*given).is_contiguous()
+
+
 @pytest.mark.parametrize("name", ["one token", "several chunks", "many sequences in a chunk", "rows that differ"])
 def test_convolution_equals_the_loop_over_tokens(name):
     _, segments = _inputs(ROWS[name])

@@ -118,7 +118,7 @@ def _rule(inputs: Sequence[Tensor], offsets: Tensor) -> Tensor:
     q, k, v, log_decay, beta = inputs
     borders = torch.unique_consecutive(F.pad(offsets, (0, 1), value=v.shape[1]))  # it takes no empty sequences
     out, _ = chunk_gated_delta_rule(q, k, v, g=log_decay, beta=beta, scale=1.0, cu_seqlens=borders.long())
-    return out
+    return out.contiguous()
 
 
 @torch.library.custom_op("funrl::fla_delta_rule", mutates_args=())

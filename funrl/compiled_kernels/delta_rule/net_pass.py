@@ -125,7 +125,7 @@ def _delta_net_pass(
         states.index_copy_(0, cells_R, state_RHNM)
         tails.index_copy_(0, cells_R, window_RTD[:, count:])
         outs.append(out_RTHM.flatten(0, 1))
-    return torch.cat(outs) if len(outs) > 1 else outs[0].clone()
+    return torch.cat(outs).contiguous()  # as the fake's: chunks are read in another order of dims
 
 
 @_delta_net_pass.register_fake
