@@ -4,14 +4,17 @@ They take tensors of 16 bits and the borders of sequences, and keep states in fl
 model first asks on such a GPU, never on a CPU. Its function is not for `torch.compile(fullgraph=True)`, so it is called
 in opaque operators, by its public name alone: the backward pass computes the forward pass once more.
 
-References: Yang et al., 2024, https://arxiv.org/abs/2412.06464; https://github.com/fla-org/flash-linear-attention
+References: Yang et al., 2024, https://arxiv.org/abs/2412.06464; https://github.com/fla-org/flash-linear-attention, of
+which issue 640 is the fault of Triton below 3.7.1 on Hopper.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -69,6 +72,9 @@ def fla_works() -> bool:
     """True if flash-linear-attention computes what torch does on this machine's GPU, by a small call; logged once."""
     if torch.version.hip is not None or importlib.util.find_spec("fla") is None:
         return False
+    if (fault := _fault_here()) is not None:
+        log.warning("flash-linear-attention is not used: %s", fault)
+        return False
     try:
         # The first call may stand within a checkpoint or under no_grad, which are not to see the trial.
         with _disable_current_modes(), torch.enable_grad():
@@ -81,6 +87,27 @@ def fla_works() -> bool:
         return False
     log.info("the gated delta rule on the GPU is by flash-linear-attention")
     return True
+
+
+def known_fault(capability: tuple[int, int], triton: str, tilelang: bool) -> str | None:
+    """Why the package would refuse the backward pass, which a trial learns only after a minute; None: it would not.
+
+    Args:
+      capability: of the GPU.
+      triton: its version.
+      tilelang: whether that is installed, which the package takes instead.
+    """
+    numbers = tuple(map(int, re.findall(r"\d+", triton)[:3]))
+    if capability[0] != 9 or tilelang or not (3, 4) <= numbers < (3, 7, 1):
+        return None
+    return f"Triton {triton} computes its gradients wrongly on Hopper; install triton>=3.7.1 or tilelang"
+
+
+def _fault_here() -> str | None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return None
+    tilelang = importlib.util.find_spec("tilelang") is not None
+    return known_fault(torch.cuda.get_device_capability(), importlib.metadata.version("triton"), tilelang)
 
 
 def trial_error(device: str) -> float:
