@@ -234,8 +234,9 @@ def test_only_what_needs_it_asks_for_a_kind_of_gpu():
     root = Path(__file__).parents[1] / "funrl"
     asks = re.compile(r"get_device_capability|warp_?size|multi_processor_count|gcnArchName|float8_e4m3fn\b", re.I)
     files = {str(file.relative_to(root)) for file in root.rglob("*.py") if asks.search(file.read_text())}
-    # FA3 or FA4 of NVIDIA; the dtype of files.
-    assert files == {"compiled_kernels/flash_kernel.py", "models/huggingface/fp8_files.py"}
+    # FA3 or FA4 of NVIDIA; a fault of Triton on Hopper; the dtype of files.
+    kernels = {"compiled_kernels/flash_kernel.py", "compiled_kernels/delta_rule/fla_kernel.py"}
+    assert files == kernels | {"models/huggingface/fp8_files.py"}
 
 
 def test_no_package_exceeds_the_bounds_of_its_figures():

@@ -90,7 +90,7 @@ def fla_works() -> bool:
 
 
 def known_fault(capability: tuple[int, int], triton: str, tilelang: bool) -> str | None:
-    """Why the package would refuse the backward pass, which a trial learns only after a minute; None: it would not.
+    """The reason why the package would refuse the backward pass; None: it would not. A trial takes a minute to learn it.
 
     Args:
       capability: of the GPU.

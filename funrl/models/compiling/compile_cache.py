@@ -126,7 +126,7 @@ def compiled_libraries() -> dict[Path, str]:
             loaded = {Path(fields[5].strip()) for line in maps if len(fields := line.split(maxsplit=5)) == 6}
     except OSError:
         return {}
-    kernels = {file for file in loaded if file.is_relative_to(folder)}
+    kernels = {file for file in loaded if file.is_relative_to(folder) and file.exists()}  # others may have replaced it
     probes = {file for file in folder.glob("*/*.so") if "." not in file.stem}
     return {file: str(file.relative_to(folder)) for file in sorted(kernels | probes)}
 

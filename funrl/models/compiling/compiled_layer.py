@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ for constant in (flash_attention, fla_runs, has_kernels):
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(  # each rank would warn of in-place operators: none is here
     lambda record: "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 )
+warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")  # a choice of the compiler, once a graph
 
 
 def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Callable, device: str) -> Layer:
