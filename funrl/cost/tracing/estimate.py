@@ -23,6 +23,8 @@ from funrl.mesh.rules import COMPUTE, layouts
 from funrl.models import Model
 from funrl.models.fsdp import layers_of_group
 from funrl.models.lora import decoder_of
+from funrl.models.vision.config import VisionLanguageConfig
+from funrl.models.vision.model import VISION
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import stored_rules
@@ -30,7 +32,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
 Counted = TypeVar("Counted")
-# Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
+# Numbers of layer messages to trace; deeper models and towers are extrapolated from the two. With fewer than three, no layer is
 # between one whose weights are being sent and one whose gradients are.
 DEPTHS = (3, 4)
 # collectives that send messages from rank to rank instead of around rings
@@ -181,6 +183,72 @@ def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
     return few, few + joined
 
 
+class Depth(NamedTuple):
+    """Numbers of layers of a model.
+
+    Attributes:
+      layers: of the decoder.
+      tower, whole: layers of its vision tower, and how many of them see whole pictures; 0: it has none.
+    """
+
+    layers: int
+    tower: int = 0
+    whole: int = 0
+
+
+class ShallowModel(NamedTuple):
+    """Depths from which the costs of a deep model follow.
+
+    Attributes:
+      base: the least depth.
+      ways: depths one step from it, each in a direction of its own, and the number of such steps to the full depth.
+    """
+
+    base: Depth
+    ways: tuple[tuple[Depth, float], ...]
+
+
+def shallow_model(model: Model, joined: int = 1, tower_joined: int = 1) -> ShallowModel:
+    """Choose the depths to trace of a model and of its tower; what is not much deeper keeps its depth.
+
+    Args:
+      joined, tower_joined: layers per message.
+    """
+    few, more = depths_of(model, joined)
+    layers = model.config.layers
+    base = Depth(layers if layers <= more else few, *_tower_layers(model))
+    fewer = base._replace(**_shallow_tower(model, tower_joined))
+    ways = []
+    if layers > more:
+        ways.append((fewer._replace(layers=more), (layers - few) / joined))
+    if base.tower > fewer.tower:
+        deeper = fewer._replace(tower=fewer.tower + tower_joined)
+        ways.append((deeper, (base.tower - fewer.tower) / tower_joined))
+    if base.whole > fewer.whole:
+        ways.append((fewer._replace(whole=fewer.whole + 1), float(base.whole - fewer.whole)))
+    return ShallowModel(fewer, tuple(ways))
+
+
+def _tower_layers(model: Model) -> tuple[int, int]:
+    config = model.config
+    return (config.tower.layers, len(config.tower.whole_layers)) if isinstance(config, VisionLanguageConfig) else (0, 0)
+
+
+def _shallow_tower(model: Model, joined: int) -> dict[str, int]:
+    """The least numbers of layers of a tower that stand for its own; {}: none do.
+
+    Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTHS` messages of others.
+    """
+    if not isinstance(model.config, VisionLanguageConfig):
+        return {}
+    tower = model.config.tower
+    deep = tower.form.deep_layers
+    whole = min(len(tower.whole_layers), len(set(deep) & set(tower.whole_layers)) + 1)
+    few = (DEPTHS[0] + -(-len(deep) // joined)) * joined + tower.layers % joined
+    windowed = tower.layers - len(tower.whole_layers)
+    return {"tower": few, "whole": whole} if windowed >= few + joined - whole and tower.layers > few + joined else {}
+
+
 def of_all_layers(
     job: Job, costs: Callable[[Job], dict[str, Counted]], extrapolate: Callable[..., Counted] = along
 ) -> dict[str, Counted]:
@@ -192,42 +260,45 @@ def of_all_layers(
       extrapolate: as `along`, for costs of another form.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
-    joined = {path: _together(job, path) for path in models}
-    few = {path: depths_of(model, joined[path])[0] for path, model in models.items()}
-    layers = {path: model.config.layers for path, model in models.items()}
-    deep = {path: count for path, count in layers.items() if count > few[path] + joined[path]}
-    low = costs(_with_layers(job, {path: few[path] for path in deep}))
+    shallow = {path: shallow_model(model, *_together(job, path)) for path, model in models.items()}
+    base = {path: chosen.base for path, chosen in shallow.items()}
+    low = costs(_with_depths(job, base))
     # A separate model, such as a teacher, has its own depth and is extrapolated separately.
     ways = [
-        (
-            costs(_with_layers(job, {other: few[other] + joined[other] * (other == path) for other in deep})),
-            (layers - few[path]) / joined[path],
-        )
-        for path, layers in deep.items()
+        (costs(_with_depths(job, base | {path: depth})), steps)
+        for path, chosen in shallow.items()
+        for depth, steps in chosen.ways
     ]
     return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
 
-def _together(job: Job, path: str | None) -> int:
-    """Layers of a directory's models that are gathered in one message; None: of models that start as the job's."""
-    counts = [1]
+def _together(job: Job, path: str | None) -> tuple[int, int]:
+    """Layers of a directory's models that are gathered in one message: of the decoder, and of the tower.
+
+    Args:
+      path: of the directory; None: of models that start as the job's.
+    """
+    counts = [(1, 1)]
     for name, model in job.models.items():
         if job.directories.get(name) == path and job.settings.devices.fsdp:
             tables = stored_rules(job.settings, name), COMPUTE
             stored, compute = (decoder_of(layouts(model.shapes, model.axes, table, job.sizes)) for table in tables)
-            counts.append(layers_of_group(stored["layers"], compute["layers"], job.dtype.itemsize))
-    return max(counts)
+            parts = [(tree["layers"], tree.get(VISION, {}).get("layers", ())) for tree in (stored, compute)]
+            of_decoder, of_tower = zip(*parts, strict=True)
+            itemsize = job.dtype.itemsize
+            counts.append((layers_of_group(*of_decoder, itemsize), layers_of_group(*of_tower, itemsize)))
+    return max(layers for layers, _ in counts), max(layers for _, layers in counts)
 
 
-def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
+def _with_depths(job: Job, depths: Mapping[str | None, Depth]) -> Job:
     """The job with models of other depths.
 
     Args:
-      layers: number by directory of the model; None: for models that start as the job's.
+      depths: by directory of the model; None: for models that start as the job's.
     """
 
     def shallow(model: Model, path: str | None) -> Model:
-        return model.with_layers(layers[path]) if path in layers else model
+        return _with_depth(model, depths[path]) if path in depths else model
 
     models = {id(job.model): shallow(job.model, None)}  # roles with equal models keep sharing one
     for name, model in job.models.items():
@@ -235,6 +306,16 @@ def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
     return dataclasses.replace(
         job, model=models[id(job.model)], models={name: models[id(x)] for name, x in job.models.items()}
     )
+
+
+def _with_depth(model: Model, depth: Depth) -> Model:
+    if depth.layers != model.config.layers:
+        model = model.with_layers(depth.layers)
+    if (depth.tower, depth.whole) == _tower_layers(model):
+        return model
+    assert isinstance(model.config, VisionLanguageConfig)
+    tower = model.config.tower.with_last_layers(depth.tower, depth.whole)
+    return model.rebuild(dataclasses.replace(model.config, tower=tower))
 
 
 def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from funrl.models.decoder.config import Config
@@ -126,6 +126,33 @@ class TowerConfig:
     def unsampled(self) -> tuple[int, ...]:
         """Ids of tokens that no policy may sample."""
         return tuple(sorted({self.placeholder, *self.banned}))
+
+    def with_last_layers(self, layers: int, whole: int) -> TowerConfig:
+        """The same tower with fewer layers: those in `deep_layers`, and the last ones of each kind.
+
+        Args:
+          layers: of the new tower, at least as many as `deep_layers`.
+          whole: number of those that see whole pictures, at least as many as of `deep_layers` do.
+
+        Raises:
+          ModelError: the tower has too few layers of a kind.
+        """
+        deep = self.form.deep_layers
+        kept: list[int] = []
+        for sees_whole, count in ((False, layers - whole), (True, whole)):
+            kind = [i for i in range(self.layers) if (i in self.whole_layers) == sees_whole]
+            first = [i for i in kind if i in deep]
+            others = [i for i in kind if i not in deep]
+            if not len(first) <= count <= len(kind):
+                raise ModelError(f"{count} layers are not between {len(first)} and {len(kind)}")
+            kept += first + others[len(others) - (count - len(first)) :]
+        kept.sort()
+        return replace(
+            self,
+            layers=layers,
+            whole_layers=tuple(i for i, old in enumerate(kept) if old in self.whole_layers),
+            form=replace(self.form, deep_layers=tuple(i for i, old in enumerate(kept) if old in deep)),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
