@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -30,9 +31,9 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
 Counted = TypeVar("Counted")
-# Numbers of layer messages to trace; deeper models are extrapolated from the two. With fewer than three, no layer is
-# between one whose weights are being sent and one whose gradients are.
-DEPTHS = (3, 4)
+# Messages of layers of one kind to trace; those of deeper models are extrapolated from a trace with one more. With
+# fewer than three, no layer is between one whose weights are being sent and one whose gradients are.
+DEPTH = 3
 # collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
 RESHARD = "reshard"
@@ -169,16 +170,39 @@ class TracedClock(Clock):
         return self.tracer.phase(name)
 
 
-def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
-    """The numbers of layers of a model to trace: `DEPTHS` layers with experts, if any, after those without.
+class TracedLayers(NamedTuple):
+    """Layers of a model to trace, from which its cost is extrapolated.
+
+    Attributes:
+      few: numbers of the layers of the first trace.
+      more: for each further trace its layers, which have one message more, and the number of messages like that one.
+    """
+
+    few: tuple[int, ...]
+    more: tuple[tuple[tuple[int, ...], int], ...]
+
+
+def traced_layers(model: Model, joined: int = 1) -> TracedLayers:
+    """The layers of a model to trace: `DEPTH` messages of each kind, and one more of those that have more.
 
     Args:
-      joined: layers per message; the last message has as many layers as in the whole model.
+      joined: layers per message; the last message has fewer if they do not divide.
     """
-    routers = model.abilities.routers
-    before = routers.layers[0] if routers is not None and routers.layers else 0
-    few = (DEPTHS[0] + -(-before // joined)) * joined + model.config.layers % joined
-    return few, few + joined
+    layers = range(model.config.layers)
+    kinds = model.abilities.kinds or (0,) * len(layers)
+    messages = [tuple(layers[i : i + joined]) for i in layers[::joined]]
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for message in messages:
+        alike.setdefault(tuple(kinds[i] for i in message), []).append(message)
+    few: list[int] = []
+    further = []
+    for same in alike.values():
+        traced = DEPTH if len(same) > DEPTH + 1 else len(same)
+        few += itertools.chain(*same[:traced])
+        if len(same) > traced:
+            further.append((same[traced], len(same) - traced))
+    more = tuple((tuple(sorted((*few, *message))), count) for message, count in further)
+    return TracedLayers(tuple(sorted(few)), more)
 
 
 def of_all_layers(
@@ -192,18 +216,14 @@ def of_all_layers(
       extrapolate: as `along`, for costs of another form.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
-    joined = {path: _together(job, path) for path in models}
-    few = {path: depths_of(model, joined[path])[0] for path, model in models.items()}
-    layers = {path: model.config.layers for path, model in models.items()}
-    deep = {path: count for path, count in layers.items() if count > few[path] + joined[path]}
-    low = costs(_with_layers(job, {path: few[path] for path in deep}))
-    # A separate model, such as a teacher, has its own depth and is extrapolated separately.
+    traced = {path: traced_layers(model, _together(job, path)) for path, model in models.items()}
+    few = {path: layers.few for path, layers in traced.items()}
+    low = costs(_with_layers(job, few))
+    # A separate model, such as a teacher, has layers of its own and is extrapolated separately.
     ways = [
-        (
-            costs(_with_layers(job, {other: few[other] + joined[other] * (other == path) for other in deep})),
-            (layers - few[path]) / joined[path],
-        )
-        for path, layers in deep.items()
+        (costs(_with_layers(job, few | {path: layers})), count)
+        for path, chosen in traced.items()
+        for layers, count in chosen.more
     ]
     return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
@@ -219,15 +239,15 @@ def _together(job: Job, path: str | None) -> int:
     return max(counts)
 
 
-def _with_layers(job: Job, layers: Mapping[str | None, int]) -> Job:
-    """The job with models of other depths.
+def _with_layers(job: Job, layers: Mapping[str | None, tuple[int, ...]]) -> Job:
+    """The job with some of the layers of its models.
 
     Args:
-      layers: number by directory of the model; None: for models that start as the job's.
+      layers: their numbers by directory of the model; None: for models that start as the job's.
     """
 
     def shallow(model: Model, path: str | None) -> Model:
-        return model.with_layers(layers[path]) if path in layers else model
+        return model.of_layers(layers[path]) if len(layers[path]) < model.config.layers else model
 
     models = {id(job.model): shallow(job.model, None)}  # roles with equal models keep sharing one
     for name, model in job.models.items():
