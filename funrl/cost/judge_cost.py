@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.algos.reading import reads
 from funrl.cost.decoding import EngineWork, completions
 from funrl.cost.tracing.costs import Costs, along
-from funrl.cost.tracing.estimate import axes_of, depths_of
+from funrl.cost.tracing.estimate import Depth, axes_of, of_depth, traced_layers
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
 from funrl.models import Model
@@ -89,12 +89,11 @@ def judging(
             f"(--judge_max_new_tokens), but it has {positions} positions"
         )
     mesh = view(parts.mesh, judge.sizes)
-    layers = judge.model.config.layers
     each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
     settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
 
-    def of_depth(count: int) -> RLJob:
-        return dataclasses.replace(job, settings=settings, model=judge.model.with_layers(count))
+    def with_judge(model: Model) -> RLJob:
+        return dataclasses.replace(job, settings=settings, model=model)
 
     def generator_of(shallow: RLJob):
         assert parts.generator is not None
@@ -103,20 +102,20 @@ def judging(
         )
         return parts.generator._replace(engine=engine, mesh=mesh)
 
-    whole = generator_of(of_depth(layers))
+    whole = generator_of(with_judge(judge.model))
     stored = trees.leaves(whole.engine.weights.layouts)
     weights = float(job.dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in stored))
     room = FREE_SHARE * (hardware.memory * USABLE - held - weights)
 
-    def costs_at(depth: int) -> Costs:
-        shallow = of_depth(depth)
+    def costs_at(depth: Depth) -> Costs:
+        shallow = with_judge(of_depth(judge.model, depth))
         return completions(
             EngineWork(shallow, generator_of(shallow), whole, prompt_tokens=read, room=room, hardware=hardware),
             judge.sampling,
         )
 
-    few, more = depths_of(judge.model)
-    costs = costs_at(layers) if layers <= more else along(costs_at(few), (costs_at(more), layers - few))
+    few, more = traced_layers(judge.model)
+    costs = along(costs_at(few), *((costs_at(depth), count) for depth, count in more))
     return JudgeCost(costs, weights, axes_of(mesh))
 
 

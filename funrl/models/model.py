@@ -96,9 +96,9 @@ class ModelConfig:
         """Fields of config.json, beside those of this record, that what the model computes depends on."""
         return {}
 
-    def with_layers(self, layers: int) -> Self:
-        """The same sizes with only the first `layers` layers."""
-        return replace(self, layers=layers)
+    def of_layers(self, chosen: Sequence[int]) -> Self:
+        """The same sizes with only the layers of these numbers, in their order."""
+        return replace(self, layers=len(chosen))
 
 
 def check_sizes(**sizes: int) -> None:
@@ -330,6 +330,8 @@ class Abilities(NamedTuple):
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
       unsampled: ids of tokens that are never sampled: they have the probability 0.
+      kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. (): there is
+        one kind.
     """
 
     cost: ModelCost
@@ -342,6 +344,7 @@ class Abilities(NamedTuple):
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
     unsampled: tuple[int, ...] = ()
+    kinds: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:
@@ -409,6 +412,10 @@ class Model:
             return 0
         return trees.nbytes(self.init_cache(mesh, 0, 1, dtype, torch.device("meta"), 1))
 
+    def of_layers(self, chosen: Sequence[int]) -> Model:
+        """The same model with only the layers of these numbers, in their order."""
+        return self.rebuild(self.config.of_layers(chosen))
+
     def with_layers(self, layers: int) -> Model:
         """The same model with only its first `layers` layers."""
-        return self.rebuild(self.config.with_layers(layers))
+        return self.of_layers(range(layers))

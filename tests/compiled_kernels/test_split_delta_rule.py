@@ -77,7 +77,10 @@ def _split(mesh, lengths, width=4, fault=None, dtype=torch.float64):
     inputs, weight, segments = _inputs(lengths, width)
     own = [x.chunk(RANKS, 1)[mesh.index("sequence")].to(dtype) for x in (*inputs, *_weights(sum(lengths)))]
     states = _break(fault)
-    rule = functools.partial(split_rows.split_delta_rule, segments_1T=segments, mesh=mesh)
+
+    def rule(*heads):
+        return split_rows.split_delta_rule(heads, segments, mesh)
+
     convolution = functools.partial(split_rows.split_convolution, segments_1T=segments, mesh=mesh)
     *tokens, filters = _gradients(rule, convolution, own[:6], weight.to(dtype), own[6:])
     split_rows._states, split_rows.all_gather = states, all_gather

@@ -15,7 +15,7 @@ from funrl import trees
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cost import dry_run
 from funrl.cost.tracing import estimate as cost_estimate
-from funrl.cost.tracing.estimate import at_rows, depths_of, pretended, tracer_of
+from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
@@ -137,10 +137,31 @@ def test_layers_without_experts_before_those_with_some_do_not_stand_for_them(mon
     """A model with three of them and four others is on the line through shallower ones."""
     experts = dataclasses.replace(SWITCHES["deepseek_v3"]["experts"], dense=(0, 1, 2))
     job = small("grpo", sizes=SWITCHES["deepseek_v3"] | {"layers": 8, "experts": experts})
-    assert depths_of(job.model) == (6, 7)
+    assert traced_layers(job.model) == ((0, 1, 2, 3, 4, 5), (((*range(7),), 2),))
     found = dry_run.estimate(job, 8, CPU).phases
     monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
     assert_alike(found, dry_run.estimate(job, 8, CPU).phases)
+
+
+def gemma4_e2b(folder):
+    """A small model with the layers of Gemma 4 E2B in fewer of its turns: later mlps are twice as wide."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 4
+    return write_config(
+        folder, model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], num_hidden_layers=20, layer_types=kinds,
+        num_kv_shared_layers=10, use_double_wide_mlp=True, num_key_value_heads=1, head_dim=8, global_head_dim=16,
+        num_attention_heads=2, hidden_size=32, hidden_size_per_layer_input=4, vocab_size_per_layer_input=512,
+        sliding_window=4,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_layers_of_each_kind_are_on_a_line_of_their_own(tmp_path):
+    job = plain("grpo", model=gemma4_e2b(tmp_path))
+    traced = traced_layers(job.model)
+    assert len(traced.few) == 11 and [count for _, count in traced.more] == [4, 5]
+    found = dry_run.estimate(job, 8, CPU).phases
+    exact = trace(job, 8, 16).phases
+    assert_alike({name: found[name] for name in exact}, exact)
 
 
 @pytest.mark.parametrize("minibatches", [1, 4])
@@ -431,8 +452,8 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     layer = 4 * trees.count(job.model.shapes["layers"][0])
     monkeypatch.setattr(message_sizes, "PIECE_BYTES", 3 * layer // (2 * 16))
     found = []
-    for depths in ((3, 4), (20, 21)):  # by the line, and all of them
-        monkeypatch.setattr(cost_estimate, "DEPTHS", depths)
+    for depth in (3, 20):  # by the line, and all of them
+        monkeypatch.setattr(cost_estimate, "DEPTH", depth)
         phases = dry_run.estimate(job, 8, CPU).phases
         found.append({name: {key: one.count for key, one in costs.traffic.items()} for name, costs in phases.items()})
     assert found[0].keys() == found[1].keys()

@@ -38,7 +38,7 @@ def config_of(name):
     if "vocab_size_per_layer_input" in raw:
         raw["vocab_size_per_layer_input"] = TINY["vocab_size"]
     layers = 4 if "num_kv_shared_layers" in raw else 2
-    return with_fields(config_from_hf(TINY | raw).with_layers(layers), norm_eps=1e-2)
+    return with_fields(config_from_hf(TINY | raw).of_layers(range(layers)), norm_eps=1e-2)
 
 
 def places_on(mesh, config, lora, table=rules.STORED, splits=False):

@@ -33,28 +33,21 @@ from funrl.mesh.mesh import Mesh
 _AXIS = "sequence"
 
 
-def split_delta_rule(
-    q_1tKN: Tensor,
-    k_1tKN: Tensor,
-    v_1tHM: Tensor,
-    log_decay_1tH: Tensor,
-    beta_1tH: Tensor,
-    segments_1T: Tensor,
-    *,
-    mesh: Mesh,
-) -> Tensor:
+def split_delta_rule(heads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], segments_1T: Tensor, mesh: Mesh) -> Tensor:
     """`gated_delta_rule` over a row of which each rank of `sequence` has a part.
 
     Args:
-      q_1tKN, k_1tKN, v_1tHM, log_decay_1tH, beta_1tH: of this rank's t = T / sp tokens.
+      heads: queries and keys [1, t, K, N], values [1, t, H, M], decays and betas [1, t, H], all of this rank's
+        t = T / sp tokens.
       segments_1T: number of the sequence of each token of the whole row.
 
     Returns: [1, t, H, M] of this rank's tokens in the dtype of v; differentiable once.
     """
+    v_1tHM = heads[2]
     t = v_1tHM.shape[1]
     value = v_1tHM.shape[-1]
     own_1t = _own(segments_1T, mesh, t, t)
-    out_1tHX, end_1HNX = part_of_delta_rule(q_1tKN, k_1tKN, v_1tHM, log_decay_1tH, beta_1tH, own_1t)
+    out_1tHX, end_1HNX = part_of_delta_rule(*heads, own_1t)
     ends_RHNX = all_gather(end_1HNX, mesh, _AXIS)
     continues_R = segments_1T[0, t::t] == segments_1T[0, t - 1 : -1 : t]  # of all parts but the first
     states_RHNM = _states(ends_RHNX, continues_R, value)

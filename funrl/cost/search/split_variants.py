@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from funrl.cost.search.closed_form import Rough, closed_form
 from funrl.cost.search.closed_split import parameters
-from funrl.cost.tracing.estimate import depths_of
+from funrl.cost.tracing.estimate import of_depth, traced_layers
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -73,8 +73,7 @@ def search_space(base: Job, width: int, hardware: Hardware) -> SearchSpace:
 
 
 def _shallow(model: Model) -> Model:
-    few = depths_of(model)[0]
-    return model.with_layers(few) if model.config.layers > few else model
+    return of_depth(model, traced_layers(model).few)
 
 
 def rank_key(fits: bool, nodes: int, seconds: float, nbytes: float) -> tuple[bool, bool, float]:

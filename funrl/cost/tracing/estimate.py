@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -32,9 +33,10 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
 Counted = TypeVar("Counted")
-# Numbers of layer messages to trace; deeper models and towers are extrapolated from the two. With fewer than three, no layer is
-# between one whose weights are being sent and one whose gradients are.
-DEPTHS = (3, 4)
+# Messages of layers of one kind to trace, of a decoder and of a tower; those of deeper models are extrapolated from a
+# trace with one more. With fewer than three, no layer is between one whose weights are being sent and one whose
+# gradients are.
+DEPTH = 3
 # collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
 RESHARD = "reshard"
@@ -171,62 +173,59 @@ class TracedClock(Clock):
         return self.tracer.phase(name)
 
 
-def depths_of(model: Model, joined: int = 1) -> tuple[int, int]:
-    """The numbers of layers of a model to trace: `DEPTHS` layers with experts, if any, after those without.
-
-    Args:
-      joined: layers per message; the last message has as many layers as in the whole model.
-    """
-    routers = model.abilities.routers
-    before = routers.layers[0] if routers is not None and routers.layers else 0
-    few = (DEPTHS[0] + -(-before // joined)) * joined + model.config.layers % joined
-    return few, few + joined
-
-
 class Depth(NamedTuple):
-    """Numbers of layers of a model.
+    """Layers of a model.
 
     Attributes:
-      layers: of the decoder.
-      tower, whole: layers of its vision tower, and how many of them see whole pictures; 0: it has none.
+      layers: numbers of those of the decoder.
+      tower, whole: how many its vision tower has, and how many of them see whole pictures; 0: it has none.
     """
 
-    layers: int
+    layers: tuple[int, ...]
     tower: int = 0
     whole: int = 0
 
 
-class ShallowModel(NamedTuple):
-    """Depths from which the costs of a deep model follow.
+class TracedLayers(NamedTuple):
+    """Layers of a model to trace, from which its cost is extrapolated.
 
     Attributes:
-      base: the least depth.
-      ways: depths one step from it, each in a direction of its own, and the number of such steps to the full depth.
+      few: those of the first trace.
+      more: for each further trace its layers, which have one message more, and the number of messages like that one.
     """
 
-    base: Depth
-    ways: tuple[tuple[Depth, float], ...]
+    few: Depth
+    more: tuple[tuple[Depth, float], ...]
 
 
-def shallow_model(model: Model, joined: int = 1, tower_joined: int = 1) -> ShallowModel:
-    """Choose the depths to trace of a model and of its tower; what is not much deeper keeps its depth.
+def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> TracedLayers:
+    """The layers of a model to trace: `DEPTH` messages of each kind, and one more of those that have more.
 
     Args:
-      joined, tower_joined: layers per message.
+      joined, tower_joined: layers per message, of the decoder and of the tower; the last message has fewer if they do
+        not divide.
     """
-    few, more = depths_of(model, joined)
-    layers = model.config.layers
-    base = Depth(layers if layers <= more else few, *_tower_layers(model))
-    fewer = base._replace(**_shallow_tower(model, tower_joined))
-    ways = []
-    if layers > more:
-        ways.append((fewer._replace(layers=more), (layers - few) / joined))
-    if base.tower > fewer.tower:
-        deeper = fewer._replace(tower=fewer.tower + tower_joined)
-        ways.append((deeper, (base.tower - fewer.tower) / tower_joined))
-    if base.whole > fewer.whole:
-        ways.append((fewer._replace(whole=fewer.whole + 1), float(base.whole - fewer.whole)))
-    return ShallowModel(fewer, tuple(ways))
+    layers = range(model.config.layers)
+    kinds = model.abilities.kinds or (0,) * len(layers)
+    messages = [tuple(layers[i : i + joined]) for i in layers[::joined]]
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for message in messages:
+        alike.setdefault(tuple(kinds[i] for i in message), []).append(message)
+    chosen: list[int] = []
+    further = []
+    for same in alike.values():
+        traced = DEPTH if len(same) > DEPTH + 1 else len(same)
+        chosen += itertools.chain(*same[:traced])
+        if len(same) > traced:
+            further.append((same[traced], len(same) - traced))
+    tower, whole = _tower_layers(model)
+    few = Depth(tuple(sorted(chosen)), *_shallow_tower(model, tower_joined))
+    more = [(few._replace(layers=tuple(sorted((*chosen, *message)))), float(count)) for message, count in further]
+    if tower > few.tower:
+        more.append((few._replace(tower=few.tower + tower_joined), (tower - few.tower) / tower_joined))
+    if whole > few.whole:
+        more.append((few._replace(whole=few.whole + 1), float(whole - few.whole)))
+    return TracedLayers(few, tuple(more))
 
 
 def _tower_layers(model: Model) -> tuple[int, int]:
@@ -234,19 +233,20 @@ def _tower_layers(model: Model) -> tuple[int, int]:
     return (config.tower.layers, len(config.tower.whole_layers)) if isinstance(config, VisionLanguageConfig) else (0, 0)
 
 
-def _shallow_tower(model: Model, joined: int) -> dict[str, int]:
-    """The least numbers of layers of a tower that stand for its own; {}: none do.
+def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
+    """The least numbers of layers of a tower that stand for its own, as `_tower_layers`.
 
-    Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTHS` messages of others.
+    Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTH` messages of others.
     """
     if not isinstance(model.config, VisionLanguageConfig):
-        return {}
+        return 0, 0
     tower = model.config.tower
     deep = tower.form.deep_layers
     whole = min(len(tower.whole_layers), len(set(deep) & set(tower.whole_layers)) + 1)
-    few = (DEPTHS[0] + -(-len(deep) // joined)) * joined + tower.layers % joined
+    few = (DEPTH + -(-len(deep) // joined)) * joined + tower.layers % joined
     windowed = tower.layers - len(tower.whole_layers)
-    return {"tower": few, "whole": whole} if windowed >= few + joined - whole and tower.layers > few + joined else {}
+    enough = windowed >= few + joined - whole and tower.layers > few + joined
+    return (few, whole) if enough else _tower_layers(model)
 
 
 def of_all_layers(
@@ -260,14 +260,14 @@ def of_all_layers(
       extrapolate: as `along`, for costs of another form.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
-    shallow = {path: shallow_model(model, *_together(job, path)) for path, model in models.items()}
-    base = {path: chosen.base for path, chosen in shallow.items()}
-    low = costs(_with_depths(job, base))
-    # A separate model, such as a teacher, has its own depth and is extrapolated separately.
+    traced = {path: traced_layers(model, *_together(job, path)) for path, model in models.items()}
+    few = {path: layers.few for path, layers in traced.items()}
+    low = costs(_with_depths(job, few))
+    # A separate model, such as a teacher, has layers of its own and is extrapolated separately.
     ways = [
-        (costs(_with_depths(job, base | {path: depth})), steps)
-        for path, chosen in shallow.items()
-        for depth, steps in chosen.ways
+        (costs(_with_depths(job, few | {path: depth})), count)
+        for path, chosen in traced.items()
+        for depth, count in chosen.more
     ]
     return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
@@ -291,14 +291,14 @@ def _together(job: Job, path: str | None) -> tuple[int, int]:
 
 
 def _with_depths(job: Job, depths: Mapping[str | None, Depth]) -> Job:
-    """The job with models of other depths.
+    """The job with some of the layers of its models.
 
     Args:
       depths: by directory of the model; None: for models that start as the job's.
     """
 
     def shallow(model: Model, path: str | None) -> Model:
-        return _with_depth(model, depths[path]) if path in depths else model
+        return of_depth(model, depths[path])
 
     models = {id(job.model): shallow(job.model, None)}  # roles with equal models keep sharing one
     for name, model in job.models.items():
@@ -308,9 +308,10 @@ def _with_depths(job: Job, depths: Mapping[str | None, Depth]) -> Job:
     )
 
 
-def _with_depth(model: Model, depth: Depth) -> Model:
-    if depth.layers != model.config.layers:
-        model = model.with_layers(depth.layers)
+def of_depth(model: Model, depth: Depth) -> Model:
+    """The model with some of its layers."""
+    if len(depth.layers) < model.config.layers:
+        model = model.of_layers(depth.layers)
     if (depth.tower, depth.whole) == _tower_layers(model):
         return model
     assert isinstance(model.config, VisionLanguageConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, Self
 
@@ -271,20 +272,47 @@ class Config(ModelConfig):
             return Rope(self._rotated, rope.local_theta, interleaved=rope.interleaved)
         return Rope(self._rotated, rope.theta, rope.scaling, rope.interleaved, rope.query_growth, rope.axes)
 
-    def with_layers(self, layers: int) -> Self:
-        """The same sizes with only the first `layers` layers."""
-        windows = None if self.attention.windows is None else self.attention.windows[:layers]
-        rotates = None if self.rope.rotates is None else self.rope.rotates[:layers]
+    def of_layers(self, chosen: Sequence[int]) -> Self:
+        """The same sizes with only the layers of these numbers, in their order.
+
+        Raises:
+          ModelError: one attends to keys and values of a layer that is left out.
+        """
+        attention = self.attention
         experts = self.mlp.experts
         if experts is not None:
-            experts = replace(experts, dense=tuple(i for i in experts.dense if i < layers))
+            experts = replace(experts, dense=tuple(n for n, i in enumerate(chosen) if i in experts.dense))
         return replace(
             self,
-            layers=layers,
-            attention=replace(self.attention, windows=windows, lenders=self.attention.lenders[:layers]),
-            rope=replace(self.rope, rotates=rotates),
-            mlp=replace(self.mlp, experts=experts),
+            layers=len(chosen),
+            attention=replace(
+                attention,
+                windows=attention.windows and tuple(attention.windows[i] for i in chosen),
+                mixers=_in_turn(attention.mixers, chosen),
+                lenders=_places_of(attention.lenders, chosen),
+            ),
+            rope=replace(self.rope, rotates=self.rope.rotates and tuple(self.rope.rotates[i] for i in chosen)),
+            mlp=replace(self.mlp, experts=experts, mlps=_in_turn(self.mlp.mlps, chosen)),
         )
+
+
+def _in_turn(parts: tuple[Any, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
+    """The parts of some layers, of which layer i has number i modulo their count."""
+    return tuple(parts[i % len(parts)] for i in chosen) if parts else ()
+
+
+def _places_of(lenders: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[int | None, ...]:
+    """Lenders of some layers, by their places among these.
+
+    Raises:
+      ModelError: one is left out.
+    """
+    places = {layer: place for place, layer in enumerate(chosen)}
+    own = [lenders[i] for i in chosen] if lenders else []
+    missing = [layer for layer in own if layer is not None and layer not in places]
+    if missing:
+        raise ModelError(f"layers {list(chosen)} attend to keys of layer {missing[0]}, which is left out")
+    return tuple(None if layer is None else places[layer] for layer in own)
 
 
 def decoder_config(**fields: Any) -> Config:

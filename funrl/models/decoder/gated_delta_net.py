@@ -191,12 +191,14 @@ def _segments(h_BTD: Tensor, context: Context, ranks: int) -> Tensor | None:
     return packed_segments(context.offsets, h_BTD.shape[1] * ranks)
 
 
-def _of_rows(heads: tuple[Tensor, ...], segments_BT: Tensor | None, mesh: Mesh, context: Context) -> Tensor:
+def _of_rows(
+    heads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], segments_BT: Tensor | None, mesh: Mesh, context: Context
+) -> Tensor:
     """The gated delta rule over rows without a cache: of queries, keys, values, decays and betas."""
     if context.offsets is None:
         return gated_delta_rule(*heads, segments_BT=segments_BT)
     if mesh.size(SEQUENCE) > 1 and segments_BT is not None:
-        return split_delta_rule(*heads, segments_1T=segments_BT, mesh=mesh)
+        return split_delta_rule(heads, segments_BT, mesh)
     return packed_delta_rule(*heads, offsets=context.offsets)
 
 
