@@ -90,7 +90,7 @@ def fla_works() -> bool:
 
 
 def known_fault(capability: tuple[int, int], triton: str, tilelang: bool) -> str | None:
-    """The reason why the package would refuse the backward pass; None: it would not. A trial takes a minute to learn it.
+    """The reason why the package would refuse its backward pass, which a trial learns after a minute; None: none.
 
     Args:
       capability: of the GPU.
