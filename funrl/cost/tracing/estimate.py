@@ -32,8 +32,8 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
 Counted = TypeVar("Counted")
-# Numbers of layer messages to trace; deeper models and towers are extrapolated from the two. With fewer than three, no layer is
-# between one whose weights are being sent and one whose gradients are.
+# Numbers of layer messages to trace; deeper models and towers are extrapolated from the two. With fewer than three, no
+# layer is between one whose weights are being sent and one whose gradients are.
 DEPTHS = (3, 4)
 # collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
