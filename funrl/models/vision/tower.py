@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -117,12 +118,13 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> T
         x_PD = x_PD + _stretched_table(tower, embed["table"], pictures.grids)
     rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), dtype) if form.rotates else None
     back_M = torch.from_numpy(indices.back_M).to(device)
+    pictured, windowed = (segments_of(x, device) for x in (indices.pictures, indices.windows))
     layers = params["layers"]
     deep: list[Tensor] = []
     with regathering(layers):
         for i, layer in enumerate(layers):
-            lengths = indices.pictures if i in tower.whole_layers else indices.windows
-            x_PD = _layer(tower, layer, x_PD, rope=rope, lengths=lengths.tolist())
+            segments = pictured if i in tower.whole_layers else windowed
+            x_PD = _layer(tower, layer, x_PD, rope=rope, segments=segments)
             if i in form.deep_layers:
                 deep.append(x_PD)
     hidden = [_merge(tower, params["merger"], x_PD)]
@@ -166,7 +168,7 @@ def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
     return Rotary(*(x.unsqueeze(-2).to(dtype) for x in both))
 
 
-def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary | None, lengths: Sequence[int]) -> Tensor:
+def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary | None, segments: Segments) -> Tensor:
     h_PD = _norm(tower, params, "norm1", x_PD)
     if tower.form.joined:
         qkv = F.linear(h_PD, params["qkv"], params["qkv_bias"]).chunk(3, -1)
@@ -176,7 +178,7 @@ def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary | 
     if rope is not None:
         q = rotate(q, rope)
         k = rotate(k, rope)
-    out_PHN = segment_attention(q, k, v, lengths)
+    out_PHN = segment_attention(q, k, v, segments)
     x_PD = x_PD + F.linear(out_PHN.flatten(1), params["proj"], params["proj_bias"])
     h_PD = _norm(tower, params, "norm2", x_PD)
     inner = F.linear(h_PD, params["up_proj"], params["up_proj_bias"])
@@ -209,22 +211,49 @@ def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = Fa
     return F.linear(x_MD, params["second"], params["second_bias"])
 
 
-def segment_attention(q_PHN: Tensor, k_PHN: Tensor, v_PHN: Tensor, lengths: Sequence[int]) -> Tensor:
+class Segments(NamedTuple):
+    """Segments of patches that see one another, sorted such that those of one length are computed together.
+
+    Attributes:
+      runs: number of segments and their length, for each length.
+      order_P, back_P: the patches in this order, and the places to which they return; None: they have it already.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    order_P: Tensor | None
+    back_P: Tensor | None
+
+
+def segments_of(lengths: np.ndarray, device: torch.device) -> Segments:
+    """Sort segments by their lengths; those of few pictures with windows at their edges alternate otherwise."""
+    runs = tuple((len(list(run)), length) for length, run in itertools.groupby(lengths.tolist()))
+    if len(runs) == len({length for _, length in runs}):
+        return Segments(runs, None, None)
+    of_patch_P = lengths.repeat(lengths)
+    order_P = np.argsort(-of_patch_P, kind="stable")
+    values, counts = np.unique(lengths, return_counts=True)
+    runs = tuple(zip(counts[::-1].tolist(), values[::-1].tolist(), strict=True))
+    return Segments(runs, *(torch.from_numpy(x).to(device) for x in (order_P, np.argsort(order_P))))
+
+
+def segment_attention(q_PHN: Tensor, k_PHN: Tensor, v_PHN: Tensor, segments: Segments) -> Tensor:
     """softmax(q k^T / sqrt(N)) v, where a patch sees all patches of its own segment.
 
     Args:
       q_PHN, k_PHN, v_PHN: of segments end to end.
-      lengths: patches of each segment. Neighbours of one length are computed together.
+      segments: by `segments_of`.
     """
+    if segments.order_P is not None:
+        q_PHN, k_PHN, v_PHN = (x.index_select(0, segments.order_P) for x in (q_PHN, k_PHN, v_PHN))
     outs = []
     begin = 0
-    for length, run in itertools.groupby(lengths):
-        count = len(list(run))
+    for count, length in segments.runs:
         part = slice(begin, begin + count * length)
         q, k, v = (x[part].unflatten(0, (count, length)).transpose(1, 2) for x in (q_PHN, k_PHN, v_PHN))
         outs.append(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
         begin += count * length
-    return torch.cat(outs)
+    out_PHN = torch.cat(outs)
+    return out_PHN if segments.back_P is None else out_PHN.index_select(0, segments.back_P)
 
 
 def _map_shapes(fn: Callable[[tuple[int, ...]], Tensor], sizes: Any) -> Any:
