@@ -11,7 +11,8 @@ from funrl.data.tokenizer import character_tokenizer
 from funrl.environments.chat import TemplateChat
 from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
-from funrl.models import decoder_config, decoder_model
+from funrl.models import decoder_config, decoder_model, with_fields
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.rollout.engine import EngineCost
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import PolicySetup
@@ -39,14 +40,15 @@ TOKENIZER = CHAT.tokenizer
 CONFIG = decoder_config(
     vocab=len(TOKENIZER), embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=1024
 )
+STATES = with_fields(CONFIG, family="qwen3_next", mixers=(GatedDeltaNet(2, 4, 8, 6), None))
 SAMPLING = Sampling(max_new_tokens=12, stop=(END, 30, 50), samples=3)  # also by "C" and "W": most turns end by chance
 SETUP = PolicySetup(SAMPLING, CHAT)
 
 
-def engine_of(mesh=SINGLE, dtype=torch.float32, **options):
+def engine_of(mesh=SINGLE, dtype=torch.float32, config=CONFIG, **options):
     """A native engine with random weights, the same numbers in every dtype."""
-    engine = native_engine(decoder_model(CONFIG), mesh, dtype, NativeOptions(decode=TOKENIZER.decode, **options))
-    params = decoder_model(CONFIG).init(torch.Generator().manual_seed(0))
+    engine = native_engine(decoder_model(config), mesh, dtype, NativeOptions(decode=TOKENIZER.decode, **options))
+    params = decoder_model(config).init(torch.Generator().manual_seed(0))
     for name in {"embed", "unembed"} & set(params):
         params[name] = params[name] * 25
     params = trees.map(lambda x: x.to(dtype), params)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from small_chats import CHAT, SETUP, engine_of, examples_of
+from small_chats import CHAT, SETUP, STATES, engine_of, examples_of
 from test_run import PROMPTS, Talk, run
 
 from funrl.environments.adapters import message_environment, tool_environment
@@ -143,6 +143,21 @@ def test_a_path_grows_by_its_allowance_and_keeps_its_versions(name):
     mixed = [node for x in episodes for end in x.ends for node in end.nodes() if node.sampled]
     assert any(node.versions.unique().numel() > 1 for node in mixed)
     assert version[0] == 7 + len(records)
+
+
+def test_with_states_episodes_go_on_under_further_versions():
+    """Rollouts end amid a turn, and new weights, here equal ones, drop all states."""
+    engines = [engine_of(dtype=torch.float64, config=STATES, snapshot_tokens=16) for _ in range(3)]
+    whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS), engine=engines[0]).episodes]
+    alive, _ = rounds(TALK, 5, engines[1])
+    versions = itertools.count(8)
+    engine = engines[2]
+    synced, _ = rounds(TALK, 5, engine, between=lambda run: engine.load(list(engine.held_weights()), next(versions)))
+    assert_equal_episodes(alive, whole, 1e-12)
+    assert_equal_episodes(synced, whole, 1e-12)
+    assert engine.cost().recomputed > 2 * engines[1].cost().recomputed
+    nodes = [node for episode in synced for end in episode.ends for node in end.nodes() if node.sampled]
+    assert any(node.versions.unique().numel() > 1 for node in nodes)
 
 
 class Moody(Talk):

@@ -16,6 +16,7 @@ from small_chats import (
     END,
     SAMPLING,
     SETUP,
+    STATES,
     ScriptedEngine,
     engine_of,
     examples_of,
@@ -354,9 +355,10 @@ def test_a_group_is_scored_together():
     assert [episode.status for _, episode in done[3:]] == ["failed"] * 3 and "too long" in done[3][1].problem
 
 
-def test_a_turn_computes_only_what_is_new():
+@pytest.mark.parametrize("options", [{}, {"config": STATES, "snapshot_tokens": 16}], ids=["pages", "states"])
+def test_a_turn_computes_only_what_is_new(options):
     """Whoever waits for an environment occupies no slot and keeps its pages; a growing cache begins anew."""
-    engine = engine_of(max_rows=4)
+    engine = engine_of(max_rows=4, **options)
     environment = message_environment(functools.partial(Talk, turns=6, wait_s=0.01))
     computed = []
     for seed in (4, 5, 6):

@@ -16,11 +16,12 @@ from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import ModelError, decoder_config, decoder_model, place
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
+from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.cells import CellPool
-from funrl.rollout.native.engine import NativeOptions, native_engine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -232,6 +233,22 @@ def test_partial_completions_go_on_under_new_weights():
         begun = begun._replace(raw_logp=one.raw_logp[:same], versions=one.versions[:same])
         (expected,) = complete(other, [request._replace(begun=begun)])
         assert_same([one], [expected], 1e-12)
+
+
+def test_the_certificate_finds_states_of_earlier_weights(monkeypatch):
+    model = decoder_model(CONFIG)
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16)
+    engine.reserve(600)
+    placed = place(model, dtype=torch.float64)
+    for version, seed in ((8, 1), (9, 2)):
+        params = weights(CONFIG, torch.float64, seed)
+        load(engine, params, version)
+        metrics = certify(placed, params, engine, version, probes=True)
+        assert metrics["sync/verified"] == 1 and metrics["sync/probe_gap"] < 1e-11
+    monkeypatch.setattr(NativeEngine, "_renew_cache", lambda self: None)
+    load(engine, weights(CONFIG, torch.float64, 1), 10)
+    with pytest.raises(SyncError, match="wrong or stale, such as packed weights or cached prefixes"):
+        certify(placed, weights(CONFIG, torch.float64, 1), engine, 10, probes=True)
 
 
 @pytest.mark.parametrize(
