@@ -35,6 +35,7 @@ from funrl.mesh.text import parse, text
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saved_pictures import missing_picture
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
@@ -88,9 +89,9 @@ def replay_command(argv: Sequence[str]) -> int:
     last = step or max(saved_steps(Path(run) / ROLLOUTS), default=1)
     command = recorded_command(run, mesh, last)
     _check_one_start(command, run, step, mesh=mesh)
-    logged = None
-    if not line.values["rows"]:
-        logged = _logged(command, run)
+    logged = _logged(command, run) if not line.values["rows"] else None
+    if logged is None and (problem := missing_picture(Path(run) / ROLLOUTS)):
+        raise SettingsError(problem)
     repeat = Repeat(run, step, logged)
     return _replay(command, repeat, tolerance=line.values["tolerance"] or 0.0)
 

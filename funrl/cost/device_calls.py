@@ -62,9 +62,8 @@ def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
         rows = math.ceil(rows_of_step(job) / mesh.size(mesh.row_axes))
         calls[PICTURES] = DeviceCalls(to_device=rows * nbytes)
     if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.whole, NativeEngine):
-        calls |= decoding_calls(job, parts.generator.whole, job.lora) | encoding_calls(
-            job, parts.generator.whole, tokens
-        )
+        added = None if parts.generator.base is None else job.lora
+        calls |= decoding_calls(job, parts.generator.whole, added) | encoding_calls(job, parts.generator.whole, tokens)
     return calls
 
 

@@ -88,9 +88,14 @@ class Mixture(Sequence[MixedItem]):
     def __getitem__(self, index: int | slice) -> MixedItem | list[MixedItem]:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
+        part, place = self.located(index)
+        return part[place]
+
+    def located(self, index: int) -> tuple[Sequence[MixedItem], int]:
+        """The part that an item is in, and its index there."""
         place = range(len(self))[index]
         part = int(np.searchsorted(self.starts, place, side="right")) - 1
-        return self.parts[part][place - int(self.starts[part])]
+        return self.parts[part], place - int(self.starts[part])
 
     def next_parts(self, count: int, seed: int, consumed: int) -> tuple[np.ndarray, np.ndarray]:
         """Part of each of the next `count` items, and the number of items taken from each part before.

@@ -23,6 +23,7 @@ from einops import rearrange
 
 from funrl.data.json_lines import DataError
 from funrl.data.processors.form import PictureForm, fitted
+from funrl.data.processors.reading import ReadPatches
 from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
 
 if TYPE_CHECKING:  # a record is read before torch is imported
@@ -247,13 +248,22 @@ class Expanded(NamedTuple):
     owned: OwnedLines
 
 
-def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: PictureForm) -> Expanded:
+def patches_reader(tokenizer: Any) -> ReadPatches | None:
+    """What reads a picture in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
+    form = picture_form_of(tokenizer)
+    return None if form is None else lambda picture: patches_of(read_picture(picture), form)
+
+
+def expand_placeholders(
+    tokens: Sequence[int], pictures: Sequence[Any], form: PictureForm, read: ReadPatches | None = None
+) -> Expanded:
     """Token ids with all placeholders.
 
     Args:
       tokens: with one placeholder a picture; without any, the pictures come before them.
       pictures: as the record has them.
       form: of the model.
+      read: patches of a picture; None: `patches_of`.
 
     Raises:
       DataError: there are other placeholders than pictures, or a picture cannot be used.
@@ -275,13 +285,14 @@ def expand_placeholders(tokens: Sequence[int], pictures: Sequence[Any], form: Pi
             f"there are {places} places for pictures (token {tower.placeholder}) and {len(pictures)} pictures; a text "
             "may not hold the placeholder by itself"
         )
-    read = [patches_of(read_picture(picture), form) for picture in pictures]
-    counts = iter([len(patches) // tower.merge**2 for patches, _ in read])
+    read = read or (lambda picture: patches_of(read_picture(picture), form))
+    seen = [read(picture) for picture in pictures]
+    counts = iter([len(patches) // tower.merge**2 for patches, _ in seen])
     ids = [i for token in tokens for i in [token] * (next(counts) if token == tower.placeholder else 1)]
     none = np.zeros((0, CHANNELS, tower.patch, tower.patch), dtype=np.uint8)
     values = {
-        PATCHES: torch.from_numpy(np.concatenate([none, *(patches for patches, _ in read)])),
-        GRIDS: torch.tensor([grid for _, grid in read], dtype=torch.int64).reshape(-1, 2),
+        PATCHES: torch.from_numpy(seen[0][0] if len(seen) == 1 else np.concatenate([none, *(x for x, _ in seen)])),
+        GRIDS: torch.tensor([grid for _, grid in seen], dtype=torch.int64).reshape(-1, 2),
     }
     return Expanded(ids, owned_lines(values))
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of
+from funrl.data.pictures import expand_placeholders, patches_reader, picture_form_of, pictures_of
+from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
 from funrl.data.records import FORMATS, read_records, source_problem
 from funrl.data.tokenizer import TokenizerError, encode_prompt
@@ -101,14 +102,24 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
     """Tokenize prompts, except those that are few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
-    examples = [encode(prompt, tokenizer, form) for prompt in prompts if prompt.prompt not in shown]
+    wanted = [prompt for prompt in prompts if prompt.prompt not in shown]
+    ahead = read_ahead(wanted, lambda prompt: _pictures(prompt, tokenizer), patches_reader(tokenizer))
+    examples = [encode(prompt, tokenizer, form, read) for prompt, read in ahead]
     if not examples:
         raise PromptError(f"{prompts[0].source}: all of its prompts are examples of --few_shot; give another file")
     return examples
 
 
-def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> Example:
+def encode(
+    prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+) -> Example:
     """Format and tokenize a prompt.
+
+    Args:
+      prompt: of a record.
+      tokenizer: of the model.
+      form: of the prompt.
+      read: as in `expand_placeholders`.
 
     Raises:
       PromptError: the tokenizer or the chat template refuses it, or it has no tokens.
@@ -116,12 +127,12 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
     where = f"{prompt.source}: " if prompt.source else ""
     see = picture_form_of(tokenizer)
     try:
-        pictures = pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
+        pictures = _pictures(prompt, tokenizer)
         formatted = format_prompt(prompt.prompt, form)
         content = marked(formatted, tokenizer) if pictures else formatted
         tools = tools_of(prompt.fields.get("tools"), form)
         tokens, text = encode_prompt(tokenizer, content, tools, arguments=form.arguments)
-        tokens, owned = (tokens, None) if see is None else expand_placeholders(tokens, pictures, see)
+        tokens, owned = (tokens, None) if see is None else expand_placeholders(tokens, pictures, see, read)
     except (TokenizerError, DataError) as error:
         raise PromptError(f"{where}{error}") from error
     except Exception as error:  # tokenizers raise plain ones
@@ -140,6 +151,10 @@ def encode(prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -
         owned=owned,
         opening=opening,
     )
+
+
+def _pictures(prompt: Prompt, tokenizer: Any) -> list[Any]:
+    return pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
 
 
 def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> list[T]:

@@ -38,6 +38,7 @@ from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
 from funrl.data.pictures import expand_placeholders, flags_after, picture_form_of, pictures_of
+from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, marked, tools_of
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
@@ -130,19 +131,23 @@ class TextFile(Sequence[TextExample]):
         """Raises: DataError, naming file and line: the tokenizer refuses the text, or the file has been changed."""
         if isinstance(index, (slice, np.ndarray)):
             return dataclasses.replace(self, records=self.records[index])
+        return self.example(index)
+
+    def example(self, index: int, read: ReadPatches | None = None) -> TextExample:
+        """An example, whose pictures `read` reads as in `expand_placeholders`. Raises: DataError."""
         place = int(self.records.places[index])
         example = self.kept.examples.get(place)
         if example is None:
-            example = self._tokenized(index)
+            example = self._tokenized(index, read)
             self.kept.keep(place, example)
         example = example if self.most is None else shortened(example, self.most)
         # A column of margins needs a margin for every row that a step may contain.
         return example._replace(margin=example.margin if self.has_margin else None, source=self.records.where(index))
 
-    def _tokenized(self, index: int) -> TextExample:
+    def _tokenized(self, index: int, read: ReadPatches | None) -> TextExample:
         record = self.records[index]
         try:
-            return text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, form=self.form)
+            return text_example(rename_columns(record, self.fields), self.kind, self.tokenizer, self.form, read)
         except (DataError, TokenizerError) as error:
             raise DataError(f"{self.records.where(index)}: {error}") from error
         except Exception as error:  # tokenizers raise plain ones
@@ -238,12 +243,15 @@ def check_record(record: Any, kind: str) -> None:
         raise DataError(f"'margin' is {margin!r}; a number is needed")
 
 
-def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS) -> TextExample:
+def text_example(
+    record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+) -> TextExample:
     """Tokenize a record.
 
     Args:
       kind: one of `TEXT_FIELDS`.
       form: format of the prompt or conversation; not used for a `text`.
+      read: as in `expand_placeholders`.
 
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
@@ -259,7 +267,7 @@ def text_example(record: Any, kind: str, tokenizer: Any, form: PromptFormat = PL
         return example
     if pictures and kind != "demonstrations":
         raise DataError(f"{kind} have no pictures: these are read with demonstrations and prompts")
-    seen = [expand_placeholders(text.tokens, pictures, see) for text in example.texts]
+    seen = [expand_placeholders(text.tokens, pictures, see, read) for text in example.texts]
     texts = tuple(Text(new.tokens, flags_after(*text, new, see)) for text, new in zip(example.texts, seen, strict=True))
     return example._replace(texts=texts, owned=seen[0].owned)
 
@@ -329,17 +337,6 @@ def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMP
             trained += [is_trained] * len(ids)
         text = after
     return Text(tokens, trained)
-
-
-def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: int) -> TextExample:
-    """The prompt of one demonstration with the completion of another, cut to a model's positions."""
-    (first,) = prompt_of.texts
-    (second,) = completion_of.texts
-    prompt = first.tokens[: first.trained.index(True)]
-    completion = [token for token, trained in zip(second.tokens, second.trained, strict=True) if trained]
-    completion = completion[: max(1, positions - len(prompt))]
-    text = Text([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
-    return completion_of._replace(texts=(text,))
 
 
 def text_batch(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
+from funrl.data.order import Reordered
+from funrl.data.pictures import patches_reader, pictures_of
+from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
-from funrl.data.supervised import TEXT_FIELDS, TextExample, TextFile, shortened
+from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, TextFile, shortened
 
 MOST_SOURCES = 10  # lines that a remark names
 FitExample = TypeVar("FitExample", Example, TextExample)
@@ -39,11 +43,38 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
     In a large file only `suspects_of` are checked.
     """
     sources = {}
-    for place in suspects_of(examples, most):
-        example = examples[place]
+    suspects = suspects_of(examples, most)
+    for place, example in zip(suspects, examples_ahead(examples, suspects), strict=True):
         if max(map(len, _token_ids(example))) > most:
             sources[place] = example.source or f"example {place + 1}"
     return sources
+
+
+def examples_ahead(examples: Sequence[FitExample], places: Iterable[int]) -> Iterator[FitExample]:
+    """Examples by their indices, in this order; threads read the pictures of those that follow meanwhile.
+
+    Raises:
+      DataError: as `TextFile`, when it comes to the example.
+    """
+    files = [_file_of(examples, place) for place in places]
+    read = next((patches_reader(file.tokenizer) for file, _ in files if isinstance(file, TextFile)), None)
+    for (file, index), ready in read_ahead(files, _unread_pictures, read):
+        yield file.example(index, ready) if isinstance(file, TextFile) else file[index]
+
+
+def _file_of(examples: Sequence[Any], place: int) -> tuple[Sequence[Any], int]:
+    """The file, or other sequence, that an example is in, and its index there."""
+    if isinstance(examples, Reordered):
+        return _file_of(examples.items, examples.places[place])
+    return examples.located(place) if isinstance(examples, Mixture) else (examples, place)
+
+
+def _unread_pictures(located: tuple[Sequence[Any], int]) -> list[Any]:
+    """Pictures of an example of a file that is not kept. Raises: DataError, as `pictures_of`."""
+    file, index = located
+    if not isinstance(file, TextFile) or int(file.records.places[index]) in file.kept.examples:
+        return []
+    return pictures_of(rename_columns(file.records[index], file.fields), file.tokenizer)
 
 
 def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, reason: str = "") -> None:
@@ -115,6 +146,17 @@ def pick(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
     ends = np.searchsorted(places, examples.starts)
     bounds = zip(examples.parts, examples.starts, ends[:-1], ends[1:], strict=False)
     return Mixture([pick(part, places[low:high] - start) for part, start, low, high in bounds], examples.shares)
+
+
+def mismatched(prompt_of: TextExample, completion_of: TextExample, positions: int) -> TextExample:
+    """The prompt of one demonstration with the completion of another, cut to a model's positions."""
+    (first,) = prompt_of.texts
+    (second,) = completion_of.texts
+    prompt = first.tokens[: first.trained.index(True)]
+    completion = [token for token, trained in zip(second.tokens, second.trained, strict=True) if trained]
+    completion = completion[: max(1, positions - len(prompt))]
+    text = Text([*prompt, *completion], [False] * len(prompt) + [True] * len(completion))
+    return completion_of._replace(texts=(text,))
 
 
 def named_lines(sources: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.low_rank import LowRank
-from funrl.models.model import Adapters, Inputs, Layer, LayerContext, Lora, Model, ModelConfig, Output
+from funrl.models.model import Adapt, Adapters, Inputs, Layer, LayerContext, Lora, Model, ModelConfig, Output
 from funrl.models.value_head import HEAD, HEAD_BIAS
 
 # behind the name of a weight, those of its factors
@@ -31,6 +31,7 @@ FIRST = "_lora_a"
 SECOND = "_lora_b"
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 OF_SOME = ("q_a", "q_b", "kv_a", "kv_b", "shared_gate", "shared_up", "shared_down", "qkvz", "ba", "out")  # families
+OF_TOWERS = ("qkv", "query", "key", "value", "proj", "gate_proj", "up_proj", "down_proj", "first", "second")  # by name
 # Split over tensor ranks by their in dims: they have one out dim, others one in dim.
 SUMMED = ("o", "down", "shared_down", "out")
 SUMMED_LATER = ("shared_down",)  # of these, what is multiplied by B has not been summed over tensor ranks
@@ -50,13 +51,15 @@ def with_lora(model: Model, lora: Lora) -> Model:
     if model.abilities.code:
         raise ModelError(f"{model.abilities.code} is transformers' own code, which takes no adapters")
     layer = _with_low_rank(model.layer, scale_of(lora))
+    seen = set(lora.targets).intersection(OF_TOWERS)
+    adapt = functools.partial(_with_own_factors, scale=scale_of(lora)) if seen else None
     shapes = _with_factors(model.shapes, lora.targets, functools.partial(_factor_shapes, lora.rank))
     return dataclasses.replace(
         model,
         shapes=shapes,
         axes=_with_factors(model.axes, lora.targets, _factor_axes),
         init=functools.partial(_init, model, lora),
-        apply=functools.partial(_apply, model, layer),
+        apply=functools.partial(_apply, model, layer, adapt),
         layer=layer,
         rebuild=functools.partial(_rebuild, model, lora),
         abilities=model.abilities._replace(compiled_step="it computes a base, and adapters that are loaded beside it"),
@@ -69,6 +72,13 @@ def full_rank(model: Model, targets: Collection[str]) -> int:
     named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
     splits = ((shape, _out_dims(name, len(shape))) for name, shape in named if name in targets)
     return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
+
+
+def added_adapters(model: Model) -> Lora | None:
+    """The adapters of a model that an engine can add to the base: of layers alone. None: it has others, or none."""
+    if model.adapters is None or set(model.adapters.lora.targets).intersection(OF_TOWERS):
+        return None
+    return model.adapters.lora
 
 
 def is_trained(name: str) -> bool:
@@ -229,6 +239,13 @@ def _with_low_rank(layer: Layer, scale: float) -> Layer:
     return adapted
 
 
+def _with_own_factors(part: Mapping[str, Any], scale: float) -> dict[str, Any]:
+    """Weights of a part that every tensor rank computes whole, the adapted ones with their factors."""
+    weights = {name: x for name, x in part.items() if not name.endswith((FIRST, SECOND))}
+    factors = {name: (part[name + FIRST], part[name + SECOND]) for name in weights if name + FIRST in part}
+    return weights | {name: LowRank(weights[name], *pair, scale=scale) for name, pair in factors.items()}
+
+
 def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool) -> dict[str, Any]:
     """Weights of a part of a layer, the adapted ones with their factors.
 
@@ -252,20 +269,19 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
 
 def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[[str, Any], tuple]) -> trees.Tree:
     """A tree like a model's weights with two leaves, `factors(name, leaf)`, beside each that is adapted."""
-    if "decoder" in tree:
-        return {**tree, "decoder": _with_factors(tree["decoder"], targets, factors)}
 
-    def part(weights: dict[str, Any]) -> dict[str, Any]:
-        extended = dict(weights)
+    def extended(part: Any) -> Any:
+        if isinstance(part, tuple) and all(isinstance(x, dict) for x in part):
+            return tuple(map(extended, part))
+        if not isinstance(part, dict):
+            return part
+        weights = {name: extended(x) for name, x in part.items()}
         for name in targets:
-            if name in weights:
-                extended[name + FIRST], extended[name + SECOND] = factors(name, weights[name])
-        return extended
+            if name in part:
+                weights[name + FIRST], weights[name + SECOND] = factors(name, part[name])
+        return weights
 
-    def layer(parts: dict[str, Any]) -> dict[str, Any]:
-        return {name: part(x) if isinstance(x, dict) else x for name, x in parts.items()}
-
-    return {**tree, "layers": tuple(map(layer, tree["layers"]))}
+    return {name: extended(x) for name, x in tree.items()}
 
 
 def _factor_shapes(rank: int, name: str, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,13 +319,14 @@ def _init(model: Model, lora: Lora, generator: torch.Generator, dtype: torch.dty
 def _apply(
     model: Model,
     own_layer: Layer,
+    adapt: Adapt | None,
     params: trees.Tree,
     inputs: Inputs,
     mesh: Mesh = SINGLE,
     cache: trees.Tree = None,
     layer: Layer | None = None,
 ) -> Output:
-    return model.apply(params, inputs, mesh, cache, layer or own_layer)
+    return model.apply(params, inputs._replace(adapt=adapt), mesh, cache, layer or own_layer)
 
 
 def _rebuild(model: Model, lora: Lora, config: ModelConfig) -> Model:

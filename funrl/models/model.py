@@ -26,6 +26,7 @@ from funrl.models.token_costs import ModelCost
 MOST_LAYERS = 4096
 # (config, mesh, params of one layer, hidden [B, T, D], context) -> hidden [B, T, D], or of a decoder a `LayerOutput`
 Layer = Callable[..., Any]
+Adapt = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class LayerContext(Protocol):
@@ -138,6 +139,8 @@ class Inputs(NamedTuple):
       pictures: those of the rows, as `OwnedValues.read` gives them.
       mutual_RM: [R, M] int64, tokens of the rows end to end, in R groups of M that see one another, as those of a
         picture may; None: tokens see none after them.
+      adapt: (weights of a part) -> the same with the factors of adapters, for parts that are no layer; None: they have
+        none.
     """
 
     tokens: Tensor
@@ -153,6 +156,7 @@ class Inputs(NamedTuple):
     inserted_at: Tensor | None = None
     pictures: Any = None
     mutual_RM: Tensor | None = None
+    adapt: Adapt | None = None
 
 
 class RouterLoad(NamedTuple):

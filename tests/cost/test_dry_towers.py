@@ -9,7 +9,7 @@ from dry_jobs import CPU, plain
 from funrl import trees
 from funrl.cost import dry_run
 from funrl.cost.tracing import estimate as cost_estimate
-from funrl.cost.tracing.estimate import Depth, ShallowModel, shallow_model
+from funrl.cost.tracing.estimate import Depth, TracedLayers, traced_layers
 from funrl.models.errors import ModelError
 
 
@@ -64,11 +64,11 @@ def test_a_few_layers_of_each_kind_stand_for_a_tower(monkeypatch):
     flags = {"mesh": "dp2", "generate_mesh": "dp2", "fsdp": True, "freeze": "none"}
     few = {"batch_prompts": 2, "samples_per_prompt": 2, "max_new_tokens": 4, "token_budget": 4096}
     job = deeper(plain("grpo", task="shapes", **flags, **few), layers=11, whole_layers=(1, 5, 8, 10), deep_layers=(5,))
-    layers = job.model.config.layers
-    assert shallow_model(job.model).base == Depth(layers, tower=4, whole=2)
+    layers = tuple(range(job.model.config.layers))
+    assert traced_layers(job.model).few == Depth(layers, tower=4, whole=2)
     found = dry_run.estimate(job, 32, CPU).phases
-    whole = ShallowModel(Depth(layers, 11, 4), ())
-    monkeypatch.setattr(cost_estimate, "shallow_model", lambda *_: whole)
+    whole = TracedLayers(Depth(layers, 11, 4), ())
+    monkeypatch.setattr(cost_estimate, "traced_layers", lambda *_: whole)
     exact = dry_run.estimate(job, 32, CPU).phases
     assert found.keys() == exact.keys() and exact["update_policy"].traffic
     for name, costs in exact.items():

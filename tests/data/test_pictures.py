@@ -1,9 +1,11 @@
 """Pictures of records: read, resized as transformers does, cut into patches, or refused in one line."""
 
 import base64
+import contextlib
 import dataclasses
 import io
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from PIL import Image
 from tiny_pictures import FORM, PLACEHOLDER, TOWER, picture, png, tokenizer
 
 from funrl.data.json_lines import DataError
+from funrl.data.order import Reordered
 from funrl.data.pictures import (
     PROCESSOR,
     PROCESSOR_CLASSES,
@@ -24,8 +27,11 @@ from funrl.data.pictures import (
     with_picture_form,
 )
 from funrl.data.processors.form import fitting_size
-from funrl.data.prompts import Prompt, PromptError, check_prompts, encode
-from funrl.data.supervised import text_example
+from funrl.data.processors.reading import read_ahead
+from funrl.data.prompt_format import PLAIN_PROMPTS
+from funrl.data.prompts import Prompt, PromptError, check_prompts, encode, encode_prompts
+from funrl.data.supervised import join_files, load_examples, text_example
+from funrl.data.text_lengths import examples_ahead
 from funrl.models import decoder_config
 from funrl.models.vision.config import TowerForm, with_tower
 from funrl.models.vision.tower import normalized
@@ -150,6 +156,42 @@ def test_a_demonstration_learns_its_completion_only():
     with pytest.raises(DataError, match="preferences have no pictures"):
         record = {"prompt": "a", "chosen": "b", "rejected": "c", "images": [picture((8, 8))]}
         text_example(record, "preferences", tokenizer())
+
+
+def test_threads_read_each_picture_once_ahead_of_its_use():
+    reads = []
+
+    def read(given):
+        reads.append((given, threading.current_thread().name.split("_")[0]))
+        if given == "absent":
+            raise DataError("it is not there")
+        return np.zeros((4, 1), np.uint8), (2, 2)
+
+    items = ["a", "b", "a", "absent", *"bca" * 30]
+    for item, ready in read_ahead(items, lambda item: [item], read):
+        with pytest.raises(DataError, match="not there") if item == "absent" else contextlib.nullcontext():
+            assert ready is not None and ready(item)[1] == (2, 2)
+    assert sorted(reads) == [(name, "pictures") for name in ("a", "absent", "b", "c")]
+
+
+def test_prompts_and_demonstrations_share_the_pictures_of_a_file(tmp_path):
+    paths = [tmp_path / f"{seed}.png" for seed in range(2)]
+    for seed, path in enumerate(paths):
+        picture((16, 8), seed).save(path)
+    prompts = [Prompt("a<image>" + "b" * n, {"images": [str(paths[n % 2])]}, f"line {n}") for n in range(6)]
+    read = encode_prompts(prompts, tokenizer(), PLAIN_PROMPTS)
+    alone = [encode(prompt, tokenizer()) for prompt in prompts]
+    assert [x.tokens for x in read] == [x.tokens for x in alone]
+    assert [x.owned.digest for x in read] == [x.owned.digest for x in alone]
+    assert len({x.owned.values["patches"].data_ptr() for x in read}) == 2
+    with pytest.raises(PromptError, match=r"line 9: the picture .*absent.png is not there"):
+        encode_prompts([*prompts, Prompt("a", {"image": "absent.png"}, "line 9")], tokenizer(), PLAIN_PROMPTS)
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(f"{json.dumps({'prompt': p.prompt, 'completion': 'c', **p.fields})}\n" for p in prompts))
+    texts = [load_examples(file, "demonstrations", tokenizer()) for _ in range(2)]
+    mixed = list(examples_ahead(Reordered(join_files(texts, [500, 500]), [7, 0, 8, 9]), range(4)))
+    assert [x.owned.digest for x in mixed] == [alone[n].owned.digest for n in (1, 0, 2, 3)]
+    assert mixed[0].owned.values["patches"].data_ptr() == mixed[3].owned.values["patches"].data_ptr()
 
 
 def test_a_drawn_file_reads_as_it_was_saved():

@@ -7,12 +7,15 @@ import torch
 import transformers
 from hf_peers import logits_of, peer_of, random_weights, tokens_of
 from safetensors.torch import load_file
+from tiny_vl import picture_batch, rows_of, saved_model, transformers_logits
 
 from funrl import trees
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of, write_peft
 from funrl.models.lora import on_base, trained_part, with_lora
 from funrl.models.model import Inputs, Lora
+from funrl.models.placed import inputs_of
+from funrl.models.vision.inputs import picture_inputs
 
 CASES = {  # config.json, targets
     "llama": ({"model_type": "llama", "attention_bias": True}, "all-linear"),
@@ -49,6 +52,35 @@ def test_peft_computes_the_same_logits(case, tmp_path):
     merged = theirs.merge_and_unload()
     with torch.no_grad():
         assert (merged(tokens_BT).logits - ours).abs().max() < 2e-5
+
+
+SEEING = {  # targets, and names in target_modules of what has adapters
+    "qwen2_5_vl": ("q_proj,up_proj,vision", ["model.visual.merger.mlp.0", "qkv"], ["gate_proj"]),
+    "qwen3_vl": ("all-linear,vision.qkv,vision.linear_fc1", ["linear_fc1", "qkv"], ["proj", "linear_fc2"]),
+    "gemma3": ("v_proj,vision.v_proj,vision.fc2", ["fc2", "v_proj"], ["q_proj", "out_proj"]),
+    "gemma3 without the tower": ("v_proj", ["model.language_model.layers.1.self_attn.v_proj"], ["v_proj", "fc2"]),
+}
+
+
+@pytest.mark.parametrize("case", SEEING)
+def test_peft_computes_the_same_logits_of_pictures(case, tmp_path):
+    peft = pytest.importorskip("peft")
+    family = case.split()[0]
+    targets, named, unnamed = SEEING[case]
+    base = saved_model(tmp_path / "base", family)
+    model, params, _ = adapted(tmp_path, targets)
+    batch, lengths = picture_batch(rows_of(family)[:1])
+    inputs = picture_inputs(model.config.tower, batch, inputs_of(batch))
+    ours = (model.apply(params, inputs).hidden @ model.unembed(params).T)[0]
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert set(named) <= set(raw["target_modules"]) and not set(unnamed) & set(raw["target_modules"])
+    there = {name for name, _ in theirs.named_parameters() if ".lora_" in name}
+    assert len(there) == len(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    logits = transformers_logits(theirs, model.config.tower.form, batch, 0, lengths[0])
+    with theirs.disable_adapter():
+        without = transformers_logits(theirs, model.config.tower.form, batch, 0, lengths[0])
+    assert (ours - logits).abs().max() < 2e-5 and (ours - without).abs().max() > 0.01
 
 
 def test_peft_reads_a_reward_model(tmp_path):

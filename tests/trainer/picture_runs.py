@@ -143,8 +143,12 @@ def with_pictures(example, number, grids=GRIDS):
     return example._replace(tokens=tokens, owned=owned_lines(values))
 
 
-def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, **settings: Any):
-    """A job of `small_job` with a vision-language model; a third of the prompts have no picture."""
+def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, **settings: Any):
+    """A job of `small_job` with a vision-language model; a third of the prompts have no picture.
+
+    Args:
+      adapted: weights that have adapters, by the last parts of their names; None: those of the decoder.
+    """
     job = small_job(compose, None, **settings)
     axes = () if tower.layout.mutual else (0, 1)
     config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=axes, max_positions=128)
@@ -154,10 +158,11 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, **settings: Any
     model = with_vision(decoder_model(config), tower)
     prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]
     heldout = [with_pictures(e, i, grids) for i, e in enumerate(job.task.heldout)]
-    adapted = {name: one.adapters for name, one in job.models.items()}
-    models = {name: model if own is None else with_lora(model, own.lora) for name, own in adapted.items()}
+    lora = job.lora if adapted is None or job.lora is None else job.lora._replace(targets=adapted)
+    learning = {name: one.adapters is not None for name, one in job.models.items()}
+    models = {name: with_lora(model, lora) if lora and own else model for name, own in learning.items()}
     task = job.task._replace(prompts=prompts, heldout=heldout)
-    return dataclasses.replace(job, model=model, models=models, task=task)
+    return dataclasses.replace(job, model=model, models=models, task=task, lora=lora)
 
 
 def picture_steps(job, steps):

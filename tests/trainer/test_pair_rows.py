@@ -9,7 +9,8 @@ from funrl.algos.losses.pairs import online_pairs
 from funrl.algos.recipes.kto import kto
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.batch import Batch
-from funrl.data.supervised import DataError, mismatched, text_example
+from funrl.data.supervised import DataError, text_example
+from funrl.data.text_lengths import mismatched
 from funrl.mesh.mesh import single
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.settings import SettingsError

@@ -31,6 +31,7 @@ MESHES = {
     "tp2 split": {"mesh": "tp2", "split_residual": "on"},
     "sp2": {"mesh": "sp2", "generate_mesh": "dp2"},
     "dp2,tp2": {"mesh": "dp2,tp2", "fsdp": True},
+    "dp2,tp2 replicated": {"mesh": "dp2,tp2"},
 }
 
 
@@ -46,7 +47,7 @@ MODELS = {
     "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
 }
 CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
-CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2")]
+CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2")]
 CASES += [("deep, experts", mesh) for mesh in ("tp2", "fsdp2")]
 CASES += [("square", mesh) for mesh in ("tp2", "fsdp2", "dp2,tp2")]
 
@@ -119,6 +120,21 @@ def test_adapters_learn_beside_the_decoder_alone(model):
     assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [("deep", "tp2"), ("square", "fsdp2")], ids=", ".join)
+def test_adapters_of_the_tower_learn_where_they_are_named(case):
+    model, mesh = case
+    targets = ("q", "down", "qkv", "value", "proj", "up_proj", "down_proj", "first", "second")
+    given = {"lora_rank": 2, "freeze": None, "adapted": targets, "lr": 0.05} | MODELS[model]
+    one = steps_on("dp1", **given)
+    assert_same(steps_on(**MESHES[mesh], **given), one, 1e-9)
+    grads = trees.named(one["grads"][1]["policy"].tree)
+    tower = {name for name, x in grads if name.startswith("vision/") and x.abs().max() > 1e-9}
+    assert {name.split("/")[1] for name in tower} >= {"layers"} | ({"merger"} if model != "square" else set())
+    assert all("_lora_" in name for name in tower)
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in one["metrics"])
 
 
 @pytest.mark.parametrize("name", ["spin", "chord"])

@@ -18,7 +18,7 @@ from funrl.mesh.mesh import Mesh, ranks_of
 from funrl.mesh.plan import RANKS_PER_NODE, Plan, plan, received_bytes, sent_bytes
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.rows import row_indices, token_bytes
-from funrl.models.lora import trained_part
+from funrl.models.lora import added_adapters, trained_part
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.trainer import loop
@@ -72,13 +72,13 @@ def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolT
 
 
 def weight_plan(job: RLJob, parts: Parts, placement: Placement) -> Plan:
-    """The plan of a sync: of the adapters alone where the policy has some, which the engine adds to its base."""
+    """The plan of a sync: of the adapters alone where the engine adds them to its base."""
     mesh = Mesh(placement.generate.sizes)
     spec = native_weights(parts.begin.model, mesh, job.dtype)
     policy = parts.roles[job.main_role].placed
     stored = parts.begin.stored
-    if policy.model.adapters is not None:
-        spec = spec_of_adapter(parts.begin.model, mesh, spec, policy.model.adapters.lora)
+    if lora := added_adapters(policy.model):
+        spec = spec_of_adapter(parts.begin.model, mesh, spec, lora)
         stored = trained_part(policy.model, policy.stored)
     return plan(
         stored,

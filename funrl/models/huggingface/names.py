@@ -88,12 +88,20 @@ def names_of(model: Model) -> Names:
             names[name] = theirs(plain_name(name)), merged(name, shape)
         else:
             rows, columns = _hf_shape(weight, shapes[weight])
-            file = theirs(plain_name(weight)).removesuffix(".weight")
+            file = module_name(config.source.family, theirs(plain_name(weight)).removesuffix(".weight"))
             if name.endswith(FIRST):
                 names[name] = f"{file}.lora_A.weight", (shape[0], columns)
             else:
                 names[name] = f"{file}.lora_B.weight", (rows, shape[-1])
     return names
+
+
+def module_name(family: str, name: str) -> str:
+    """The name in transformers of a module of a family, by the beginning of the names of its weights in files."""
+    vision = FAMILIES[family].vision if family in FAMILIES else None
+    modules = {} if vision is None else vision.modules
+    begin = next((x for x in modules if name.startswith(x)), "")
+    return modules.get(begin, begin) + name.removeprefix(begin)
 
 
 def _module_names(config: ModuleConfig) -> Callable[[str], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.families import FAMILIES
-from funrl.models.huggingface.names import HEAD_NAMES, names_of
-from funrl.models.lora import FIRST, OF_SOME, PROJECTIONS, SECOND, trained_part
+from funrl.models.huggingface.names import HEAD_NAMES, module_name, names_of
+from funrl.models.lora import FIRST, OF_SOME, OF_TOWERS, PROJECTIONS, SECOND, plain_name, trained_part
 from funrl.models.model import Model
 from funrl.models.value_head import is_token_classifier
+from funrl.models.vision.model import VISION
 
 ALL_LINEAR = "all-linear"  # every projection of the layers
 BEGIN = "base_model.model."  # of every name in the file
@@ -29,9 +30,10 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 def projections(model: Model) -> dict[str, tuple[str, ...]]:
     """Names of the projections of a model as PEFT has them -> those of the weights here.
 
-    A tensor that some family's files hold several weights in has a name too, such as "qkv_proj".
+    A tensor that some family's files hold several weights in has a name too, such as "qkv_proj". In a vision tower they
+    begin with "vision.", and "vision" is all of these.
     """
-    names = {name: weight for name, (weight, _) in names_of(model).items() if "/" in name}
+    names = {plain_name(name): weight for name, (weight, _) in names_of(model).items() if "/" in name}
     there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, weight in names.items()}
     weights: dict[str, tuple[str, ...]] = {}
     for name in (*PROJECTIONS, *OF_SOME):
@@ -42,11 +44,19 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
         own = [part.split(".")[-2] for part in parts]
         if set(own) <= weights.keys():
             weights[whole.split(".")[-2]] = tuple(weights[name][0] for name in own)
-    return weights
+    towers: dict[str, dict[str, None]] = {}
+    for name, weight in names.items():
+        leaf = name.rsplit("/", 1)[-1]
+        if name.startswith(f"{VISION}/") and leaf in OF_TOWERS:
+            parts = weight.split(".")[:-1]
+            last = ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
+            for module in (VISION, f"{VISION}.{last}"):
+                towers.setdefault(module, {})[leaf] = None
+    return weights | {module: tuple(leaves) for module, leaves in towers.items()}
 
 
 def targets_of(text: str, model: Model) -> tuple[str, ...]:
-    """The weights that a list such as "q_proj,v_proj" or "all-linear" names.
+    """The weights that a list such as "q_proj,v_proj" or "all-linear" names; the latter has none of a vision tower.
 
     Routers and routed experts have no adapters; a shared expert has those of a dense mlp.
 
@@ -56,17 +66,16 @@ def targets_of(text: str, model: Model) -> tuple[str, ...]:
     there = projections(model)
     wanted = [part.strip() for part in text.split(",")]
     known = [weight for weights in there.values() for weight in weights]
-    if wanted == [ALL_LINEAR]:
-        return (*PROJECTIONS, *(name for name in OF_SOME if name in known))
+    there[ALL_LINEAR] = (*PROJECTIONS, *(name for name in OF_SOME if name in known))
     for name in wanted:
         if name not in there:
             experts = "" if model.abilities.routers is None else "; its routers and routed experts take no adapters"
-            names = ", ".join(there)
+            names = ", ".join(other for other in there if other != ALL_LINEAR)
             raise ModelError(f"{name!r} is not one of its projections: {ALL_LINEAR}, or some of {names}{experts}")
     weights = [weight for name in wanted for weight in there[name]]
     if len(set(weights)) < len(weights):
         raise ModelError("a projection is named twice")
-    return tuple(name for name in (*PROJECTIONS, *OF_SOME) if name in weights)
+    return tuple(name for name in (*PROJECTIONS, *OF_SOME, *OF_TOWERS) if name in weights)
 
 
 def write_peft(
@@ -108,7 +117,7 @@ def write_peft(
         "base_model_name_or_path": str(base),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": sorted(ranks),
+        "target_modules": _target_modules(model, factors),
         "rank_pattern": others,
         "alpha_pattern": {name: rank * lora.alpha / lora.rank for name, rank in others.items()},
         "modules_to_save": None if model.value is None else ["score"],
@@ -143,6 +152,15 @@ def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
             pairs = [(factors.pop(layer + end, None), rows[end]) for end in ends]
             factors[layer + whole] = _one(pairs)
     return factors
+
+
+def _target_modules(model: Model, adapted: Collection[str]) -> list[str]:
+    """Last parts of the names of adapted modules; whole names where others end so too, or the part is a number."""
+    weights = (module_name(model.config.source.family, there) for there, _ in names_of(model).values())
+    others = {name.removesuffix(".weight") for name in weights} - set(adapted)
+    shared = {name.rpartition(".")[2] for name in others}
+    lasts = {name: name.rpartition(".")[2] for name in adapted}
+    return sorted({name if last in shared or last.isdigit() else last for name, last in lasts.items()})
 
 
 def _rows(model: Model, end: str) -> int:

@@ -125,7 +125,7 @@ def _seeing(model: Model, tower: TowerConfig) -> Apply:
     ) -> Output:
         pictures: Pictures | None = inputs.pictures
         if pictures is not None:
-            inputs = inputs._replace(inserted=apply_tower(tower, params[VISION], pictures))
+            inputs = inputs._replace(inserted=apply_tower(tower, params[VISION], pictures, inputs.adapt))
         return model.apply(params, inputs, mesh, cache, layer)
 
     return apply

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,8 @@ from funrl import trees
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.rotary import Rotary, frequencies, rotate
 from funrl.models.fsdp import regathering
+from funrl.models.low_rank import multiply
+from funrl.models.model import Adapt
 from funrl.models.vision.config import CHANNELS, TowerConfig, TowerForm
 from funrl.models.vision.grids import Grid, table_shares, tower_indices
 from funrl.models.vision.inputs import Pictures
@@ -99,14 +101,16 @@ def init_tower(tower: TowerConfig, out: int, generator: torch.Generator, dtype: 
     return trees.map_named(draw, tower_shapes(tower, out))
 
 
-def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> Tensor:
+def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adapt: Adapt | None = None) -> Tensor:
     """Hidden states [1 + L, M, D] of the tokens of some pictures, end to end: as `Inputs.inserted` has them.
 
     Args:
       tower: sizes.
       params: this rank's weights, or what `fsdp.gathered` makes of them.
       pictures: at least one.
+      adapt: as `Inputs.adapt`.
     """
+    adapt = adapt or _unadapted
     patches_PCHW = pictures.patches_PCHW
     device = patches_PCHW.device
     form = tower.form
@@ -124,15 +128,19 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures) -> T
     with regathering(layers):
         for i, layer in enumerate(layers):
             segments = pictured if i in tower.whole_layers else windowed
-            x_PD = _layer(tower, layer, x_PD, rope=rope, segments=segments)
+            x_PD = _layer(tower, adapt(layer), x_PD, rope=rope, segments=segments)
             if i in form.deep_layers:
                 deep.append(x_PD)
-    hidden = [_merge(tower, params["merger"], x_PD)]
+    hidden = [_merge(tower, adapt(params["merger"]), x_PD)]
     if deep:
         mergers = params["deep_mergers"]
         with regathering(mergers):
-            hidden += [_merge(tower, merger, x, deep=True) for merger, x in zip(mergers, deep, strict=True)]
+            hidden += [_merge(tower, adapt(merger), x, deep=True) for merger, x in zip(mergers, deep, strict=True)]
     return torch.stack([x_MD[back_M] for x_MD in hidden])
+
+
+def _unadapted(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    return params
 
 
 def normalized(patches_PCHW: Tensor, dtype: torch.dtype, form: TowerForm = WINDOWED) -> Tensor:
@@ -171,22 +179,26 @@ def _rope(tower: TowerConfig, places_P2: Tensor, dtype: torch.dtype) -> Rotary:
 def _layer(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, rope: Rotary | None, segments: Segments) -> Tensor:
     h_PD = _norm(tower, params, "norm1", x_PD)
     if tower.form.joined:
-        qkv = F.linear(h_PD, params["qkv"], params["qkv_bias"]).chunk(3, -1)
+        qkv = _linear(params, "qkv", h_PD).chunk(3, -1)
     else:
-        qkv = [F.linear(h_PD, params[name], params[f"{name}_bias"]) for name in _PARTS]
+        qkv = [_linear(params, name, h_PD) for name in _PARTS]
     q, k, v = (x.unflatten(-1, (tower.heads, -1)) for x in qkv)
     if rope is not None:
         q = rotate(q, rope)
         k = rotate(k, rope)
     out_PHN = segment_attention(q, k, v, segments)
-    x_PD = x_PD + F.linear(out_PHN.flatten(1), params["proj"], params["proj_bias"])
+    x_PD = x_PD + _linear(params, "proj", out_PHN.flatten(1))
     h_PD = _norm(tower, params, "norm2", x_PD)
-    inner = F.linear(h_PD, params["up_proj"], params["up_proj_bias"])
+    inner = _linear(params, "up_proj", h_PD)
     if tower.form.gated:
-        inner = F.silu(F.linear(h_PD, params["gate_proj"], params["gate_proj_bias"])) * inner
+        inner = F.silu(_linear(params, "gate_proj", h_PD)) * inner
     else:
         inner = F.gelu(inner, approximate="tanh")
-    return x_PD + F.linear(inner, params["down_proj"], params["down_proj_bias"])
+    return x_PD + _linear(params, "down_proj", inner)
+
+
+def _linear(params: Mapping[str, Any], name: str, x: Tensor) -> Tensor:
+    return multiply(x, params[name], params.get(f"{name}_bias"))
 
 
 def _norm(tower: TowerConfig, params: trees.Tree, name: str, x: Tensor) -> Tensor:
@@ -207,8 +219,7 @@ def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = Fa
         return rms_norm(x_MD, params["mean_norm"], tower.form.eps, offset=1.0) @ params["project"]
     size = tower.embed * tower.merge**2
     x_MD = _norm(tower, params, "norm", x_PD.view(-1, size) if deep else x_PD).view(-1, size)
-    x_MD = F.gelu(F.linear(x_MD, params["first"], params["first_bias"]))
-    return F.linear(x_MD, params["second"], params["second_bias"])
+    return _linear(params, "second", F.gelu(_linear(params, "first", x_MD)))
 
 
 class Segments(NamedTuple):

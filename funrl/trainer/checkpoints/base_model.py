@@ -103,7 +103,8 @@ def check_lora(path: Path, facts: Mapping[str, Any], own: Lora | None) -> None:
         return
     if lora is None:
         raise CheckpointError(f"--resume: {path}: it holds all weights and no adapters; leave --lora_rank out")
-    targets = ",".join(f"{name}_proj" for name in lora.targets)
+    given = facts.get("provenance", {}).get("flags", {}).get("lora_targets")
+    targets = given or ",".join(f"{name}_proj" for name in lora.targets)
     flags = f"--lora_rank={lora.rank} --lora_alpha={lora.alpha:g} --lora_targets={targets}"
     raise CheckpointError(f"--resume: {path}: it holds other adapters; give {flags}")
 

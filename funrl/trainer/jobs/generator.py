@@ -15,8 +15,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
 from funrl.models import Model, Placed
-from funrl.models.lora import trained_part
-from funrl.models.model import Layer
+from funrl.models.lora import added_adapters, trained_part
+from funrl.models.model import Layer, Lora
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.hf_engine import hf_engine, hf_weights
@@ -111,8 +111,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
 
     Args:
       placed: the model that the run begins with.
-      policy: the same with adapters, where the policy has some: a native engine adds them to the base, and for others
-        they are merged.
+      policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
+        others are merged, as for other engines.
     """
     mesh = generating_mesh(job, placed.mesh)
     if job.settings.devices.joined:
@@ -136,8 +136,8 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         engine = hf_engine(placed.model, mesh, job.dtype)
     else:
         engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
-        if policy.model.adapters is not None:
-            return _adapted_generator(job, engine, placed, policy)
+        if lora := added_adapters(policy.model):
+            return _adapted_generator(job, engine, placed, policy, lora)
     return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
 
 
@@ -192,13 +192,13 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
     digests = job.settings.engines.verify_sync
-    adds = policy.model.adapters is not None and job.settings.engines.engine == "native"
+    lora = added_adapters(policy.model) if job.settings.engines.engine == "native" else None
     spec = _remote_weights(job, mesh, placed)
-    engine = RemoteEngine(spec, requests, base=adds, digests=digests)
+    engine = RemoteEngine(spec, requests, base=lora is not None, digests=digests)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
-    if not adds or policy.model.adapters is None:
+    if lora is None:
         return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
-    factors = spec_of_adapter(placed.model, mesh, spec, policy.model.adapters.lora)
+    factors = spec_of_adapter(placed.model, mesh, spec, lora)
     to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
     adapter = RemoteEngine(factors, requests, digests=digests)
     base = AdaptedBase(cast(NativeEngine, engine), to_engine)
@@ -231,10 +231,9 @@ def _remote_weights(job: Job, mesh: Mesh, placed: Placed) -> WeightSpec:
     return dataclasses.replace(vllm_weights(placed.model, mesh, job.dtype), streamed=False)
 
 
-def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed) -> Generator:
+def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed, lora: Lora) -> Generator:
     """A generator whose engine adds the policy's adapters to the base."""
-    assert policy.model.adapters is not None
-    engine = AdapterEngine(base, job.main_role, policy.model.adapters.lora)
+    engine = AdapterEngine(base, job.main_role, lora)
     to_engine = _plan_to(engine.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
     to_base = AdaptedBase(base, _plan_to(base.weights, placed.stored, placed.mesh, job))
     return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)

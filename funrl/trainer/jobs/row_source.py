@@ -18,8 +18,8 @@ from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.batch import select
 from funrl.data.prompt_format import template_arguments
-from funrl.data.supervised import mismatched, text_batch
-from funrl.data.text_lengths import check_lengths
+from funrl.data.supervised import text_batch
+from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.chat import ChatOptions, TemplateChat
@@ -417,7 +417,7 @@ def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
     further = count if "mismatched" in reads(job.algorithm).required else 0
     owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
     places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
-    own = [examples[i] for i in places if i < count]
+    own = [*examples_ahead(examples, [i for i in places if i < count])]
     check_lengths(own, most, job.tokenizer)
     own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
     # A rank without texts has the same fields of no rows.

@@ -187,4 +187,5 @@ GEMMA3_VISION = VisionFamily(
     prefix=_TEXT_PREFIX,
     unembed=f"language_model.{UNEMBED}",
     other_prefixes=_OTHER_PREFIXES,
+    modules={_TEXT_PREFIX: "model.language_model.", _TOWER_PREFIX: "model.vision_tower."},
 )

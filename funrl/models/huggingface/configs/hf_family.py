@@ -30,6 +30,7 @@ class VisionFamily(NamedTuple):
       prefix: how the names of the text model's tensors begin.
       unembed: name of its unembedding.
       other_prefixes: beginnings of names -> those that some files have instead.
+      modules: beginnings of names -> those of the modules of transformers, by which PEFT names adapters.
     """
 
     text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -40,6 +41,7 @@ class VisionFamily(NamedTuple):
     prefix: str = "model."
     unembed: str = UNEMBED
     other_prefixes: Mapping[str, Sequence[str]] = {}
+    modules: Mapping[str, str] = {}
 
 
 class HFFamily(NamedTuple):

@@ -231,4 +231,5 @@ QWEN2_5_VISION = VisionFamily(
     nest=nest_qwen2_5_vl,
     name=name_of_qwen2_5_vl,
     make=vision_language_model,
+    modules={"model.": "model.language_model.", "visual.": "model.visual."},
 )
