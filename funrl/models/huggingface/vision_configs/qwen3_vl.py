@@ -11,7 +11,7 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.hf_family import VisionFamily
-from funrl.models.huggingface.configs.qwen2_5_vl import (
+from funrl.models.huggingface.vision_configs.qwen2_5_vl import (
     PATCH_FIELDS,
     TOWER_LAYER,
     VISION_TOKENS,
