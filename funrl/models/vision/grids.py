@@ -1,8 +1,8 @@
 """Index tensors that follow from the sizes of pictures alone; they are computed on the host.
 
 A grid is the (height, width) of a picture in patches. Patches stand in blocks of `merge`^2, which become one token:
-block by block along the rows of blocks, and within a block row by row. Where a tower sees tiles, the grid of a picture is
-its height and width in pixels before it was cut into them, and its patches are those of its tiles, end to end.
+block by block along the rows of blocks, and within a block row by row. Where a tower sees tiles, the grid of a picture
+is its height and width in pixels before it was cut, and its patches are those of its tiles, end to end.
 """
 
 from __future__ import annotations

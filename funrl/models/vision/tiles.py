@@ -163,17 +163,17 @@ def _without_black(numbers_HW: np.ndarray, size: Size) -> np.ndarray:
 
 def _interpolated(numbers_HW: np.ndarray, size: Size) -> tuple[np.ndarray, np.ndarray]:
     """Entries and shares of a grid of another size, bilinear between the centres of states."""
-    firsts, nexts, parts = zip(*(_neighbours(old, new) for old, new in zip(numbers_HW.shape, size, strict=True)))
-    rows = np.stack([firsts[0], nexts[0]], 1)
-    columns = np.stack([firsts[1], nexts[1]], 1)
+    (rows, row_shares), (columns, column_shares) = (
+        _neighbours(old, new) for old, new in zip(numbers_HW.shape, size, strict=True)
+    )
     entries = numbers_HW[rows[:, None, :, None], columns[None, :, None, :]]
-    row_shares, column_shares = (np.stack([1 - part, part], 1) for part in parts)
     shares = row_shares[:, None, :, None] * column_shares[None, :, None, :]
     return entries.reshape(*size, 4), shares.reshape(*size, 4)
 
 
-def _neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The two places among `old` around each of `new`, and the share of the second."""
+def _neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two places among `old` around each of `new`, and their shares."""
     place = np.maximum((np.arange(new) + 0.5) * (old / new) - 0.5, 0)
     first = place.astype(np.int64)
-    return first, np.minimum(first + 1, old - 1), place - first
+    share = place - first
+    return np.stack([first, np.minimum(first + 1, old - 1)], 1), np.stack([1 - share, share], 1)
