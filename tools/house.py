@@ -57,7 +57,15 @@ ORDER = (
 OWN = ""
 INSIDE = {
     "mesh": (OWN, "pools"),
-    "models": (OWN, "compiling", "decoder", "vision", "huggingface", "huggingface/configs"),
+    "models": (
+        OWN,
+        "compiling",
+        "decoder",
+        "vision",
+        "huggingface",
+        "huggingface/configs",
+        "huggingface/vision_configs",
+    ),
     "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
     "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),

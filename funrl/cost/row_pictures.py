@@ -26,7 +26,7 @@ from funrl.kinds import OwnedLines
 from funrl.models import Model
 from funrl.models.model import Inputs, ModelConfig
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
-from funrl.models.vision.grids import Grid, picture_tokens
+from funrl.models.vision.grids import Grid, picture_patches, picture_tokens, smallest_grid
 from funrl.models.vision.inputs import GRIDS, PATCHES, Pictures, grids_of, split_pictures, with_pictures
 from funrl.rollout.requests import Request
 from funrl.tasks.embedded import embedded_task
@@ -119,6 +119,8 @@ def _largest_grids(form: PictureForm, count: int, tokens: int) -> tuple[Grid, ..
     Where the smallest ones do not fit either, these.
     """
     tower = form.tower
+    if tower.layout.tiles is not None:
+        return _largest_tiled(tower, count, tokens)
     least = max(1, math.ceil(form.min_pixels / form.factor**2))
     around = len(leading_tokens(tower, ((tower.merge, 0),)))
     room = (tokens - 1) // max(count, 1) - around
@@ -128,12 +130,23 @@ def _largest_grids(form: PictureForm, count: int, tokens: int) -> tuple[Grid, ..
     return ((height * tower.merge, width * tower.merge),) * count
 
 
+def _largest_tiled(tower: TowerConfig, count: int, tokens: int) -> tuple[Grid, ...]:
+    """A picture that fills a canvas, as large as the tokens of a row allow; several are their overviews."""
+    tiles = tower.layout.tiles
+    assert tiles is not None
+    whole = [(rows * tiles.pixels, columns * tiles.pixels) for rows, columns in tiles.canvases]
+    fitting = [grid for grid in whole if len(leading_tokens(tower, (grid,))) < tokens]
+    if count == 1 and fitting:
+        return (max(fitting, key=lambda grid: picture_patches(grid, tower)),)
+    return (smallest_grid(tower),) * count
+
+
 def leading_tokens(tower: TowerConfig, grids: tuple[Grid, ...]) -> list[int]:
     """Token ids of pictures, each with the tokens around it."""
     return [
         token
         for grid in grids
-        for token in (tower.begin, *[tower.placeholder] * picture_tokens(grid, tower.merge), tower.end)
+        for token in (tower.begin, *[tower.placeholder] * picture_tokens(grid, tower), tower.end)
         if token is not None
     ]
 
@@ -144,10 +157,15 @@ def picture_tokens_of(job: Job, tokens: int) -> int:
     return len(leading_tokens(_tower(job.model), grids)) if grids else 0
 
 
+def patches_in(grids: tuple[Grid, ...], tower: TowerConfig) -> int:
+    """Number of patches of some pictures."""
+    return sum(picture_patches(grid, tower) for grid in grids)
+
+
 def pictures_text(job: Job, tokens: int) -> str:
     """Describe the pictures of a row in words; "": it has none."""
     grids = row_grids(job, tokens)
-    patches = sum(height * width for height, width in grids)
+    patches = patches_in(grids, _tower(job.model)) if grids else 0
     return f" with {len(grids)} picture{'s' * (len(grids) > 1)} of {patches:,} patches" if grids else ""
 
 
@@ -160,7 +178,7 @@ def owned_bytes(job: Job, tokens: int) -> tuple[float, ...]:
     grids = row_grids(job, tokens)
     if not grids or job.model.owned is None:
         return ()
-    lines = {PATCHES: sum(height * width for height, width in grids), GRIDS: len(grids)}
+    lines = {PATCHES: patches_in(grids, _tower(job.model)), GRIDS: len(grids)}
     return tuple(float(lines[name] * x[:1].nbytes) for name, x in _one_line(job.model).items())
 
 
@@ -228,14 +246,15 @@ def assumed_inputs(tower: TowerConfig, grids: tuple[Grid, ...], batch: Batch, in
     assert bounds is not None and inputs.positions is not None and inputs.segments is not None
     of_rows = grids * bounds.segments
     if not of_rows:  # as `picture_inputs`
-        pictures = Pictures(unread_patches(tower, tower.merge**2, tokens_BT.device), ((tower.merge, tower.merge),))
+        of_rows = (smallest_grid(tower),)
+        pictures = Pictures(unread_patches(tower, patches_in(of_rows, tower), tokens_BT.device), of_rows)
         return inputs._replace(pictures=pictures, inserted_at=torch.full_like(tokens_BT, -1))
     if tokens_BT.device.type == "cpu":
         first_M = torch.tensor([*leading_tokens(tower, grids), -1])
         first_BT = first_M[inputs.positions.clamp(max=len(first_M) - 1)]
         is_picture_BT = (first_BT == tower.placeholder) & (inputs.segments > 0)
         tokens_BT = torch.where(is_picture_BT, tower.placeholder, 0 if tower.placeholder else 1)
-    patches = sum(height * width for height, width in of_rows)
+    patches = patches_in(of_rows, tower)
     pictures = Pictures(unread_patches(tower, patches, tokens_BT.device), of_rows)
     return with_pictures(tower, inputs._replace(tokens=tokens_BT), pictures)._replace(tokens=inputs.tokens)
 
@@ -253,7 +272,7 @@ def assumed_prompt(job: RLJob, tokens: int) -> Request | None:
     tower = _tower(job.model)
     first = leading_tokens(tower, grids)
     text = [0 if tower.placeholder else 1] * (tokens - len(first))
-    patches = sum(height * width for height, width in grids)
+    patches = patches_in(grids, tower)
     values = {PATCHES: unread_patches(tower, patches, torch.device("cpu")), GRIDS: torch.tensor(grids)}
     return Request(0, [*first, *text], job.sampling, seed=0, owned=OwnedLines(values, 0))
 
@@ -261,7 +280,9 @@ def assumed_prompt(job: RLJob, tokens: int) -> Request | None:
 def encode_pictures(model: Model, params: trees.Tree, request: Request) -> int:
     """Compute the states of a prompt with pictures as an engine does; return their bytes."""
     assert model.owned is not None and request.owned is not None
-    return sum(model.owned.encode(params, lines).nbytes for lines in split_pictures(request.owned.values))
+    return sum(
+        model.owned.encode(params, lines).nbytes for lines in split_pictures(_tower(model), request.owned.values)
+    )
 
 
 def with_unread_pictures(model: Model) -> Model:
@@ -270,7 +291,7 @@ def with_unread_pictures(model: Model) -> Model:
         return model
 
     def apart(values: Mapping[str, torch.Tensor]) -> list[OwnedLines]:
-        return [OwnedLines(lines, number) for number, lines in enumerate(split_pictures(values))]
+        return [OwnedLines(lines, number) for number, lines in enumerate(split_pictures(_tower(model), values))]
 
     return dataclasses.replace(model, owned=model.owned._replace(apart=apart))
 

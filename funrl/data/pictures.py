@@ -22,9 +22,8 @@ import numpy as np
 from einops import rearrange
 
 from funrl.data.json_lines import DataError
-from funrl.data.processors.form import PictureForm, fitted
+from funrl.data.processors.form import PictureForm, fixed_size, picture_parts
 from funrl.data.processors.reading import ReadPatches
-from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.kinds import OwnedLines
@@ -40,6 +39,7 @@ PROCESSOR_CLASSES = {  # in transformers, by family
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
     "gemma3": "Gemma3Processor",
+    "llava_onevision": "LlavaOnevisionProcessor",
 }
 FEWEST_TOKENS, MOST_TOKENS = 4, 1280  # of a picture, where no file bounds its pixels
 FILE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # others may start programs, as EPS does
@@ -62,13 +62,13 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
         return None
     pixels = (config.tower.patch * config.tower.merge) ** 2
     form = PictureForm(config.tower, FEWEST_TOKENS * pixels, MOST_TOKENS * pixels, bos=config.special_tokens.bos)
-    if (square := square_side(config.tower)) is not None:
-        form = form._replace(min_pixels=square**2, max_pixels=square**2)
+    if (fixed := fixed_size(config.tower)) is not None:
+        form = form._replace(min_pixels=fixed.pixels**2, max_pixels=fixed.pixels**2)
     present = [] if directory is None else [Path(directory) / name for name in PROCESSOR_FILES]
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
     name, got = _processor_fields(dict(files), form.tower)
-    if got is not None and square is not None:
-        check_square_file(name, got, form.tower)
+    if got is not None and fixed is not None:
+        fixed.check(name, got, form.tower)
     elif got is not None:
         form = _with_bounds(form, name, got)
     elif config.source.family in PROCESSOR_CLASSES:
@@ -152,10 +152,10 @@ def with_most_pixels(form: PictureForm, max_pixels: int) -> PictureForm:
     """The form with another upper bound on pixels, which its preprocessor_config.json gives too.
 
     Raises:
-      DataError: the bound is below the lower one, or below the pixels of one token; or all pictures have one size.
+      DataError: the bound is below the lower one, or below the pixels of one token; or pictures have fixed sizes.
     """
-    if (side := square_side(form.tower)) is not None:
-        raise DataError(f"the model takes every picture as {side} x {side} pixels; leave it out")
+    if (fixed := fixed_size(form.tower)) is not None:
+        raise DataError(f"the model takes {fixed.words}; leave it out")
     form = _checked_bounds(form._replace(max_pixels=max_pixels))
     return form._replace(files=tuple((name, _bounded_text(name, text, form)) for name, text in form.files))
 
@@ -183,8 +183,8 @@ def _processor_text(form: PictureForm, processor_class: str) -> str:
     """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
-    if square_side(form.tower) is not None:
-        return square_file_text(form.tower, processor_class)
+    if (fixed := fixed_size(form.tower)) is not None:
+        return fixed.text(form.tower, processor_class)
     values = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": processor_class,
@@ -251,7 +251,11 @@ class Expanded(NamedTuple):
 def patches_reader(tokenizer: Any) -> ReadPatches | None:
     """What reads a picture in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
     form = picture_form_of(tokenizer)
-    return None if form is None else lambda picture: patches_of(read_picture(picture), form)
+    return None if form is None else _reader(form)
+
+
+def _reader(form: PictureForm) -> ReadPatches:
+    return lambda picture, alone: patches_of(read_picture(picture), form, alone)
 
 
 def expand_placeholders(
@@ -272,6 +276,7 @@ def expand_placeholders(
 
     from funrl.kinds import owned_lines
     from funrl.models.vision.config import CHANNELS
+    from funrl.models.vision.grids import picture_tokens
     from funrl.models.vision.inputs import GRIDS, PATCHES
 
     tower = form.tower
@@ -285,9 +290,10 @@ def expand_placeholders(
             f"there are {places} places for pictures (token {tower.placeholder}) and {len(pictures)} pictures; a text "
             "may not hold the placeholder by itself"
         )
-    read = read or (lambda picture: patches_of(read_picture(picture), form))
-    seen = [read(picture) for picture in pictures]
-    counts = iter([len(patches) // tower.merge**2 for patches, _ in seen])
+    read = read or _reader(form)
+    alone = len(pictures) == 1
+    seen = [read(picture, alone) for picture in pictures]
+    counts = iter([picture_tokens(grid, tower) for _, grid in seen])
     ids = [i for token in tokens for i in [token] * (next(counts) if token == tower.placeholder else 1)]
     none = np.zeros((0, CHANNELS, tower.patch, tower.patch), dtype=np.uint8)
     values = {
@@ -409,15 +415,22 @@ def picture_url(pixels_HWC: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def patches_of(picture: Any, form: PictureForm) -> tuple[np.ndarray, tuple[int, int]]:
-    """Patches [P, 3, side, side] of a picture in the order of its tokens, and its height and width in patches.
+def patches_of(picture: Any, form: PictureForm, alone: bool = True) -> tuple[np.ndarray, tuple[int, int]]:
+    """Patches [P, 3, side, side] of a picture in the order of its tokens, and its grid.
+
+    Args:
+      picture: of Pillow.
+      form: of the model.
+      alone: the prompt has no other picture.
 
     Raises:
       DataError: it is too long for its width.
     """
     tower = form.tower
-    picture = fitted(picture, form)
-    grid = (picture.height // tower.patch, picture.width // tower.patch)
+    parts, grid = picture_parts(picture, form, alone)
     order = "(rows y h) (columns x w) c -> (rows columns y x) c h w"
     sides = {"y": tower.merge, "x": tower.merge, "h": tower.patch, "w": tower.patch}
-    return np.ascontiguousarray(rearrange(np.asarray(picture, dtype=np.uint8), order, **sides)), grid
+    pixels = [np.asarray(part, dtype=np.uint8) for part in parts]
+    # What fills no block at the lower and right sides is left out.
+    whole = [x[: x.shape[0] // form.factor * form.factor, : x.shape[1] // form.factor * form.factor] for x in pixels]
+    return np.concatenate([rearrange(x, order, **sides) for x in whole]), grid

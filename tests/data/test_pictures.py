@@ -161,7 +161,8 @@ def test_a_demonstration_learns_its_completion_only():
 def test_threads_read_each_picture_once_ahead_of_its_use():
     reads = []
 
-    def read(given):
+    def read(given, alone):
+        assert alone
         reads.append((given, threading.current_thread().name.split("_")[0]))
         if given == "absent":
             raise DataError("it is not there")
@@ -170,7 +171,7 @@ def test_threads_read_each_picture_once_ahead_of_its_use():
     items = ["a", "b", "a", "absent", *"bca" * 30]
     for item, ready in read_ahead(items, lambda item: [item], read):
         with pytest.raises(DataError, match="not there") if item == "absent" else contextlib.nullcontext():
-            assert ready is not None and ready(item)[1] == (2, 2)
+            assert ready is not None and ready(item, True)[1] == (2, 2)
     assert sorted(reads) == [(name, "pictures") for name in ("a", "absent", "b", "c")]
 
 

@@ -152,14 +152,14 @@ def check(config, number, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = load(tmp_path / "theirs")
     tower = model.config.tower
-    batch, lengths = picture_batch(drawn_rows(number, tower.merge, tower.layout.side), number, tower.merge, tower.patch)
+    batch, lengths = picture_batch(tower, drawn_rows(number, tower.merge, tower.layout.side), number)
     packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(lengths)), 512, 8)
     inputs = picture_inputs(tower, packed.batch, inputs_of(packed.batch))
     with torch.no_grad():
         logits = (model.apply(params, inputs).hidden @ model.unembed(params).T)[0]
     begin = 0
     for row in packed.rows.tolist():
-        expected = transformers_logits(theirs, tower.form, batch, row, lengths[row])
+        expected = transformers_logits(theirs, tower, batch, row, lengths[row])
         assert (logits[begin : begin + lengths[row]] - expected).abs().max() < 2e-5
         begin += lengths[row]
     save(tmp_path / "ours", model, params)

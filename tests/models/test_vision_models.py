@@ -47,22 +47,22 @@ def _hidden(model, params, batch):
 def test_logits_are_those_of_transformers(peer, rows):
     theirs, folder = peer
     model, params = load(folder)
-    batch, lengths = picture_batch(rows)
+    batch, lengths = picture_batch(model.config.tower, rows)
     logits = _hidden(model, params, batch) @ model.unembed(params).T
     for row, length in enumerate(lengths):
-        expected = transformers_logits(theirs, model.config.tower.form, batch, row, length)
+        expected = transformers_logits(theirs, model.config.tower, batch, row, length)
         assert (logits[row, :length] - expected).abs().max() < 2e-5
 
 
 def test_packed_rows_have_the_logits_of_each_alone(peer, rows):
     theirs, folder = peer
     model, params = load(folder)
-    batch, lengths = picture_batch(rows)
-    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(rows)), 192, 8)
+    batch, lengths = picture_batch(model.config.tower, rows)
+    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(rows)), 256, 8)
     logits = (_hidden(model, params, packed.batch) @ model.unembed(params).T)[0]
     begin = 0
     for row in packed.rows.tolist():
-        expected = transformers_logits(theirs, model.config.tower.form, batch, row, lengths[row])
+        expected = transformers_logits(theirs, model.config.tower, batch, row, lengths[row])
         assert (logits[begin : begin + lengths[row]] - expected).abs().max() < 2e-5
         begin += lengths[row]
 
@@ -88,7 +88,7 @@ def test_rows_without_pictures_are_those_of_the_text_model(peer):
     model, params = load(folder)
     placed = place(model, dtype=torch.float64)
     wide = trees.map(lambda x: x.double(), params)
-    batch, _ = picture_batch(((5,), (9,)))
+    batch, _ = picture_batch(model.config.tower, ((5,), (9,)))
     with_fields = placed.token_scores(wide, batch).logp
     plain = placed.token_scores(wide, batch._replace(patches=None, grids=None)).logp
     assert torch.equal(with_fields, plain)
@@ -97,7 +97,7 @@ def test_rows_without_pictures_are_those_of_the_text_model(peer):
 def test_placeholders_are_as_many_as_the_pictures_have(peer, rows):
     _, folder = peer
     model, params = load(folder)
-    batch, _ = picture_batch(rows)
+    batch, _ = picture_batch(model.config.tower, rows)
     tokens = batch.tokens.clone()
     tokens[1, 2] = PLACEHOLDER
     with pytest.raises(ModelError, match="placeholders of pictures have pictures of"):
@@ -117,6 +117,7 @@ def test_windows_are_squares_and_patches_return_to_their_places():
 
 
 def test_a_picture_shrinks_the_positions_behind_it():
-    places = token_places([(4, 6)], MERGE)
+    tower = TowerConfig(layers=1, embed=8, heads=1, inner=8, patch=4, window=16, placeholder=1)
+    places = token_places([(4, 6)], tower)
     assert places.places_M2.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
     assert places.shrink_M.tolist() == [0, 0, 0, 0, 0, 6 - 3]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from funrl.batch import Batch, declare
 from funrl.kinds import Ragged
-from funrl.models.vision.config import TowerForm
+from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
+from funrl.models.vision.tiles import NO_TILES
 from funrl.models.vision.tower import normalized
 from funrl.trainer.steps.owned_rows import owned_fields
 
@@ -29,13 +31,19 @@ ROWS = (
 
 
 QWENS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-FAMILIES = (*QWENS, "gemma3")
+FAMILIES = (*QWENS, "gemma3", "llava_onevision")
 SQUARE = 4  # patches of a side of every picture of gemma3
 SQUARE_ROWS = (  # rows for it
     (3, (4, 4), 2, (4, 4), 4),
     (5,),
     (1, (4, 4), 1, (4, 4), 1, (4, 4), 3),
     (2, (4, 4), 2),
+)
+TILED_ROWS = (  # heights and widths in pixels, for llava_onevision; pictures without tiles are several
+    (3, (17, 40), 2, (14, 14), 4),
+    (5,),
+    (1, NO_TILES, 0, NO_TILES, 1, NO_TILES, 3),
+    (2, (50, 61), 1, (80, 9), 1, (3, 30), 2),
 )
 TEXT = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -58,11 +66,27 @@ SIGLIP = {
     **{"model_type": "siglip_vision_model", "num_hidden_layers": 2, "hidden_size": 20, "intermediate_size": 28},
     **{"num_attention_heads": 2, "patch_size": PATCH, "image_size": SQUARE * PATCH, "vision_use_head": False},
 }
+PIXELS = 14  # of a side of a tile of llava_onevision: 3 patches, and two pixels more
+TILED = {
+    "image_grid_pinpoints": [[PIXELS * y, PIXELS * x] for y, x in ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (1, 3))],
+    "vision_aspect_ratio": "anyres_max_2",
+}
 
 
 def rows_of(family: str) -> tuple:
     """Rows for a family."""
-    return SQUARE_ROWS if family == "gemma3" else ROWS
+    return {"gemma3": SQUARE_ROWS, "llava_onevision": TILED_ROWS}.get(family, ROWS)
+
+
+def llava_config(text: dict[str, Any], vision: dict[str, Any], **outer: Any) -> Any:
+    """The config of a tiny LLaVA-OneVision."""
+    import transformers
+
+    return transformers.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2", "rope_parameters": ROPE} | text,
+        vision_config=SIGLIP | {"image_size": PIXELS} | vision,
+        **{"image_token_index": PLACEHOLDER, "video_token_index": VIDEO} | TILED | outer,
+    )
 
 
 def gemma3_config(text: dict[str, Any], vision: dict[str, Any], **outer: Any) -> Any:
@@ -82,6 +106,8 @@ def transformers_config(family: str, text: dict[str, Any] | None = None, vision:
 
     if family == "gemma3":
         return gemma3_config(text or {}, vision or {})
+    if family == "llava_onevision":
+        return llava_config(text or {}, vision or {})
     config = TEXT | {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}}
     if family == "qwen2_5_vl":
         name = "Qwen2_5_VL"
@@ -119,9 +145,7 @@ def saved_model(folder: Path, family: str) -> Any:
     return model
 
 
-def picture_rows(
-    rows: tuple = ROWS, seed: int = 0, merge: int = MERGE
-) -> list[tuple[list[int], list[tuple[int, int]]]]:
+def picture_rows(tower: TowerConfig, rows: tuple, seed: int = 0) -> list[tuple[list[int], list[tuple[int, int]]]]:
     """Tokens and grids of each row."""
     draw = torch.Generator().manual_seed(seed)
     made = []
@@ -131,14 +155,14 @@ def picture_rows(
             if isinstance(part, int):
                 tokens += torch.randint(3, 40, (part,), generator=draw).tolist()
             else:
-                tokens += [BEGIN, *[PLACEHOLDER] * (part[0] * part[1] // merge**2), END]
+                tokens += [BEGIN, *[PLACEHOLDER] * picture_tokens(part, tower), END]
         made.append((tokens, [part for part in row if not isinstance(part, int)]))
     return made
 
 
-def picture_batch(rows: tuple = ROWS, seed: int = 0, merge: int = MERGE, patch: int = PATCH) -> tuple[Batch, list[int]]:
+def picture_batch(tower: TowerConfig, rows: tuple, seed: int = 0) -> tuple[Batch, list[int]]:
     """Rows [B, T] with their pictures, all sampled but for placeholders and first tokens; and their lengths."""
-    made = picture_rows(rows, seed, merge)
+    made = picture_rows(tower, rows, seed)
     lengths = [len(tokens) for tokens, _ in made]
     width = max(lengths)
     tokens = torch.tensor([row + [0] * (width - len(row)) for row, _ in made])
@@ -146,9 +170,9 @@ def picture_batch(rows: tuple = ROWS, seed: int = 0, merge: int = MERGE, patch: 
     mask = real & (tokens < PLACEHOLDER)
     mask[:, 0] = False
     grids = [grid for _, row in made for grid in row]
-    patches = [sum(h * w for h, w in row) for _, row in made]
+    patches = [sum(picture_patches(grid, tower) for grid in row) for _, row in made]
     draw = torch.Generator().manual_seed(seed + 1)
-    pixels = torch.randint(0, 256, (sum(patches), 3, patch, patch), generator=draw, dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (sum(patches), 3, tower.patch, tower.patch), generator=draw, dtype=torch.uint8)
     batch = Batch(tokens=tokens, mask=mask, segments=real.long())
     fields = owned_fields({PATCHES: pixels, GRIDS: torch.tensor(grids)})
     batch = declare(batch, fields)._replace(
@@ -169,13 +193,30 @@ def offsets_of(counts: list[int]) -> Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
 
 
-def transformers_logits(model: Any, form: TowerForm, batch: Batch, row: int, length: int) -> Tensor:
-    """Logits [T, V] of one row by transformers, of pixels that `form` normalizes."""
+def tiled_pixels(tower: TowerConfig, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
+    """Tiles of pictures as a LLaVA-OneVision of transformers takes them."""
+    tiles = tower.layout.tiles
+    assert tiles is not None
+    order = "(n rows columns) c h w -> n c (rows h) (columns w)"
+    whole = rearrange(pixels, order, rows=tiles.states, columns=tiles.states)
+    beside = tiles.pixels - whole.shape[-1]
+    runs = [len(grids)] if not grids.any() else [1] * len(grids)
+    return {
+        "pixel_values": torch.nn.functional.pad(whole, (0, beside, 0, beside), value=7.0),  # not seen
+        "image_sizes": grids.where(grids > 0, 5),
+        "batch_num_images": torch.tensor(runs),
+    }
+
+
+def transformers_logits(model: Any, tower: TowerConfig, batch: Batch, row: int, length: int) -> Tensor:
+    """Logits [T, V] of one row by transformers."""
     tokens = batch.tokens[row : row + 1, :length]
     begin, end = batch.patches.offsets[row : row + 2].tolist()
-    pixels = normalized(batch.patches.values[begin:end], torch.float32, form)
+    pixels = normalized(batch.patches.values[begin:end], torch.float32, tower.form)
     kw: dict[str, Any] = {}
-    if end > begin and model.config.model_type == "gemma3":
+    if end > begin and model.config.model_type == "llava_onevision":
+        kw = tiled_pixels(tower, pixels, batch.grids.values[slice(*batch.grids.offsets[row : row + 2].tolist())])
+    elif end > begin and model.config.model_type == "gemma3":
         merge, side = merge_of(model.config), model.config.vision_config.image_size // pixels.shape[-1]
         order = "(n rows columns y x) c h w -> n c (rows y h) (columns x w)"
         sides = {"rows": side // merge, "columns": side // merge, "y": merge, "x": merge}

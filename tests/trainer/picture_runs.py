@@ -17,7 +17,9 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.directories import save
 from funrl.models.lora import with_lora
 from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
+from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.model import with_vision
+from funrl.models.vision.tiles import NO_TILES, Tiles
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import sync
 
@@ -47,6 +49,13 @@ SQUARE_TOWER = dataclasses.replace(  # as that of Gemma 3
 )
 SQUARE_LAYOUT = PictureLayout(side=4, frame="\n\n", mutual=True)  # with the text of its processor
 SQUARE_GRIDS = ((), ((4, 4),), ((4, 4), (4, 4)))
+TILED_TOWER = dataclasses.replace(  # as that of LLaVA-OneVision
+    SQUARE_TOWER,
+    merge=1,
+    form=dataclasses.replace(SQUARE_TOWER.form, table=2, merger="plain", idle_norm=True),
+    layout=PictureLayout(tiles=Tiles(pixels=9, states=2, canvases=((1, 1), (2, 1), (2, 2)), most=2)),
+)
+TILED_GRIDS = ((), ((30, 11),), (NO_TILES, NO_TILES), ((20, 40),))  # the last is interpolated
 EXPERTS = Experts(count=4, per_token=2, mlp=8)
 GRIDS = ((), ((2, 4),), ((6, 2), (2, 2)))  # pictures of prompts, in turn
 
@@ -133,13 +142,14 @@ def save_square_model(folder):
     save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 
-def with_pictures(example, number, grids=GRIDS):
+def with_pictures(example, number, grids=GRIDS, tower=TOWER):
     """A prompt whose pictures are before its text."""
     own = grids[number % len(grids)]
     draw = torch.Generator().manual_seed(number)
-    patches = torch.randint(0, 256, (sum(h * w for h, w in own), 3, 4, 4), generator=draw, dtype=torch.uint8)
+    count = sum(picture_patches(grid, tower) for grid in own)
+    patches = torch.randint(0, 256, (count, 3, 4, 4), generator=draw, dtype=torch.uint8)
     values = {"patches": patches, "grids": torch.tensor(own, dtype=torch.int64).reshape(-1, 2)}
-    tokens = [PLACEHOLDER] * (len(patches) // TOWER.merge**2) + list(example.tokens)
+    tokens = [PLACEHOLDER] * sum(picture_tokens(grid, tower) for grid in own) + list(example.tokens)
     return example._replace(tokens=tokens, owned=owned_lines(values))
 
 
@@ -150,14 +160,14 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, *
       adapted: weights that have adapters, by the last parts of their names; None: those of the decoder.
     """
     job = small_job(compose, None, **settings)
-    axes = () if tower.layout.mutual else (0, 1)
+    axes = () if tower.layout.mutual or tower.layout.tiles else (0, 1)
     config = with_fields(job.model.config, **SIZES, vocab=VOCAB, rope_axes=axes, max_positions=128)
     if tower.layout.mutual:
         config = with_fields(config, windows=(5, None), local_rope_theta=100.0)
     config = config if experts is None else with_fields(config, experts=experts)
     model = with_vision(decoder_model(config), tower)
-    prompts = [with_pictures(e, i, grids) for i, e in enumerate(job.task.prompts[:24])]
-    heldout = [with_pictures(e, i, grids) for i, e in enumerate(job.task.heldout)]
+    prompts = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.prompts[:24])]
+    heldout = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.heldout)]
     lora = job.lora if adapted is None or job.lora is None else job.lora._replace(targets=adapted)
     learning = {name: one.adapters is not None for name, one in job.models.items()}
     models = {name: with_lora(model, lora) if lora and own else model for name, own in learning.items()}

@@ -6,7 +6,17 @@ import re
 
 import pytest
 import torch
-from picture_runs import DEEP_TOWER, EXPERTS, SQUARE_GRIDS, SQUARE_TOWER, TOWER, picture_job, picture_steps
+from picture_runs import (
+    DEEP_TOWER,
+    EXPERTS,
+    SQUARE_GRIDS,
+    SQUARE_TOWER,
+    TILED_GRIDS,
+    TILED_TOWER,
+    TOWER,
+    picture_job,
+    picture_steps,
+)
 from selection import quick
 from small_runs import GRPO, assert_same, begin
 
@@ -45,11 +55,13 @@ MODELS = {
     "deep": {"tower": DEEP_TOWER},
     "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
     "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
+    "tiled": {"tower": TILED_TOWER, "grids": TILED_GRIDS},
 }
 CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
 CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2")]
 CASES += [("deep, experts", mesh) for mesh in ("tp2", "fsdp2")]
 CASES += [("square", mesh) for mesh in ("tp2", "fsdp2", "dp2,tp2")]
+CASES += [("tiled", mesh) for mesh in MESHES if mesh != "tp2 split"]
 
 
 @functools.cache
@@ -58,7 +70,9 @@ def alone(model="windows"):
 
 
 @pytest.mark.parametrize(
-    "case", quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"), ("square", "fsdp2"))), ids=", ".join
+    "case",
+    quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"), ("square", "fsdp2"), ("tiled", "fsdp2"))),
+    ids=", ".join,
 )
 def test_steps_are_those_of_one_process(case):
     model, mesh = case
@@ -68,7 +82,12 @@ def test_steps_are_those_of_one_process(case):
 # what is added behind the last layer, to tokens of pictures, reaches no text; a bias of all keys changes no weights
 @pytest.mark.parametrize(
     "model,weights,idle",
-    [("windows", 30, "none"), ("deep", 45, "vision/deep_mergers/1/"), ("square", 39, r"vision/layers/\d/key_bias")],
+    [
+        ("windows", 30, "none"),
+        ("deep", 45, "vision/deep_mergers/1/"),
+        ("square", 39, r"vision/layers/\d/key_bias"),
+        ("tiled", 42, r"vision/(layers/\d/key_bias|embed/idle_norm)"),
+    ],
 )
 def test_the_tower_learns_and_the_engine_sees_what_the_trainer_sees(model, weights, idle):
     one = alone(model)

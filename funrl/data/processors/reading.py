@@ -14,7 +14,8 @@ import numpy as np
 
 from funrl.data.json_lines import DataError
 
-ReadPatches = Callable[[Any], tuple[np.ndarray, tuple[int, int]]]  # picture -> patches, height and width in patches
+# picture, whether its prompt has no other -> patches, height and width in patches
+ReadPatches = Callable[[Any, bool], tuple[np.ndarray, tuple[int, int]]]
 WithPictures = TypeVar("WithPictures")
 
 THREADS = 4  # Pillow decodes and resizes without the interpreter's lock
@@ -41,8 +42,9 @@ def read_ahead(
     try:
         for item in items:
             with contextlib.suppress(DataError):
-                for picture in pictures(item):
-                    reader.begin(picture)
+                given = pictures(item)
+                for picture in given:
+                    reader.begin(picture, len(given) == 1)
             waiting.append(item)
             if len(waiting) > AHEAD:
                 yield waiting.popleft(), reader
@@ -67,17 +69,17 @@ class PictureReader:
         self._kept: collections.OrderedDict[Hashable, tuple[Any, Any]] = collections.OrderedDict()  # beside pictures
         self._bytes = 0
 
-    def begin(self, picture: Any) -> None:
+    def begin(self, picture: Any, alone: bool) -> None:
         """Let a thread read a picture, unless it has been read."""
-        key = picture_key(picture)
+        key = picture_key(picture), alone
         if key not in self._begun and key not in self._kept:
-            self._begun[key] = self._pool.submit(self._read, picture)
+            self._begun[key] = self._pool.submit(self._read, picture, alone)
 
-    def __call__(self, picture: Any) -> tuple[np.ndarray, tuple[int, int]]:
+    def __call__(self, picture: Any, alone: bool) -> tuple[np.ndarray, tuple[int, int]]:
         """Patches of a picture. Raises: as `read`."""
-        key = picture_key(picture)
+        key = picture_key(picture), alone
         if key not in self._kept:
-            self.begin(picture)
+            self.begin(picture, alone)
             patches = self._begun.pop(key).result()
             self._kept[key] = picture, patches
             self._bytes += patches[0].nbytes

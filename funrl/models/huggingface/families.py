@@ -13,20 +13,17 @@ from funrl.models.huggingface.configs import (
     deepseek,
     ernie4_5,
     exaone4,
-    gemma3,
     gemma4,
     glm4_moe,
     gpt_oss,
     minimax_m2,
     ministral3,
     olmo3,
-    qwen2_5_vl,
     qwen2_moe,
     qwen3_5,
     qwen3_next,
-    qwen3_vl,
 )
-from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of
+from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of, seeing
 from funrl.models.huggingface.family_fields import (
     ACTIVATIONS,
     GELU,
@@ -58,6 +55,7 @@ from funrl.models.huggingface.family_fields import (
     write_smollm3,
     write_window,
 )
+from funrl.models.huggingface.vision_configs import gemma3, llava_onevision, qwen2_5_vl, qwen3_vl
 
 _LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
 _QWEN = {
@@ -108,48 +106,52 @@ _MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
     f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
+_QWEN2 = family_of(
+    "Qwen2",
+    _QWEN,
+    read=lambda _: {"attention_bias": True},
+    write=write_qwen2,
+    supported=_DENSE | {"attention_bias": (True, None)},
+)
 FAMILIES: Mapping[str, HFFamily] = {
     "llama": family_of("Llama", _LLAMA, supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
-    "qwen2": family_of(
-        "Qwen2",
-        _QWEN,
-        read=lambda _: {"attention_bias": True},
-        write=write_qwen2,
-        supported=_DENSE | {"attention_bias": (True, None)},
-    ),
-    "qwen2_5_vl": family_of(
+    "qwen2": _QWEN2,
+    "qwen2_5_vl": seeing(
+        _QWEN2._replace(
+            defaults=_QWEN2.defaults | qwen2_5_vl.VL_DEFAULTS,
+            read=qwen2_5_vl.read_qwen2_5_vl,
+            rope_types=("default",),
+        ),
         "Qwen2_5_VL",
-        qwen2_5_vl.VL_DEFAULTS,
-        supported=_DENSE | {"attention_bias": (True, None)},
-        read=qwen2_5_vl.read_qwen2_5_vl,
-        write=write_qwen2,
-        rope_types=("default",),
-        vision=qwen2_5_vl.QWEN2_5_VISION,
-    )._replace(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        classifier=None,
-        token_classifier=None,
+        qwen2_5_vl.QWEN2_5_VISION,
     ),
-    "qwen3_vl": family_of(
+    "llava_onevision": seeing(_QWEN2, "LlavaOnevision", llava_onevision.LLAVA_ONEVISION_VISION),
+    "qwen3_vl": seeing(
+        family_of(
+            "Qwen3VL",
+            qwen3_vl.QWEN3_VL_DEFAULTS,
+            supported=_DENSE,
+            read=qwen3_vl.read_qwen3_vl,
+            write=write_bias,
+            rope_types=("default",),
+        ),
         "Qwen3VL",
-        qwen3_vl.QWEN3_VL_DEFAULTS,
-        supported=_DENSE,
-        read=qwen3_vl.read_qwen3_vl,
-        write=write_bias,
-        rope_types=("default",),
-        vision=qwen3_vl.QWEN3_VISION,
-    )._replace(architecture="Qwen3VLForConditionalGeneration", classifier=None, token_classifier=None),
-    "qwen3_vl_moe": family_of(
+        qwen3_vl.QWEN3_VISION,
+    ),
+    "qwen3_vl_moe": seeing(
+        family_of(
+            "Qwen3VLMoe",
+            qwen3_vl.QWEN3_VL_MOE_DEFAULTS,
+            supported=qwen3_vl.QWEN3_VL_MOE_SUPPORTED,
+            read=qwen3_vl.read_qwen3_vl_moe,
+            write=write_qwen3_moe,
+            rope_types=("default",),
+            names=qwen3_vl.QWEN3_VL_MOE_NAMES,
+            abreast=qwen3_vl.QWEN3_VL_MOE_ABREAST,
+        ),
         "Qwen3VLMoe",
-        qwen3_vl.QWEN3_VL_MOE_DEFAULTS,
-        supported=qwen3_vl.QWEN3_VL_MOE_SUPPORTED,
-        read=qwen3_vl.read_qwen3_vl_moe,
-        write=write_qwen3_moe,
-        rope_types=("default",),
-        names=qwen3_vl.QWEN3_VL_MOE_NAMES,
-        abreast=qwen3_vl.QWEN3_VL_MOE_ABREAST,
-        vision=qwen3_vl.QWEN3_VISION,
-    )._replace(architecture="Qwen3VLMoeForConditionalGeneration", classifier=None, token_classifier=None),
+        qwen3_vl.QWEN3_VISION,
+    ),
     "qwen3": family_of(
         "Qwen3",
         _QWEN | {"head_dim": 128},
@@ -435,11 +437,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         kinds=gemma2_kinds,
     ),
     "gemma3_text": _GEMMA3._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
-    "gemma3": _GEMMA3._replace(
-        architecture="Gemma3ForConditionalGeneration",
-        classifier=None,
-        token_classifier=None,
-        vision=gemma3.GEMMA3_VISION,
-    ),
+    "gemma3": seeing(_GEMMA3, "Gemma3", gemma3.GEMMA3_VISION),
     "gemma4_text": gemma4.GEMMA4,
 }

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.model import check_sizes
+from funrl.models.vision.tiles import Tiles
 
 CHANNELS = 3  # red, green, blue
 FRAMES = 2  # of a patch; a picture is two equal ones
@@ -22,12 +23,14 @@ class PictureLayout:
       side: patches of a side of every picture, which is squashed to a square; None: pictures keep their proportions.
       frame: text before and after a picture, where a chat template has one token `begin` for all of it; None: the
         template has the placeholder too.
-      mutual: tokens of a picture see one another in the decoder.
+      mutual: tokens of a picture see one another in the decoder; all have one side.
+      tiles: of each picture; None: it is one.
     """
 
     side: int | None = None
     frame: str | None = None
     mutual: bool = False
+    tiles: Tiles | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,9 @@ class TowerForm:
       frames: copies of a picture that a patch is the product of.
       joined: queries, keys and values are one product.
       rotates: queries and keys are rotated by rows and columns.
-      merger: what makes tokens of neighbouring patches: an mlp of all of them, or their mean, normalized and projected.
+      merger: what makes tokens of neighbouring patches: an mlp of all of them, normalized ("mlp") or not ("plain"), or
+        their mean, normalized and projected.
+      idle_norm: files hold a norm behind the last layer, which is not computed.
       eps: of the norms.
     """
 
@@ -58,7 +63,8 @@ class TowerForm:
     frames: int = FRAMES
     joined: bool = True
     rotates: bool = True
-    merger: Literal["mlp", "mean"] = "mlp"
+    merger: Literal["mlp", "plain", "mean"] = "mlp"
+    idle_norm: bool = False
     eps: float = 1e-6
 
 
@@ -112,6 +118,12 @@ class TowerConfig:
         if side is not None and side % self.merge:
             raise ModelError(
                 f"pictures have {side} patches a side, which is no multiple of the {self.merge} of a token"
+            )
+        tiles = self.layout.tiles
+        if tiles is not None and tiles.states * self.merge != tiles.pixels // self.patch:
+            raise ModelError(
+                f"tiles of {tiles.pixels} pixels have {tiles.pixels // self.patch} patches a side, which are not "
+                f"{tiles.states} tokens of {self.merge}"
             )
         deep = self.form.deep_layers
         if list(deep) != sorted(set(deep) & set(range(self.layers))):

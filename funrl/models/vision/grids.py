@@ -1,7 +1,8 @@
 """Index tensors that follow from the sizes of pictures alone; they are computed on the host.
 
 A grid is the (height, width) of a picture in patches. Patches stand in blocks of `merge`^2, which become one token:
-block by block along the rows of blocks, and within a block row by row.
+block by block along the rows of blocks, and within a block row by row. Where a tower sees tiles, the grid of a picture
+is its height and width in pixels before it was cut, and its patches are those of its tiles, end to end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.tiles import NO_TILES, token_states
 
 Grid = tuple[int, int]
 
@@ -24,8 +26,8 @@ class TowerIndices(NamedTuple):
       order_P: the patches in the order of their windows.
       places_P2: row and column of each patch in its picture, in that order.
       windows: patches of each window, in that order.
-      pictures: patches of each picture.
-      back_M: for each token its place among those in the order of windows.
+      pictures: patches of each picture, or tile.
+      back_M: for each block its place among those in the order of windows.
     """
 
     order_P: np.ndarray
@@ -49,9 +51,27 @@ class TokenPlaces(NamedTuple):
     shrink_M: np.ndarray
 
 
-def picture_tokens(grid: Grid, merge: int) -> int:
+def picture_tokens(grid: Grid, tower: TowerConfig) -> int:
     """Number of tokens that a picture takes."""
-    return grid[0] * grid[1] // merge**2
+    tiles = tower.layout.tiles
+    return picture_patches(grid, tower) // tower.merge**2 if tiles is None else tiles.tokens(grid)
+
+
+def picture_patches(grid: Grid, tower: TowerConfig) -> int:
+    """Number of patches that a picture is cut into."""
+    return sum(height * width for height, width in seen_grids(grid, tower))
+
+
+def seen_grids(grid: Grid, tower: TowerConfig) -> list[Grid]:
+    """Height and width in patches of each part of a picture that its patches see: all of it, or its tiles."""
+    tiles = tower.layout.tiles
+    side = 0 if tiles is None else tiles.states * tower.merge
+    return [grid] if tiles is None else [(side, side)] * tiles.count(grid)
+
+
+def smallest_grid(tower: TowerConfig) -> Grid:
+    """The grid of the smallest picture."""
+    return (tower.merge, tower.merge) if tower.layout.tiles is None else NO_TILES
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,7 +93,8 @@ def _indices_of(grid: Grid, merge: int, window_tokens: int) -> TowerIndices:
 
 def tower_indices(grids: Iterable[Grid], tower: TowerConfig) -> TowerIndices:
     """Indices of pictures that stand end to end; at least one."""
-    parts = [_indices_of(grid, tower.merge, tower.window_tokens) for grid in grids]
+    seen = [part for grid in grids for part in seen_grids(grid, tower)]
+    parts = [_indices_of(part, tower.merge, tower.window_tokens) for part in seen]
     patches = np.cumsum([0, *(len(part.order_P) for part in parts)])
     shifted = [
         part._replace(order_P=part.order_P + begin, back_M=part.back_M + begin // tower.merge**2)
@@ -83,17 +104,41 @@ def tower_indices(grids: Iterable[Grid], tower: TowerConfig) -> TowerIndices:
 
 
 @functools.lru_cache(maxsize=1024)
-def _token_places_of(grid: Grid, merge: int) -> TokenPlaces:
-    height, width = (side // merge for side in grid)
-    number_M = np.arange(height * width)
+def _token_places_of(grid: Grid, tower: TowerConfig) -> TokenPlaces:
+    number_M = np.arange(picture_tokens(grid, tower))
+    if tower.layout.tiles is not None:  # its tokens follow one another like those of a text
+        return TokenPlaces(number_M, np.stack([number_M] * 2, 1), np.zeros_like(number_M))
+    height, width = (side // tower.merge for side in grid)
     shrink_M = np.zeros(height * width, dtype=np.int64)
     shrink_M[-1] = height * width - max(height, width)
     return TokenPlaces(number_M, np.stack(np.divmod(number_M, width), 1), shrink_M)
 
 
-def token_places(grids: Iterable[Grid], merge: int) -> TokenPlaces:
+def token_places(grids: Iterable[Grid], tower: TowerConfig) -> TokenPlaces:
     """Places of the tokens of pictures that stand end to end; at least one."""
-    return TokenPlaces(*map(np.concatenate, zip(*(_token_places_of(grid, merge) for grid in grids), strict=True)))
+    return TokenPlaces(*map(np.concatenate, zip(*(_token_places_of(grid, tower) for grid in grids), strict=True)))
+
+
+def arranged_states(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarray, np.ndarray]:
+    """States of blocks that the tokens of pictures are made of, which stand end to end, and their shares.
+
+    Args:
+      grids: of the pictures; at least one.
+      tower: with tiles.
+
+    Returns: int64 and float64 [M, 4]; a negative entry is the newline.
+    """
+    tiles = tower.layout.tiles
+    assert tiles is not None
+    entries: list[np.ndarray] = []
+    shares: list[np.ndarray] = []
+    begin = 0
+    for grid in grids:
+        entries_M4, shares_M4 = token_states(grid, tiles)
+        entries.append(np.where(entries_M4 < 0, entries_M4, entries_M4 + begin))
+        shares.append(shares_M4)
+        begin += tiles.count(grid) * tiles.states**2
+    return np.concatenate(entries), np.concatenate(shares)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,5 +167,6 @@ def table_shares(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarray,
 
     Returns: int64 and float64 [P, 4], of the patches in the order of their windows.
     """
-    entries, shares = zip(*(_table_shares_of(grid, tower) for grid in grids), strict=True)
+    parts = [part for grid in grids for part in seen_grids(grid, tower)]
+    entries, shares = zip(*(_table_shares_of(part, tower) for part in parts), strict=True)
     return np.concatenate(entries), np.concatenate(shares)

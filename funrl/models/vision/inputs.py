@@ -17,9 +17,9 @@ from funrl.kinds import OwnedLines, owned_lines
 from funrl.models.errors import ModelError
 from funrl.models.model import Inputs
 from funrl.models.vision.config import CHANNELS, TowerConfig
-from funrl.models.vision.grids import Grid, picture_tokens, token_places
+from funrl.models.vision.grids import Grid, picture_patches, picture_tokens, smallest_grid, token_places
 
-# ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each in patches
+# ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each, see `grids`
 PATCHES = "patches"
 GRIDS = "grids"
 
@@ -39,8 +39,8 @@ class Pictures(NamedTuple):
 def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
     """Add the pictures of a batch to its inputs, if it declares such.
 
-    Where no row has one, there is one of `merge`^2 black patches that no token stands for: a rank takes part
-    in all collectives of the tower.
+    Where no row has one, there is a smallest one of black patches that no token stands for: a rank takes part in all
+    collectives of the tower.
 
     Raises:
       ModelError: the placeholders of the rows are not those of their pictures.
@@ -50,9 +50,10 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
     grids = grids_of(batch.get(GRIDS).values)
     patches_PCHW = batch.get(PATCHES).values
     if not grids:
-        blank = patches_PCHW.new_zeros(tower.merge**2, CHANNELS, tower.patch, tower.patch)
+        grid = smallest_grid(tower)
+        blank = patches_PCHW.new_zeros(picture_patches(grid, tower), CHANNELS, tower.patch, tower.patch)
         nowhere_BT = torch.full_like(inputs.tokens, -1)
-        return inputs._replace(pictures=Pictures(blank, ((tower.merge, tower.merge),)), inserted_at=nowhere_BT)
+        return inputs._replace(pictures=Pictures(blank, (grid,)), inserted_at=nowhere_BT)
     return with_pictures(tower, inputs, Pictures(patches_PCHW, grids))
 
 
@@ -86,7 +87,7 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
     """
     if not tower.layout.mutual:
         return None
-    tokens = picture_tokens(grid, tower.merge)
+    tokens = picture_tokens(grid, tower)
     at_N = at_BT.flatten()
     numbers_N = torch.arange(len(at_N), device=at_N.device)
     # Text goes to a place behind the last one.
@@ -97,20 +98,20 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
 def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of the tokens of each picture of a prompt; all are of one size."""
     assert tower.layout.side is not None
-    count = picture_tokens((tower.layout.side, tower.layout.side), tower.merge)
+    count = picture_tokens((tower.layout.side, tower.layout.side), tower)
     places = [place for place, token in enumerate(tokens) if token == tower.placeholder]
     return [(first, first + count) for first in places[::count]]
 
 
 def grids_of(sizes_P2: Tensor) -> tuple[Grid, ...]:
-    """Height and width of each picture as numbers of the host."""
+    """Grid of each picture as numbers of the host."""
     return tuple((int(height), int(width)) for height, width in sizes_P2.tolist())
 
 
 def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) -> list[int]:
     """Token ids with one placeholder for each picture."""
     ids: list[int] = []
-    sizes = iter([picture_tokens(grid, tower.merge) for grid in grids])
+    sizes = iter([picture_tokens(grid, tower) for grid in grids])
     skipped = 0
     for token in tokens:
         if skipped:
@@ -122,36 +123,35 @@ def collapsed(tower: TowerConfig, tokens: Sequence[int], grids: Sequence[Grid]) 
     return ids
 
 
-def split_pictures(values: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-    """Patches and size of each picture by itself."""
+def split_pictures(tower: TowerConfig, values: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+    """Patches and grid of each picture by itself."""
     sizes_P2 = values[GRIDS]
-    patches = values[PATCHES].split([height * width for height, width in grids_of(sizes_P2)])
+    patches = values[PATCHES].split([picture_patches(grid, tower) for grid in grids_of(sizes_P2)])
     return [{PATCHES: x, GRIDS: size} for x, size in zip(patches, sizes_P2.split(1), strict=True)]
 
 
-def single_pictures(values: Mapping[str, Tensor]) -> list[OwnedLines]:
+def single_pictures(tower: TowerConfig, values: Mapping[str, Tensor]) -> list[OwnedLines]:
     """Each picture by itself, with its digest."""
-    return [owned_lines(lines) for lines in split_pictures(values)]
+    return [owned_lines(lines) for lines in split_pictures(tower, values)]
 
 
 def token_contents(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) -> list[int]:
     """Token ids, with a negative number at each placeholder, which the pixels of its picture make."""
     numbers: list[int] = []
-    for picture in single_pictures(owned.values):
+    for picture in single_pictures(tower, owned.values):
         (grid,) = grids_of(picture.values[GRIDS])
-        numbers += [-1 - picture.digest] * picture_tokens(grid, tower.merge)
+        numbers += [-1 - picture.digest] * picture_tokens(grid, tower)
     left = iter(numbers)
     return [next(left) if token == tower.placeholder else token for token in tokens]
 
 
 def check_placeholders(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines | None) -> None:
     """Raise ModelError where the placeholders of a row are not those of its pictures; nothing waits for a device."""
-    patches = 0 if owned is None else len(owned.values[PATCHES])
+    grids = () if owned is None else grids_of(owned.values[GRIDS])
     count = sum(token == tower.placeholder for token in tokens)
-    if count != patches // tower.merge**2:
-        raise ModelError(
-            f"a row with {count} placeholders of pictures has pictures of {patches // tower.merge**2} tokens"
-        )
+    stood_for = sum(picture_tokens(grid, tower) for grid in grids)
+    if count != stood_for:
+        raise ModelError(f"a row with {count} placeholders of pictures has pictures of {stood_for} tokens")
 
 
 def place_tokens(tower: TowerConfig, inputs: Inputs, grids: tuple[Grid, ...]) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ def place_tokens(tower: TowerConfig, inputs: Inputs, grids: tuple[Grid, ...]) ->
     """
     tokens_BT = inputs.tokens
     device = tokens_BT.device
-    number_M, places_M2, shrink_M = (torch.from_numpy(x).to(device) for x in token_places(grids, tower.merge))
+    number_M, places_M2, shrink_M = (torch.from_numpy(x).to(device) for x in token_places(grids, tower))
     is_picture_N = (tokens_BT == tower.placeholder).flatten()
     if device.type == "cpu" and (count := int(is_picture_N.sum())) != len(number_M):
         raise ModelError(f"rows with {count} placeholders of pictures have pictures of {len(number_M)} tokens")

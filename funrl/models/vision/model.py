@@ -70,7 +70,7 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
                 GRIDS: torch.zeros(0, 2, dtype=torch.int64),
             },
             read=functools.partial(picture_inputs, tower),
-            apart=single_pictures,
+            apart=functools.partial(single_pictures, tower),
             encode=functools.partial(_encode, tower),
             place=functools.partial(_place, tower),
             check=functools.partial(check_placeholders, tower),
@@ -111,8 +111,8 @@ def _place(tower: TowerConfig, tokens_T: Tensor, values: Mapping[str, Tensor]) -
     return PromptPlaces(
         inserted_at_T=inputs.inserted_at[0],
         positions_T3=inputs.axial_positions[0],
-        shrink=int(token_places(grids, tower.merge).shrink_M.sum()),
-        counts=tuple(picture_tokens(grid, tower.merge) for grid in grids),
+        shrink=int(token_places(grids, tower).shrink_M.sum()),
+        counts=tuple(picture_tokens(grid, tower) for grid in grids),
         mutual_RM=inputs.mutual_RM,
     )
 

@@ -23,7 +23,7 @@ from funrl.models.fsdp import regathering
 from funrl.models.low_rank import multiply
 from funrl.models.model import Adapt
 from funrl.models.vision.config import CHANNELS, TowerConfig, TowerForm
-from funrl.models.vision.grids import Grid, table_shares, tower_indices
+from funrl.models.vision.grids import Grid, arranged_states, table_shares, tower_indices
 from funrl.models.vision.inputs import Pictures
 
 WINDOWED = TowerForm()
@@ -49,11 +49,15 @@ def tower_shapes(tower: TowerConfig, out: int) -> trees.Tree:
         embed["patch_bias"] = (D,)
     if form.table:
         embed["table"] = (form.table**2, D)
+    if form.idle_norm:
+        embed |= _norm_shapes(form, "idle_norm", D)
     merger = _merger_shapes(tower, out)
+    first = {} if form.merger == "plain" else _norm_shapes(form, "norm", D)
+    newline = {} if tower.layout.tiles is None else {"newline": (out,)}
     sizes: dict[str, Any] = {
         "embed": embed,
         "layers": (layer,) * tower.layers,
-        "merger": {**_norm_shapes(form, "norm", D), **merger},
+        "merger": {**first, **merger, **newline},
     }
     if form.deep_layers:
         merged = D * tower.merge**2
@@ -70,7 +74,8 @@ def _merger_shapes(tower: TowerConfig, out: int) -> dict[str, tuple[int, ...]]:
     if tower.form.merger == "mean":
         return {"mean_norm": (tower.embed,), "project": (tower.embed, out)}
     merged = tower.embed * tower.merge**2
-    return {"first": (merged, merged), "first_bias": (merged,), "second": (out, merged), "second_bias": (out,)}
+    inner = out if tower.form.merger == "plain" else merged
+    return {"first": (inner, merged), "first_bias": (inner,), "second": (out, inner), "second_bias": (out,)}
 
 
 def _norm_shapes(form: TowerForm, name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -91,10 +96,10 @@ def init_tower(tower: TowerConfig, out: int, generator: torch.Generator, dtype: 
     """Random weights: normal with variance 1 / fan-in, norms the identity, biases 0."""
 
     def draw(name: str, x: Tensor) -> Tensor:
-        if x.ndim == 1:
+        if x.ndim == 1 and not name.endswith("newline"):
             fill = 0.0 if name.endswith(("bias", "mean_norm")) else 1.0
             return torch.full(x.shape, fill, dtype=dtype, device=generator.device)
-        inputs = x.shape[:1] if name.endswith("/project") else x.shape[1:]
+        inputs = x.shape[:1] if name.endswith(("/project", "newline")) else x.shape[1:]
         std = math.prod(inputs) ** -0.5
         return (torch.randn(x.shape, generator=generator, device=generator.device) * std).to(dtype)
 
@@ -136,7 +141,16 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adap
         mergers = params["deep_mergers"]
         with regathering(mergers):
             hidden += [_merge(tower, adapt(merger), x, deep=True) for merger, x in zip(mergers, deep, strict=True)]
-    return torch.stack([x_MD[back_M] for x_MD in hidden])
+    hidden_LMD = torch.stack([x_MD[back_M] for x_MD in hidden])
+    return hidden_LMD if tower.layout.tiles is None else _arranged(tower, params["merger"], hidden_LMD, pictures.grids)
+
+
+def _arranged(tower: TowerConfig, params: trees.Tree, hidden_LND: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+    """Hidden states [L, M, D] of tokens, of the states of all tiles and of the newline."""
+    newline_L1D = params["newline"].expand(len(hidden_LND), 1, -1)
+    entries_M4, shares_M4 = (torch.from_numpy(x).to(hidden_LND.device) for x in arranged_states(grids, tower))
+    four_LM4D = torch.cat([hidden_LND, newline_L1D], 1)[:, entries_M4]  # the last one is the newline
+    return (four_LM4D * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
 
 
 def _unadapted(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -218,7 +232,10 @@ def _merge(tower: TowerConfig, params: trees.Tree, x_PD: Tensor, deep: bool = Fa
         x_MD = _norm(tower, params, "norm", x_PD).unflatten(0, (-1, tower.merge**2)).mean(1)
         return rms_norm(x_MD, params["mean_norm"], tower.form.eps, offset=1.0) @ params["project"]
     size = tower.embed * tower.merge**2
-    x_MD = _norm(tower, params, "norm", x_PD.view(-1, size) if deep else x_PD).view(-1, size)
+    if tower.form.merger == "plain":
+        x_MD = x_PD.view(-1, size)
+    else:
+        x_MD = _norm(tower, params, "norm", x_PD.view(-1, size) if deep else x_PD).view(-1, size)
     return _linear(params, "second", F.gelu(_linear(params, "first", x_MD)))
 
 

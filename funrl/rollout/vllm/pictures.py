@@ -19,7 +19,7 @@ from torch import Tensor
 from funrl.kinds import OwnedLines
 from funrl.models.vision.config import FRAMES, TowerConfig
 from funrl.models.vision.grids import Grid
-from funrl.models.vision.inputs import GRIDS, PATCHES, collapsed, grids_of
+from funrl.models.vision.inputs import GRIDS, PATCHES, collapsed, grids_of, split_pictures
 
 PROCESSOR_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -74,7 +74,7 @@ def write_processor(folder: Path, family: str, tower: TowerConfig, vocab: int, p
 def vllm_prompt(tower: TowerConfig, tokens: Sequence[int], owned: OwnedLines) -> dict[str, Any]:
     """A prompt for vLLM of token ids with all placeholders, and the pictures that they stand for."""
     grids = grids_of(owned.values[GRIDS])
-    patches = torch.as_tensor(owned.values[PATCHES]).split([height * width for height, width in grids])
+    patches = [torch.as_tensor(lines[PATCHES]) for lines in split_pictures(tower, owned.values)]
     return {
         "prompt_token_ids": collapsed(tower, tokens, grids),
         "multi_modal_data": {"image": [_picture(tower, x, grid) for x, grid in zip(patches, grids, strict=True)]},

@@ -44,16 +44,16 @@ def shown_pictures(example: Example | None, form: PictureForm | None) -> tuple[S
     """The first pictures of a prompt, as the model gets them; () without any."""
     if form is None or example is None or example.owned is None:
         return ()
-    from funrl.models.vision.inputs import GRIDS, PATCHES, grids_of  # here, for a report is written without torch
+    from funrl.models.vision.grids import seen_grids  # here, for a report is written without torch
+    from funrl.models.vision.inputs import GRIDS, PATCHES, grids_of, split_pictures
 
     tower = form.tower
     names = _names(example.fields)
-    patches = example.owned.values[PATCHES]
     shown = []
-    begin = 0
-    for number, (height, width) in enumerate(grids_of(example.owned.values[GRIDS])[:MOST_SHOWN]):
-        own = patches[begin : begin + height * width].numpy()
-        begin += height * width
+    for number, lines in enumerate(split_pictures(tower, example.owned.values)[:MOST_SHOWN]):
+        (grid,) = grids_of(lines[GRIDS])
+        height, width = seen_grids(grid, tower)[0]  # all of it, or its overview
+        own = lines[PATCHES][: height * width].numpy()
         order = "(rows columns y x) c h w -> (rows y h) (columns x w) c"
         pixels = rearrange(own, order, rows=height // tower.merge, y=tower.merge, x=tower.merge)
         digest = hashlib.sha256(pixels.tobytes()).hexdigest()[:12]

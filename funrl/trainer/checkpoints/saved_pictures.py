@@ -58,12 +58,23 @@ def picture_files(job: Job) -> PictureFiles | None:
     return PictureFiles(field, paths, owned.apart) if paths else None
 
 
-def picture_reader(tokenizer: Any) -> Callable[[str], OwnedLines] | None:
-    """What gives the picture of a path as a tokenizer's model gets it, or raises DataError; None: it sees none."""
+def picture_reader(tokenizer: Any) -> Callable[[str], list[OwnedLines]] | None:
+    """What gives the forms that the picture of a path can have for a tokenizer's model; None: it sees none.
+
+    There are two where pictures beside others are not cut into tiles. Raises DataError where it cannot be read.
+    """
     form = None if tokenizer is None else picture_form_of(tokenizer)
     if form is None:
         return None
-    return lambda path: expand_placeholders([form.tower.placeholder], [path], form).owned
+    counts = (1,) if form.tower.layout.tiles is None else (1, 2)
+
+    def forms(path: str) -> list[OwnedLines]:
+        from funrl.models.vision.inputs import single_pictures
+
+        given = [expand_placeholders([form.tower.placeholder] * n, [path] * n, form).owned for n in counts]
+        return [single_pictures(form.tower, owned.values)[0] for owned in given]
+
+    return forms
 
 
 def _file_of(picture: Any) -> str:
@@ -118,7 +129,7 @@ class SavedPictures(NamedTuple):
     folder: Path
     none: Tensor
     stored: Callable[[int, int, int], Tensor]
-    read: Callable[[str], OwnedLines] | None
+    read: Callable[[str], list[OwnedLines]] | None
 
     def lines(self, name: str, owner: np.ndarray, numbers: Sequence[int]) -> list[Tensor]:
         """Lines of each of some rows.
@@ -156,16 +167,15 @@ class SavedPictures(NamedTuple):
             shape = (count, *self.none.shape[1:])
             return torch.from_numpy(np.resize(np.frombuffer(bytes.fromhex(digest), np.uint8), shape))
         try:
-            value = self.read(path)
+            values = {f"{value.digest:032x}": value.values[name] for value in self.read(path)}
         except DataError as error:
             raise CheckpointError(f"{self.folder}: {error}; {_saved_as(digest)}: put the file back") from error
-        now = f"{value.digest:032x}"
-        if now != digest:
+        if digest not in values:
             raise CheckpointError(
-                f"{self.folder}: the picture {path} has changed; {_saved_as(digest)}, and is {now[:DIGITS]} now: "
-                "put the file back that the run has read"
+                f"{self.folder}: the picture {path} has changed; {_saved_as(digest)}, and is "
+                f"{next(iter(values))[:DIGITS]} now: put the file back that the run has read"
             )
-        return value.values[name]
+        return values[digest]
 
 
 def _saved_as(digest: str) -> str:

@@ -92,6 +92,12 @@ class HFFamily(NamedTuple):
     vision: VisionFamily | None = None
 
 
+def seeing(family: HFFamily, name: str, vision: VisionFamily) -> HFFamily:
+    """The family of models that see pictures, whose text model is one of `family`; their class begins with `name`."""
+    architecture = f"{name}ForConditionalGeneration"
+    return family._replace(architecture=architecture, classifier=None, token_classifier=None, vision=vision)
+
+
 def family_of(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
     """A family whose classes begin with `name`."""
     causal, sequence, token = (

@@ -11,7 +11,8 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.hf_family import VisionFamily
-from funrl.models.huggingface.configs.qwen2_5_vl import (
+from funrl.models.huggingface.family_fields import GELU, read_bias, read_qwen3_moe
+from funrl.models.huggingface.vision_configs.qwen2_5_vl import (
     PATCH_FIELDS,
     TOWER_LAYER,
     VISION_TOKENS,
@@ -21,7 +22,6 @@ from funrl.models.huggingface.configs.qwen2_5_vl import (
     tower_in,
     vision_fields,
 )
-from funrl.models.huggingface.family_fields import GELU, read_bias, read_qwen3_moe
 from funrl.models.vision.config import TowerConfig, TowerForm, VisionLanguageConfig, with_tower
 from funrl.models.vision.model import vision_language_model
 

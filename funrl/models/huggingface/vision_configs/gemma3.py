@@ -6,7 +6,6 @@ one another in the decoder.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -14,9 +13,19 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.hf_family import UNEMBED, VisionFamily
-from funrl.models.huggingface.configs.qwen2_5_vl import tower_in
-from funrl.models.huggingface.family_fields import GELU
-from funrl.models.vision.config import CHANNELS, PictureLayout, TowerConfig, TowerForm, VisionLanguageConfig, with_tower
+from funrl.models.huggingface.vision_configs.qwen2_5_vl import tower_in
+from funrl.models.huggingface.vision_configs.siglip import (
+    LAST_NORM,
+    NAMES,
+    OTHER_TOWER_PREFIXES,
+    TOWER_PREFIX,
+    name_of_siglip_layer,
+    siglip_fields,
+    siglip_form,
+    siglip_sizes,
+    siglip_vision_config,
+)
+from funrl.models.vision.config import PictureLayout, TowerConfig, VisionLanguageConfig, with_tower
 from funrl.models.vision.model import vision_language_model
 
 _DEFAULTS = {"vocab_size": 262208, "num_attention_heads": 8}
@@ -26,55 +35,19 @@ _OUTER = {  # fields of config.json
     "eoi_token_index": 256000,
     "image_token_index": 262144,
 }
-_TOWER_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "image_size": 224,
-    "patch_size": 16,
-    "layer_norm_eps": 1e-6,
-}
-_TOWER_ONLY = {  # the values of fields that are supported
-    "model_type": "siglip_vision_model",
-    "num_channels": CHANNELS,
-    "hidden_act": GELU,
-    "vision_use_head": False,
-}
-_UNSAID = {"vision_use_head": True}  # the value of a field that is absent
 _HALF = (0.5, 0.5, 0.5)
 _TEXT_PREFIX = "language_model.model."
-_TOWER_PREFIX = "vision_tower.vision_model."
 _OTHER_PREFIXES = {  # beginnings of names, and those that other versions of transformers write instead
     _TEXT_PREFIX: ("model.language_model.",),
     f"language_model.{UNEMBED}": (UNEMBED,),
-    _TOWER_PREFIX: ("vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
+    TOWER_PREFIX: OTHER_TOWER_PREFIXES,
     "multi_modal_projector.": ("model.multi_modal_projector.",),
 }
 _NAMES = {
-    "embed/patch": f"{_TOWER_PREFIX}embeddings.patch_embedding.weight",
-    "embed/patch_bias": f"{_TOWER_PREFIX}embeddings.patch_embedding.bias",
-    "embed/table": f"{_TOWER_PREFIX}embeddings.position_embedding.weight",
-    "merger/norm": f"{_TOWER_PREFIX}post_layernorm.weight",
-    "merger/norm_bias": f"{_TOWER_PREFIX}post_layernorm.bias",
+    **NAMES,
+    **{f"merger/norm{kind}": theirs for kind, theirs in LAST_NORM.items()},
     "merger/mean_norm": "multi_modal_projector.mm_soft_emb_norm.weight",
     "merger/project": "multi_modal_projector.mm_input_projection_weight",
-}
-_LAYER = {
-    f"{ours}{bias}": f"{theirs}.{kind}"
-    for (ours, theirs), (bias, kind) in itertools.product(
-        {
-            "norm1": "layer_norm1",
-            "norm2": "layer_norm2",
-            "query": "self_attn.q_proj",
-            "key": "self_attn.k_proj",
-            "value": "self_attn.v_proj",
-            "proj": "self_attn.out_proj",
-            "up_proj": "mlp.fc1",
-            "down_proj": "mlp.fc2",
-        }.items(),
-        (("", "weight"), ("_bias", "bias")),
-    )
 }
 
 
@@ -91,13 +64,7 @@ def tower_of_gemma3(raw: Mapping[str, Any], config: Config) -> VisionLanguageCon
     Raises:
       ModelError: a field of vision_config has a value that is not supported, or sizes do not fit together.
     """
-    given = raw.get("vision_config")
-    if not isinstance(given, Mapping):
-        raise ModelError(f"vision_config is {given!r}, it must be the sizes of the vision tower")
-    got = {**_TOWER_DEFAULTS, **_TOWER_ONLY, **_UNSAID, **{name: x for name, x in given.items() if x is not None}}
-    for name, value in _TOWER_ONLY.items():
-        if got[name] != value:
-            raise ModelError(f"vision_config.{name} is {got[name]!r}, supported is {value!r}")
+    got = siglip_fields(raw, {})
     outer = {name: default if raw.get(name) is None else raw[name] for name, default in _OUTER.items()}
     side = got["image_size"] // got["patch_size"]
     tokens = math.isqrt(outer["mm_tokens_per_image"])
@@ -107,29 +74,12 @@ def tower_of_gemma3(raw: Mapping[str, Any], config: Config) -> VisionLanguageCon
             f"patch_size of {got['patch_size']}; it must be the square of a number that divides the patches of a side"
         )
     tower = TowerConfig(
-        layers=got["num_hidden_layers"],
-        embed=got["hidden_size"],
-        heads=got["num_attention_heads"],
-        inner=got["intermediate_size"],
-        patch=got["patch_size"],
+        **siglip_sizes(got),
         merge=side // tokens,
-        window=None,
         placeholder=outer["image_token_index"],
         begin=outer["boi_token_index"],
         end=outer["eoi_token_index"],
-        form=TowerForm(
-            norm="layer",
-            gated=False,
-            patch_bias=True,
-            table=side,
-            mean=_HALF,
-            std=_HALF,
-            frames=1,
-            joined=False,
-            rotates=False,
-            merger="mean",
-            eps=float(got["layer_norm_eps"]),
-        ),
+        form=siglip_form(got, merger="mean", mean=_HALF, std=_HALF),
         layout=PictureLayout(side=side, frame="\n\n", mutual=True),
     )
     return with_tower(config, tower)
@@ -147,21 +97,12 @@ def nest_gemma3(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
         raise ModelError("a gemma3 config.json needs pictures of one size, layout.side, which is None")
     outer = ("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings")
     text = {name: x for name, x in flat.items() if name not in outer[:2]}
-    vision = {
-        "hidden_size": tower.embed,
-        "intermediate_size": tower.inner,
-        "num_hidden_layers": tower.layers,
-        "num_attention_heads": tower.heads,
-        "image_size": side * tower.patch,
-        "patch_size": tower.patch,
-        "layer_norm_eps": tower.form.eps,
-    }
     tokens = ((side // tower.merge) ** 2, tower.begin, tower.end, tower.placeholder)
     return {
         **{name: flat[name] for name in outer},
         **dict(zip(_OUTER, tokens, strict=True)),
         "text_config": {**text, "model_type": "gemma3_text"},
-        "vision_config": {**_TOWER_ONLY, **vision},
+        "vision_config": siglip_vision_config(tower, side * tower.patch),
         "eos_token_id": flat["eos_token_id"],
         "pad_token_id": flat["pad_token_id"],
     }
@@ -172,10 +113,7 @@ def name_of_gemma3(name: str) -> str:
 
     Example: name_of_gemma3("layers/0/norm1") is "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight".
     """
-    if name in _NAMES:
-        return _NAMES[name]
-    _, layer, leaf = name.split("/")
-    return f"{_TOWER_PREFIX}encoder.layers.{layer}.{_LAYER[leaf]}"
+    return _NAMES.get(name) or name_of_siglip_layer(name)
 
 
 GEMMA3_VISION = VisionFamily(
@@ -187,5 +125,5 @@ GEMMA3_VISION = VisionFamily(
     prefix=_TEXT_PREFIX,
     unembed=f"language_model.{UNEMBED}",
     other_prefixes=_OTHER_PREFIXES,
-    modules={_TEXT_PREFIX: "model.language_model.", _TOWER_PREFIX: "model.vision_tower."},
+    modules={_TEXT_PREFIX: "model.language_model.", TOWER_PREFIX: "model.vision_tower."},
 )
