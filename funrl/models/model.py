@@ -330,6 +330,7 @@ class Abilities(NamedTuple):
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
       unsampled: ids of tokens that are never sampled: they have the probability 0.
+      layer_kinds: a number for each layer, equal for layers of equal sizes and switches; (): unknown.
     """
 
     cost: ModelCost
@@ -342,6 +343,7 @@ class Abilities(NamedTuple):
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
     unsampled: tuple[int, ...] = ()
+    layer_kinds: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:

@@ -67,6 +67,7 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,
         exact_sums=exact_sums(config),
+        layer_kinds=tuple(layers.index(layer) for layer in layers),
     )
 
 
