@@ -334,8 +334,8 @@ class Abilities(NamedTuple):
       exact_sums: sizes of the sums that tensor ranks share, if a pass over pages has the bits of one over packed rows
         on a CPU; else the reason why it has not.
       unsampled: ids of tokens that are never sampled: they have the probability 0.
-      kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. (): there is
-        one kind.
+      layer_kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. ():
+        unknown.
     """
 
     cost: ModelCost
@@ -348,7 +348,7 @@ class Abilities(NamedTuple):
     paged_kernel: PagedHeads | None = None
     exact_sums: tuple[int, ...] | str = "it has another architecture"
     unsampled: tuple[int, ...] = ()
-    kinds: tuple[int, ...] = ()
+    layer_kinds: tuple[int, ...] = ()
 
     @property
     def choices(self) -> int:

@@ -1,12 +1,14 @@
-"""Layers that follow one another in a program, so that they run as one loop.
+"""Chains: layers of a program that follow one another, which one loop can compute.
 
-Calls of one layer program form a chain where each takes a result of the one before. The other operands of a call are
-the same for all of them, such as rotations, or its own, such as weights.
+Calls of layer programs form a chain where the same sequence of programs comes again and again, each time with a result
+of the time before: one program for equal layers, several for a model that mixes kinds, such as windows in every other
+layer. The other operands are the same for all turns of the loop, such as rotations, or a turn's own, such as weights.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,23 +18,31 @@ from funrl.xla.trace import operator_name
 
 LAYER = "funrl_xla.layer"
 BACKWARD = "funrl_xla.layer_backward"
+MOST_KINDS = 16  # calls of a turn
 _SAME = ("aten.alias", "aten.detach")
+
+Place = tuple[int, int]  # number of the call in a turn, and of its operand
+Result = tuple[int, int]  # number of the call in a turn, and of its result
 
 
 class Chain(NamedTuple):
-    """Calls of one layer program, one after the other.
+    """Turns of equal calls of layer programs, one after the other.
 
     Attributes:
-      calls: the nodes, in order.
-      carried: (place among the operands, number of the result of the call before).
-      shared: places of the operands that all calls have in common.
-      own: places of those that each call has for itself.
+      turns: the nodes of each turn, in order.
+      inner: operands that an earlier call of the same turn has made.
+      carried: operands that a call of the turn before has made.
+      shared: operands that all turns have in common.
+      own: operands that each turn has for itself.
+      outputs: results that other nodes than the calls of the chain use, except those of the last turn that are carried.
     """
 
-    calls: tuple[fx.Node, ...]
-    carried: tuple[int, int]
-    shared: tuple[int, ...]
-    own: tuple[int, ...]
+    turns: tuple[tuple[fx.Node, ...], ...]
+    inner: dict[Place, Result]
+    carried: dict[Place, Result]
+    shared: tuple[Place, ...]
+    own: tuple[Place, ...]
+    outputs: tuple[Result, ...]
 
 
 def is_layer(node: fx.Node) -> bool:
@@ -43,43 +53,125 @@ def is_layer(node: fx.Node) -> bool:
     )
 
 
+def is_same(node: fx.Node) -> bool:
+    """True of an operator that changes nothing."""
+    return node.op == "call_function" and node.target is not operator.getitem and operator_name(node) in _SAME
+
+
+def repeats(kinds: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """Ways to read the begin of a sequence as turns: (kinds of a turn, at least two turns), the longest first."""
+    ways = []
+    for size in range(1, min(MOST_KINDS, len(kinds) // 2) + 1):
+        turns = 1
+        while tuple(kinds[turns * size : (turns + 1) * size]) == tuple(kinds[:size]):
+            turns += 1
+        if turns > 1:
+            ways.append((size, turns))
+    yield from sorted(ways, key=lambda way: (-way[0] * way[1], way[0]))
+
+
 def chains_of(graph: fx.GraphModule) -> dict[fx.Node, Chain]:
-    """The chains of a graph of at least two calls, by their first call."""
+    """The chains of a graph, by their first call."""
     calls = [node for node in graph.graph.nodes if is_layer(node)]
+    kinds = [(str(node.target), str(node.args[0])) for node in calls]
     chains = {}
-    taken: set[fx.Node] = set()
-    for first in calls:
-        if first in taken:
-            continue
-        chain = _longest(first, [node for node in calls if node not in taken])
+    begin = 0
+    while begin < len(calls):
+        chain = _longest(calls[begin:], kinds[begin:])
         if chain is not None:
-            chains[first] = chain
-            taken |= set(chain.calls)
+            chains[chain.turns[0][0]] = chain
+        begin += 1 if chain is None else len(chain.turns) * len(chain.turns[0])
     return chains
 
 
-def _longest(first: fx.Node, calls: list[fx.Node]) -> Chain | None:
-    """The chain that begins with a call; None: nothing follows on it."""
-    chain = [first]
-    carried = None
-    dependents = _made_of(first)
-    while True:
-        following = [(node, _carried(chain[-1], node)) for node in calls if _is_alike(first, node)]
-        following = [(node, place) for node, place in following if place is not None and node not in chain]
-        if len(following) != 1 or carried not in (None, following[0][1]):
+def _longest(calls: Sequence[fx.Node], kinds: Sequence[Hashable]) -> Chain | None:
+    """The chain that begins with the first of some calls; None: there is none."""
+    best = None
+    for size, count in repeats(kinds):
+        if best is not None and size * count <= len(best.turns) * len(best.turns[0]):
             break
-        node, place = following[0]
-        others = [x for i, x in enumerate(operands_of(node)) if i != place[0]]
-        if any(x in dependents for x in others):
-            break
-        carried = place
-        chain.append(node)
-    if carried is None:
+        turns = [tuple(calls[turn * size : (turn + 1) * size]) for turn in range(count)]
+        chain = _linked(turns)
+        if chain is not None and (best is None or len(chain.turns) * size > len(best.turns) * len(best.turns[0])):
+            best = chain
+    return best
+
+
+def _linked(turns: Sequence[tuple[fx.Node, ...]]) -> Chain | None:
+    """The chain of as many turns as go on from one another; None: the second one does not go on from the first."""
+    columns = [{(i, k): x for i, call in enumerate(turn) for k, x in enumerate(operands_of(call))} for turn in turns]
+    dependents = _made_of(turns[0])
+    first = _links(columns[0], (), turns[0], dependents)
+    second = _links(columns[1], turns[0], turns[1], dependents)
+    if first is None or second is None or first[1] != second[1] or not second[0]:
         return None
-    columns = list(zip(*(operands_of(node) for node in chain), strict=True))
-    rest = [place for place in range(len(columns)) if place != carried[0]]
-    shared = tuple(place for place in rest if len(set(columns[place])) == 1)
-    return Chain(tuple(chain), carried, shared, tuple(place for place in rest if place not in shared))
+    carried, inner = second
+    count = 2
+    while count < len(turns):
+        if _links(columns[count], turns[count - 1], turns[count], dependents) != second:
+            break
+        count += 1
+    others = [place for place in columns[0] if place not in inner and place not in carried]
+    shared = tuple(place for place in others if len({column[place] for column in columns[:count]}) == 1)
+    own = tuple(place for place in others if place not in shared)
+    kept = tuple(turns[:count])
+    return Chain(kept, inner, carried, shared, own, _outputs(kept, set(carried.values())))
+
+
+def _links(
+    column: dict[Place, fx.Node],
+    before: Sequence[fx.Node],
+    turn: Sequence[fx.Node],
+    dependents: set[fx.Node],
+) -> tuple[dict[Place, Result], dict[Place, Result]] | None:
+    """Operands of a turn that the turn before has made, and that it has made itself; None: others depend on the chain.
+
+    Args:
+      column: its operands.
+      before, turn: the calls.
+      dependents: nodes that depend on the first turn.
+    """
+    carried: dict[Place, Result] = {}
+    inner: dict[Place, Result] = {}
+    for place, node in column.items():
+        call, number = _made_by(node)
+        if call in turn:
+            inner[place] = turn.index(call), number
+        elif call in before:
+            carried[place] = before.index(call), number
+        elif node in dependents:
+            return None
+    return carried, inner
+
+
+def _outputs(turns: Sequence[tuple[fx.Node, ...]], carried: set[Result]) -> tuple[Result, ...]:
+    """Results that nodes outside use, for which those of all turns are kept."""
+    calls = {call for turn in turns for call in turn}
+    found: dict[Result, None] = {}
+    for turn in turns:
+        for i, call in enumerate(turn):
+            for node in call.users:
+                result = i, _made_by(node)[1]
+                is_last = turn is turns[-1] and result in carried
+                if not is_last and any(user not in calls for user in _users(node)):
+                    found[result] = None
+    return tuple(found)
+
+
+def _users(node: fx.Node) -> Iterator[fx.Node]:
+    """Nodes that use a value, also by operators that change nothing."""
+    for user in node.users:
+        if is_same(user):
+            yield from _users(user)
+        else:
+            yield user
+
+
+def _made_by(node: fx.Node) -> tuple[fx.Node | None, int]:
+    """The call that a value is a result of, and the result's number; None: it is none of a call."""
+    if node.op == "call_function" and node.target is operator.getitem:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    return None, 0
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
@@ -89,29 +181,15 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 def source(node: fx.Node) -> fx.Node:
     """The node that a value is from, less operators that change nothing."""
-    while node.op == "call_function" and node.target is not operator.getitem and operator_name(node) in _SAME:
+    while is_same(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _is_alike(first: fx.Node, node: fx.Node) -> bool:
-    return node.target is first.target and str(node.args[0]) == str(first.args[0]) and node is not first
-
-
-def _carried(before: fx.Node, node: fx.Node) -> tuple[int, int] | None:
-    """Place of the one operand that the call before made, and which of its results it is."""
-    places = [
-        (i, x.args[1])
-        for i, x in enumerate(operands_of(node))
-        if x.op == "call_function" and x.target is operator.getitem and x.args[0] is before
-    ]
-    return places[0] if len(places) == 1 else None  # type: ignore[return-value]
-
-
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """Nodes that depend on a node."""
+def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes that depend on some nodes."""
     dependents: set[fx.Node] = set()
-    waiting = list(node.users)
+    waiting = [user for node in nodes for user in node.users]
     while waiting:
         user = waiting.pop()
         if user not in dependents:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch import Tensor, fx
 
-from funrl.xla.chains import LAYER, Chain, chains_of, is_layer, operands_of
+from funrl.xla.chains import LAYER, Chain, Place, chains_of, is_layer, is_same, operands_of
 from funrl.xla.errors import XlaError
 from funrl.xla.layers import PROGRAMS
 from funrl.xla.operators.result import JAX_DTYPES, JaxArray, OperatorResult
@@ -40,7 +40,7 @@ def run_graph(graph: fx.GraphModule, leaves: Sequence[JaxArray]) -> Leaves:
 
 
 class _Part(NamedTuple):
-    """One of the values that a loop has stacked; it is taken out where it is used by itself."""
+    """One of the values of a stack, an argument or a loop's result; it is taken out where it is used by itself."""
 
     stack: JaxArray
     index: int
@@ -83,6 +83,11 @@ class _Run:
             return
         if node.op == "get_attr":
             self.values[node] = _constant(getattr(self.graph, str(node.target)))
+        elif is_same(node):
+            self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+        elif (index := _index_of_argument(node)) is not None:
+            stack = self.value(node.args[0])  # type: ignore[arg-type]
+            self.values[node] = _Part(stack, index % len(stack))
         elif node.target is operator.getitem:
             self.values[node] = self.values[node.args[0]][node.args[1]]  # type: ignore[index]
         elif node in self.chains:
@@ -94,25 +99,36 @@ class _Run:
 
     def loop(self, chain: Chain) -> None:
         """Compute all calls of a chain."""
-        columns = list(zip(*(operands_of(call) for call in chain.calls), strict=True))
-        self.compute_first(columns[place][i] for place in chain.own for i in range(len(chain.calls)))
-        graph = _graph_of(chain.calls[0])
-        place, number = chain.carried
-        own = [self.stacked(columns[i]) for i in chain.own]
+        turns = [[operands_of(call) for call in turn] for turn in chain.turns]
+        given = [[operands[i][k] for operands in turns] for i, k in chain.own]
+        first = {place: turns[0][place[0]][place[1]] for place in (*chain.shared, *chain.carried)}
+        self.compute_first([*(node for column in given for node in column), *first.values()])
+        own = [self.stacked(column) for column in given]
         backwards = any(is_reversed for _, is_reversed in own)
         stacks = tuple(x if is_reversed == backwards else jnp.flip(x, 0) for x, is_reversed in own)
-        shared = {i: self.value(columns[i][0]) for i in chain.shared}
+        shared = {place: self.value(first[place]) for place in chain.shared}
+        graphs = [_graph_of(call) for call in chain.turns[0]]
 
-        def body(carried: JaxArray, rows: tuple[JaxArray, ...]) -> tuple[JaxArray, Leaves]:
-            operands = shared | {place: carried} | dict(zip(chain.own, rows, strict=True))
-            outputs = run_graph(graph, [operands[i] for i in range(len(columns))])
-            return outputs[number], outputs
+        def body(carried: Leaves, rows: Leaves) -> tuple[Leaves, Leaves]:
+            operands = shared | dict(zip(chain.carried, carried, strict=True)) | dict(zip(chain.own, rows, strict=True))
+            results: list[Leaves] = []
+            for i, graph in enumerate(graphs):
+                operands |= {place: results[j][n] for place, (j, n) in chain.inner.items() if place[0] == i}
+                results.append(run_graph(graph, _operands_of_call(operands, i)))
+            return tuple(results[i][n] for i, n in chain.carried.values()), tuple(
+                results[i][n] for i, n in chain.outputs
+            )
 
-        count = len(chain.calls)
-        _, outputs = lax.scan(body, self.value(columns[place][0]), stacks, count, reverse=backwards)
-        for i, call_node in enumerate(chain.calls):
-            index = count - 1 - i if backwards else i
-            self.values[call_node] = tuple(_Part(x, index) for x in outputs)
+        count = len(chain.turns)
+        begin = tuple(self.value(first[place]) for place in chain.carried)
+        end, outputs = lax.scan(body, begin, stacks, count, reverse=backwards)
+        for turn, calls in enumerate(chain.turns):
+            index = count - 1 - turn if backwards else turn
+            parts = {result: _Part(x, index) for result, x in zip(chain.outputs, outputs, strict=True)}
+            if turn == count - 1:
+                parts |= dict(zip(chain.carried.values(), end, strict=True))
+            for i, call in enumerate(calls):
+                self.values[call] = tuple(parts.get((i, n)) for n in range(len(call.meta["val"])))
 
     def compute_first(self, nodes: Any) -> None:
         """Compute nodes that come later in the graph, with what they are made of."""
@@ -135,6 +151,19 @@ class _Run:
             if indices in (order, order[::-1]):
                 return values[0].stack, indices != order
         return jnp.stack([self.value(node) for node in nodes]), False
+
+
+def _operands_of_call(operands: dict[Place, JaxArray], call: int) -> list[JaxArray]:
+    """Operands of one call of a turn, in order."""
+    return [operands[call, k] for k in sorted(k for i, k in operands if i == call)]
+
+
+def _index_of_argument(node: fx.Node) -> int | None:
+    """The number in its first dim by which a node takes a part of an argument; None: it does something else."""
+    if node.op != "call_function" or node.target is operator.getitem or operator_name(node) != "aten.select":
+        return None
+    x, dim, index = node.args
+    return index if isinstance(x, fx.Node) and x.op == "placeholder" and dim == 0 else None  # type: ignore[return-value]
 
 
 def call_node(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -125,18 +125,22 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
         fields = {name: value for name, value in context._asdict().items() if _holds_tensors(value)}
         indices = {axis: index for axis, index in (mesh.indices or {}).items() if isinstance(index, Tensor)}
         tree = (params, x_BTD, fields, indices)
+        leaves = trees.leaves(tree)
+        numbers = tuple(None if isinstance(x, Tensor) else x for x in leaves)  # such as scales of adapters
 
-        def run(*leaves: Tensor) -> Any:
-            params, x_BTD, fields, indices = trees.fill(tree, leaves)
+        def run(*operands: Tensor) -> Any:
+            rest = iter(operands)
+            filled = (next(rest) if number is None else number for number in numbers)
+            params, x_BTD, fields, indices = trees.fill(tree, filled)
             here = dataclasses.replace(mesh, indices={**(mesh.indices or {}), **indices}) if indices else mesh
             return layer(config, here, params, x_BTD, context._replace(**fields))
 
-        operands = trees.leaves(tree)
+        operands = [x for x in leaves if isinstance(x, Tensor)]
         needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in operands)
         specs = tuple(Spec(tuple(x.shape), x.dtype) for x in operands)
         constant = tuple((name, value) for name, value in context._asdict().items() if name not in fields)
         structure = str(trees.map(lambda _: 0, tree))
-        key = (layer, config, _facts_of(mesh, indices), constant, structure, specs, needs, remat)
+        key = (layer, config, _facts_of(mesh, indices), constant, structure, numbers, specs, needs, remat)
         if key not in _NAMES:
             with _disable_current_modes():
                 program = _traced(run, specs, needs, remat)

@@ -93,7 +93,7 @@ class DeviceCopies:
     """Copies, on the devices of a mesh, of the host's tensors.
 
     A copy stays as long as its tensor, and is made anew where that has changed. So weights are sent once, and those
-    that a program has made not at all.
+    that a program has made not at all. No other array shares the memory of a copy, so that a program may take it over.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
@@ -105,10 +105,16 @@ class DeviceCopies:
         """The copy of a tensor that is split like this."""
         known = self._copies.get(x)
         if known is None or known[:2] != (_version(x), spec):
-            copy = jax.device_put(to_jax(x), NamedSharding(self.mesh, spec))
+            copy = jax.device_put(to_jax(x), NamedSharding(self.mesh, spec), may_alias=False)
             known = (_version(x), spec, copy)
             self._copies[x] = known
         return known[2]
+
+    def donated(self, x: Tensor, spec: PartitionSpec) -> jax.Array:
+        """The copy of a tensor for a program that takes over its memory; it is sent again where it is needed again."""
+        copy = self.sent(x, spec)
+        del self._copies[x]
+        return copy
 
     def laid_out(self, tree: trees.Tree, mesh: jax.sharding.Mesh, specs: trees.Tree) -> trees.Tree:
         """Arrays with the numbers of a tree of tensors, split like this over a mesh of the same devices.
@@ -120,7 +126,7 @@ class DeviceCopies:
         def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
             version, _, copy = copies.get((x.data_ptr(), x.shape, x.stride()), (-1, None, None))
             same = version == _version(x) and torch_dtype(copy.dtype) == x.dtype
-            return jax.device_put(copy if same else to_jax(x), NamedSharding(mesh, spec))
+            return jax.device_put(copy if same else to_jax(x), NamedSharding(mesh, spec), may_alias=False)
 
         return trees.map(place, tree, specs)
 
@@ -148,7 +154,7 @@ class MeshProgram:
     """A function of shards for all devices of a mesh, traced and compiled once a shape.
 
     Attributes:
-      donated: numbers of the arguments, which are arrays, whose memory the results may take over; none at first.
+      donated: numbers of the arguments whose memory on the devices the results may take over; none at first.
       made: of every program so far, how long it took.
       texts: of the compiled programs.
     """
@@ -210,20 +216,27 @@ class MeshProgram:
         if key not in self._programs:
             self._programs[key] = self._made(args)
         program = self._programs[key]
-        return program, program.run(*self._sent(args, program.given))
+        return program, program.run(*self._sent(args, program.given, self._donated_leaves(args)))
 
-    def _sent(self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec]) -> list[jax.Array]:
-        """The arguments on the devices."""
-        pairs = zip(trees.leaves(args), given, strict=True)
-        return [x if isinstance(x, jax.Array) else self.copies.sent(x, spec) for x, spec in pairs]
+    def _sent(
+        self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec], donated: Sequence[int] = ()
+    ) -> list[jax.Array]:
+        """The arguments on the devices; copies of the leaves of these numbers are not kept."""
+        send = [self.copies.donated if i in set(donated) else self.copies.sent for i in range(len(given))]
+        triples = zip(trees.leaves(args), given, send, strict=True)
+        return [x if isinstance(x, jax.Array) else send(x, spec) for x, spec, send in triples]
+
+    def _donated_leaves(self, args: tuple[trees.Tree, ...]) -> list[int]:
+        """Numbers of the leaves of the donated arguments."""
+        counts = [len(trees.leaves(x)) for x in args]
+        return [i for n in self.donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
 
     def _made(self, args: tuple[trees.Tree, ...]) -> _Executable:
         start = time.perf_counter()
         mapped = self.mapped(args)
         traced = time.perf_counter()
-        counts = [len(trees.leaves(x)) for x in args]
-        donated = [i for n in self.donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
-        lowering = jax.jit(mapped.run, donate_argnums=tuple(donated)).lower(*self._sent(args, mapped.given))
+        donated = tuple(self._donated_leaves(args))
+        lowering = jax.jit(mapped.run, donate_argnums=donated).lower(*self._sent(args, mapped.given))
         run = lowering.compile()
         took = Timed(self.name, mapped.nodes, traced - start, time.perf_counter() - traced)
         self.made.append(took)

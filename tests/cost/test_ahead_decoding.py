@@ -17,6 +17,7 @@ from funrl.mesh.mesh import SINGLE
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.trainer.lowered.decoding import XlaBackend
 from funrl.xla.ahead import AheadProgram, Sent, libtpu_problem, topology_mesh
+from funrl.xla.chains import chains_of
 from funrl.xla.meshes import devices_of_mesh
 
 pytestmark = pytest.mark.xla
@@ -103,6 +104,8 @@ def test_the_iteration_is_the_engine_s(monkeypatch):
     backend.decode(state, torch.arange(4), form, Spare(passes.spare.page))
     ((own, _),) = next(iter(backend._programs.values()))._programs.values()
     assert operators(traced) == operators(own) and len(operators(own)) > 100
+    (layers,) = chains_of(own.graph).values()
+    assert len(layers.turns) == job.model.config.layers > 1 and not layers.outputs  # one loop, which keeps no copy
 
 
 @pytest.mark.slow

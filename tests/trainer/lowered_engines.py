@@ -3,7 +3,8 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
 
 A mesh is that of --generate_mesh, with "+lora" where requests name adapters. It prints the largest difference of a
-log-probability, the pages that each lane has used at most, and "other tokens" if there are some.
+log-probability and, of DTYPE bfloat16, that of torch's from float64, else 0; the pages that each lane has used at
+most; and "other tokens" if there are some. Tokens of bfloat16 are greedy.
 """
 
 import sys
@@ -29,8 +30,12 @@ from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
 
 
-def completions(model, dtype, make_backend, adapters):
-    """Completions of an engine, every other one greedy, and the largest number of pages that each lane had."""
+def completions(model, dtype, make_backend, adapters, second=None):
+    """Completions of an engine, and the largest number of pages that each lane had.
+
+    Args:
+      second: how every other one is sampled; the rest is greedy, and all are without it.
+    """
     options = NativeOptions(max_rows=4, cache_bytes=1 << 20, packed=False, make_backend=make_backend)
     engine = native_engine(model, SINGLE, dtype, options._replace(static=make_backend is not None))
     engine.load(trees.named(weights(model, dtype)))
@@ -38,9 +43,19 @@ def completions(model, dtype, make_backend, adapters):
         layouts = trees.named(engine.adapter_weights(LORA).layouts)
         factors = [(name, jiggled(torch.zeros(layout.shape, dtype=dtype))) for name, layout in layouts]
         engine.load_adapter("own", LORA, factors)
-    greedy, sampled = (requests(adapters, **way) for way in ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9}))
+    greedy, sampled = (requests(adapters, **way) for way in ({"greedy": True}, second or {"greedy": True}))
     done = complete(engine, [pair[i % 2] for i, pair in enumerate(zip(greedy, sampled, strict=True))])
     return done, [pool.peak for pool in engine._scheduler.pool.lanes]
+
+
+def gap_of(found, wanted):
+    """The largest difference of a log-probability, up to the first other token, and whether all tokens are equal."""
+    gaps = []
+    for x, y in zip(found, wanted, strict=True):
+        count = min(len(x.tokens), len(y.tokens))
+        same = (x.tokens[:count] == y.tokens[:count]).long().cumprod(0).sum()
+        gaps.append((x.raw_logp[: same + 1] - y.raw_logp[: same + 1]).abs().max().item())
+    return max(gaps), all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
 
 
 def resharded():
@@ -66,12 +81,15 @@ def main(dtype, *texts):
         sizes = parse(mesh)
         adapters = ("own", None) if kind == "lora" else (None,)
         experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
-        model = decoder_model(decoder_config(**SIZES | {"layers": 1} | experts))
-        wanted, _ = completions(model, dtype, None, adapters)
-        found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters)
-        same = all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
-        gap = max((x.raw_logp - y.raw_logp).abs().max().item() for x, y in zip(found, wanted, strict=True))
-        print(text, f"{gap:.1e}", *peaks, "" if same else "other tokens", flush=True)
+        model = decoder_model(decoder_config(**SIZES | experts))
+        second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
+        wanted, _ = completions(model, dtype, None, adapters, second)
+        found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)
+        gap, same = gap_of(found, wanted)
+        rounding = 0.0
+        if dtype == torch.bfloat16:
+            rounding, _ = gap_of(wanted, completions(model, torch.float64, None, adapters)[0])
+        print(text, f"{gap:.1e}", f"{rounding:.1e}", *peaks, "" if same else "other tokens", flush=True)
 
 
 if __name__ == "__main__":

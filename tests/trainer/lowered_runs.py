@@ -42,7 +42,20 @@ def metrics_of(job, mesh, steps):
     for _ in range(steps):
         state, numbers = one_step(run, state)
         metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
+    for role in run.parts.roles.values():
+        if role.loss is not None and role.programs is not None:  # the devices' state is updated where it is
+            (text,) = role.programs._programs["update"].texts
+            assert "input_output_alias" in text
     return metrics
+
+
+def gap_of(found, wanted):
+    """The largest difference of a metric, relative to the metric where that is above 1, and its name."""
+    gaps = []
+    for want, numbers in zip(wanted, found, strict=True):
+        assert numbers.keys() == want.keys(), numbers.keys() ^ want.keys()
+        gaps += [(abs(numbers[name] - x) / max(1, abs(x)), name) for name, x in want.items()]
+    return max(gaps)
 
 
 def main(dtype, steps, *texts):
@@ -52,11 +65,7 @@ def main(dtype, steps, *texts):
         wanted[text] = launch(lambda mesh, job=job: metrics_of(job, mesh, steps), job.sizes, "cpu")
     for text in texts:
         found = metrics_of(job_of(text, dtype, backend="xla"), single(), steps)
-        gaps = []
-        for want, numbers in zip(wanted[text], found, strict=True):
-            assert numbers.keys() == want.keys(), numbers.keys() ^ want.keys()
-            gaps += [(abs(numbers[name] - x) / max(1, abs(x)), name) for name, x in want.items()]
-        print(text, *max(gaps), flush=True)
+        print(text, *gap_of(found, wanted[text]), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,17 @@ MESHES = {  # the collectives that its program must have
     "sp2": {"all-to-all"},
     "ep2": {"all-gather", "reduce-scatter"},
 }
-ENGINES = ("dp2,tp2+lora",)
+ENGINES = [("float64", "dp2,tp2+lora"), ("bfloat16", "dp2,tp2")]
 RUNS = [
     ("float64", "ppo:dp2", "ppo:tp2"),
     ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
     ("float64", "ppo:dp2+fsdp", "ppo:sp2"),
     ("float32", "ppo:dp2,tp2", "sft:dp2+fsdp"),
+    ("bfloat16", "sft:dp2,tp2"),
 ]
 DECODED = ("float64", "grpo:dp2+fsdp+on=tp2")
-METRICS = {"float64": 1e-9, "float32": 1e-3}
+METRICS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2}
+STEPS = {"bfloat16": "1"}
 
 
 @pytest.mark.slow
@@ -43,19 +45,20 @@ def test_the_gradient_of_a_mesh_is_that_of_torch_on_one_device(mesh):
 @pytest.mark.parametrize("runs", RUNS, ids=" ".join)
 def test_a_run_on_a_mesh_has_the_metrics_of_torch_s_ranks(runs):
     dtype, *texts = runs
-    lines = output_of("lowered_runs.py", dtype, "5", *texts).splitlines()
+    lines = output_of("lowered_runs.py", dtype, STEPS.get(dtype, "5"), *texts).splitlines()
     assert [line.split()[0] for line in lines] == texts
     for line in lines:
         assert float(line.split()[1]) < METRICS[dtype], line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ENGINES)
-def test_completions_of_an_engine_on_a_mesh_are_those_of_torch(mesh):
-    resharded, line = output_of("lowered_engines.py", "float64", mesh).splitlines()
+@pytest.mark.parametrize("dtype,mesh", ENGINES, ids=["float64", "bfloat16"])
+def test_completions_of_an_engine_on_a_mesh_are_those_of_torch(dtype, mesh):
+    resharded, line = output_of("lowered_engines.py", dtype, mesh).splitlines()
     assert resharded == "resharded by the devices"
-    _, gap, *most, other = line.split(" ")
-    assert float(gap) < 1e-12 and not other
+    _, gap, rounding, *most, other = line.split(" ")
+    assert float(gap) < (1e-12 if dtype == "float64" else 2 * float(rounding))
+    assert not other
     assert min(map(int, most)) > 0  # both lanes have had pages
 
 
@@ -64,6 +67,14 @@ def test_a_run_that_decodes_on_a_mesh_has_the_metrics_of_torch_s_ranks():
     dtype, text = DECODED
     _, gap, name = output_of("lowered_runs.py", dtype, "2", text).split()
     assert float(gap) < METRICS[dtype], name
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_mesh_is_continued_by_the_other_backend(tmp_path):
+    lines = output_of("lowered_resumed.py", "dp2,tp2", str(tmp_path)).splitlines()
+    assert [line.split()[:2] for line in lines] == [["torch", "xla"], ["xla", "torch"]]
+    for line in lines:
+        assert float(line.split()[2]) < 1e-9, line
 
 
 def output_of(program, *args):

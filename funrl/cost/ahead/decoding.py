@@ -34,7 +34,8 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.lowered.decoding import CACHE, WITH_CACHE, FunctionOf, XlaBackend, pass_places
-from funrl.trainer.lowered.mesh_decoding import PassSpecs
+from funrl.trainer.lowered.mesh_decoding import PassSpecs, cache_of_chips, specs_of_stacks
+from funrl.trainer.lowered.stacked_layers import LayerStacks
 from funrl.xla.ahead import AheadProgram, topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of
@@ -179,9 +180,11 @@ class EnginePasses:
         self.note = note
         self.engines = chips.size(ROW_AXES)
         self.spare = Spare(pages)
-        self.params = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
-        self.cache = trees.map(lambda x: x.new_empty(x.shape[0] * chips.world, *x.shape[1:]), own)
-        self.specs = PassSpecs(trees.map(spec_of, plan.weights))
+        stacks = LayerStacks(model)
+        whole = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
+        self.params = stacks.stack(whole, torch.stack)
+        self.cache = cache_of_chips(stacks, own, chips)
+        self.specs = PassSpecs(specs_of_stacks(stacks, trees.map(spec_of, plan.weights)))
 
     def decode(self) -> AheadProgram:
         """A decoding iteration of full rows: each slot gets a token."""

@@ -19,7 +19,7 @@ from funrl.mesh.mesh import AXES, single
 from funrl.optim import layouts_of
 from funrl.trainer.jobs.build import Parts, build, on_mesh
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.lowered.mesh_programs import MeshPlace, MeshPrograms
+from funrl.trainer.lowered.mesh_programs import DONATED, MeshPlace, MeshPrograms
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
@@ -30,8 +30,6 @@ from funrl.trainer.steps.step_rows import Rows
 from funrl.xla.ahead import AheadProgram, compiled_ahead
 from funrl.xla.compiled import torch_dtype
 from funrl.xla.meshes import DeviceCopies, MeshProgram
-
-DONATED = {"update": 2}  # first arguments of a program whose memory the results may take over
 
 
 class AheadPrograms(MeshPrograms):
@@ -50,7 +48,7 @@ class AheadPrograms(MeshPrograms):
         program = MeshProgram(make, self.place.copies, given, results, name=f"{what} of {subject}")
 
         def run(*args: trees.Tree) -> trees.Tree:
-            compiled, results = compile_program(program, args, range(DONATED.get(what, 0)), self.place.note)
+            compiled, results = compile_program(program, args, DONATED.get(what, ()), self.place.note)
             self.compiled[what] = compiled
             device = "cpu" if what == "scores" else "meta"
             return trees.map(lambda x: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device), results)

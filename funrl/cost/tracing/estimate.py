@@ -206,7 +206,7 @@ def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> Trace
         not divide.
     """
     layers = range(model.config.layers)
-    kinds = model.abilities.kinds or (0,) * len(layers)
+    kinds = model.abilities.layer_kinds or (0,) * len(layers)
     messages = [tuple(layers[i : i + joined]) for i in layers[::joined]]
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for message in messages:

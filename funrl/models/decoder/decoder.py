@@ -67,11 +67,11 @@ def _abilities(config: Config, layers: Sequence[DecoderLayer]) -> Abilities:
         logit_cap=config.scales.logit_cap,
         paged_kernel=heads.pop() if len(heads) == 1 else None,
         exact_sums=exact_sums(config),
-        kinds=_kinds(config, layers),
+        layer_kinds=_layer_kinds(config, layers),
     )
 
 
-def _kinds(config: Config, layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
+def _layer_kinds(config: Config, layers: Sequence[DecoderLayer]) -> tuple[int, ...]:
     """For each layer the number of its kind; a layer that others attend to is a kind by itself."""
     lender = config.attention.lender
     lenders = {lender(i) for i in range(len(layers))}

@@ -23,13 +23,14 @@ from funrl import trees
 from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import Mesh
 from funrl.models.lora import Adapter
-from funrl.models.model import Layer, Model
+from funrl.models.model import Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.decode_state import DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
 from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.lowered.stacked_layers import CacheStacks, LayerStacks, StackedCache
 from funrl.xla.compiled import Compiled, to_jax, to_torch
 from funrl.xla.operators.result import JAX_DTYPES
 
@@ -87,8 +88,9 @@ class XlaBackend(TorchBackend):
         self, model: Model, mesh: Mesh, dtype: torch.dtype, page_tokens: int, note: Callable[[str], None] = _log.info
     ):
         """Begin without weights; `note` receives how long programs took to be made."""
-        super().__init__(model, mesh, dtype, static_layer(model.layer), page_tokens)
+        super().__init__(model, mesh, dtype, None, page_tokens)
         self._note = note
+        self._stacks = LayerStacks(model)
         self._weights: trees.Tree = None
         self._factors: dict[int, trees.Tree] = {}
         self._programs: dict[Any, PassProgram] = {}
@@ -100,7 +102,9 @@ class XlaBackend(TorchBackend):
             self._weights = self._weights_on_devices(params)
 
     def _weights_on_devices(self, params: trees.Tree) -> trees.Tree:
-        return trees.map(to_jax, params)
+        stacked = self._stacks.stack(params, lambda xs: torch.stack(xs) if len(xs) > 1 else xs[0].unsqueeze(0))
+        self._params = self._stacks.unstack(stacked)  # which shares the memory of JAX's arrays
+        return trees.map(to_jax, stacked)
 
     def _factors_on_devices(self, factors: trees.Tree) -> trees.Tree:
         return trees.map(to_jax, factors)
@@ -124,13 +128,14 @@ class XlaBackend(TorchBackend):
             whole = pages + self.spare
             meta = self.model.init_cache(self.mesh, whole, self.page_tokens, self._dtype, torch.device("meta"))
             with jax.enable_x64(True):
-                self._cache = trees.map(zeros, meta)
+                self._cache = trees.map(zeros, self._stacks.stack_cache(meta))
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         filling = [self._spare] * (bucket(len(sources)) - len(sources))
+        assert isinstance(self._cache, CacheStacks)
         with jax.enable_x64(True):
             places = (jnp.asarray([*pages, *filling]) for pages in (sources, targets))
-            self._cache = _copied_pages(self._cache, *places)
+            self._cache = self._cache._replace(pages=_copied(self._cache.pages, *places))
 
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
@@ -148,11 +153,11 @@ class XlaBackend(TorchBackend):
         """
 
         def run(params, factors, cache, places):
-            inner = self._traced(params, factors, cache)
+            inner, stacked = self._traced(params, factors, cache)
             empty = places.tokens_N.new_zeros(0)
             paging = Paging(places.places_N, places.positions_N, places.table_RP, empty, empty, empty)
             hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N))
-            return hidden_ND[places.sampled_M], inner._cache
+            return hidden_ND[places.sampled_M], stacked.written()
 
         return run
 
@@ -172,10 +177,10 @@ class XlaBackend(TorchBackend):
         """The pure function of `decode`: (weights, factors, cache, state, rows) -> (results, cache, state)."""
 
         def run(params, factors, cache, state, rows_B):
-            inner = self._traced(params, factors, cache)
+            inner, stacked = self._traced(params, factors, cache)
             state = trees.map(torch.clone, state)
             sampled = decode_pass(inner, state, rows_B, form=form, spare=spare)
-            return sampled, inner._cache, state
+            return sampled, stacked.written(), state
 
         return run
 
@@ -206,7 +211,7 @@ class XlaBackend(TorchBackend):
         """The pure function of `sample`: (weights, hidden states [R, D], noise [R], seen [R, V]) -> results."""
 
         def run(params, hidden_RD, noise_R, seen_RV):
-            inner = self._traced(params, {}, ())
+            inner, _ = self._traced(params, {}, CacheStacks((), ()))
             return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True)
 
         return run
@@ -229,28 +234,23 @@ class XlaBackend(TorchBackend):
     def _made(self, kind: str, function_of: FunctionOf, donated: tuple[int, ...]) -> PassProgram:
         return Compiled(function_of(self), f"{kind} of the engine", self._note, donated)
 
-    def _traced(self, params: trees.Tree, factors: dict[str, trees.Tree], cache: trees.Tree) -> TorchBackend:
-        """The backend in torch with the weights and the cache of a program that is traced."""
+    def _traced(
+        self, params: trees.Tree, factors: dict[str, trees.Tree], cache: CacheStacks
+    ) -> tuple[TorchBackend, StackedCache]:
+        """The backend in torch with the weights and the cache of a program that is traced, and that cache."""
         assert self.model.unembed is not None
+        stacked = StackedCache(self._stacks, cache)
         inner = copy.copy(self)
-        inner._params = params
+        inner._params = self._stacks.unstack(params)
         inner._unembed_VD = self.model.unembed(params)
-        inner._cache = trees.map(torch.clone, cache)  # written in place
+        inner._cache = stacked.numbers
+        inner._layer = stacked.layer
         inner._adapted = {}
         inner._adapters = {int(n): Adapter(tree, self._adapters[int(n)].scale) for n, tree in factors.items()}
-        return inner
+        return inner, stacked
 
 
 FunctionOf = Callable[[XlaBackend], Callable[..., trees.Tree]]
-
-
-def static_layer(layer: Layer) -> Layer:
-    """A layer whose attention has static shapes."""
-
-    def static(config, mesh, params, x_BTD, context):
-        return layer(config, mesh, params, x_BTD, context._replace(blockwise=True))
-
-    return static
 
 
 def pass_sizes(work: PassWork, page_tokens: int) -> PassSizes:
@@ -308,5 +308,6 @@ def zeros(x: Tensor, sharding: NamedSharding | None = None) -> jax.Array:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _copied_pages(cache: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> trees.Tree:
-    return jax.tree.map(lambda x: x.at[to_P].set(x[from_P]), cache)
+def _copied(stacks: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> trees.Tree:
+    """Pages or cells of all layers after a copy of some."""
+    return jax.tree.map(lambda x: x.at[:, to_P].set(x[:, from_P]), stacks)

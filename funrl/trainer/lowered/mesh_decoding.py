@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
@@ -37,10 +38,11 @@ from funrl.trainer.lowered.decoding import (
     zeros,
 )
 from funrl.trainer.lowered.mesh_programs import OWN_ROWS
+from funrl.trainer.lowered.stacked_layers import CacheStacks, LayerStacks
 from funrl.xla.meshes import DeviceCopies, MeshProgram, copies_on, devices_of_mesh, spec_of, to_host
 
 _log = logging.getLogger(__name__)
-ON_EACH = PartitionSpec(AXES)  # pages, of which each device has its own
+ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers, of which each device has its own
 STATE_SPECS = (OWN_ROWS, PartitionSpec(None, ROW_AXES), OWN_ROWS)  # of `DecodeState`
 
 
@@ -60,7 +62,7 @@ class PassSpecs(NamedTuple):
     """PartitionSpecs of the programs of an engine.
 
     Attributes:
-      weights: of its weights.
+      weights: of its weights, whose layers are stacked.
       factors: of its adapters, by number.
     """
 
@@ -114,7 +116,7 @@ class MeshBackend(XlaBackend):
         super().__init__(model, mesh, dtype, page_tokens, note)
         self._devices = devices
         self._chips = Mesh(dict(devices.generating))
-        self._specs = PassSpecs(self._specs_of(model))
+        self._specs = PassSpecs(specs_of_stacks(self._stacks, self._specs_of(model)))
         self.lanes = self._chips.size(ROW_AXES)
 
     @functools.cached_property
@@ -135,7 +137,7 @@ class MeshBackend(XlaBackend):
         assert self.model.init_cache is not None
         meta = torch.device("meta")
         own = self.model.init_cache(self._chips, self._spare + 1, self.page_tokens, self._dtype, meta)
-        form = trees.map(lambda x: x.new_empty(x.shape[0] * self._chips.world, *x.shape[1:]), own)
+        form = cache_of_chips(self._stacks, own, self._chips)
         sharding = NamedSharding(self._mesh, ON_EACH)
         with jax.enable_x64(True):
             self._cache = trees.map(lambda x: zeros(x, sharding), form)
@@ -147,8 +149,9 @@ class MeshBackend(XlaBackend):
         at_P = places_in_lanes(lane_P, most)
         whole = np.full((2, self.lanes * most), self._spare)
         whole[:, at_P] = from_P % self._spare, to_P % self._spare
+        assert isinstance(self._cache, CacheStacks)
         with jax.enable_x64(True):
-            self._cache = _copied_pages(self._mesh, self._cache, *whole)
+            self._cache = self._cache._replace(pages=_copied(self._mesh, self._cache.pages, *whole))
 
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
@@ -191,7 +194,8 @@ class MeshBackend(XlaBackend):
 
     def _weights_on_devices(self, params: trees.Tree) -> trees.Tree:
         trained = copies_on(tuple(self._devices.trained.items()))
-        return trained.laid_out(params, self._mesh, self._specs.weights)
+        whole = trained.laid_out(params, self._mesh, self._specs_of(self.model))
+        return self._stacks.stack(whole, _stacked)
 
     def _factors_on_devices(self, factors: trees.Tree) -> trees.Tree:
         return self._copies.laid_out(factors, self._mesh, self._specs_of_factors(factors))
@@ -282,12 +286,35 @@ def _spread(x_N: Tensor, held_B: Tensor) -> Tensor:
     return x_N.new_zeros(len(held_B)).masked_scatter_(held_B, x_N)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _copied_pages(mesh: jax.sharding.Mesh, cache: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> trees.Tree:
-    """The cache after a copy of pages by their numbers in each lane."""
+def specs_of_stacks(stacks: LayerStacks, specs: trees.Tree) -> trees.Tree:
+    """PartitionSpecs of weights whose layers are stacked, of those of each layer."""
+    return stacks.stack(specs, lambda some: PartitionSpec(None, *some[0]))
 
-    def copied(cache: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x.at[to_P].set(x[from_P]), cache)
+
+def cache_of_chips(stacks: LayerStacks, own: Any, chips: Mesh) -> CacheStacks:
+    """The form of the caches of all chips of a mesh, one after the other, of that of one."""
+    return trees.map(lambda x: x.new_empty(x.shape[0], x.shape[1] * chips.world, *x.shape[2:]), stacks.stack_cache(own))
+
+
+def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
+    """Weights of layers that lie on the devices, in one array that is split as they are."""
+    sharding = layers[0].sharding
+    assert isinstance(sharding, NamedSharding)
+    return _join_to(NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))(*layers)
+
+
+@functools.cache
+def _join_to(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """The function that stacks arrays, with its result split like this."""
+    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _copied(mesh: jax.sharding.Mesh, stacks: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> trees.Tree:
+    """Pages or cells of all layers after a copy of some, by their numbers in each lane."""
+
+    def copied(stacks: trees.Tree, from_P: jax.Array, to_P: jax.Array) -> Any:
+        return jax.tree.map(lambda x: x.at[:, to_P].set(x[:, from_P]), stacks)
 
     specs = (ON_EACH, OWN_ROWS, OWN_ROWS)
-    return jax.shard_map(copied, mesh=mesh, in_specs=specs, out_specs=ON_EACH, check_vma=False)(cache, from_P, to_P)
+    return jax.shard_map(copied, mesh=mesh, in_specs=specs, out_specs=ON_EACH, check_vma=False)(stacks, from_P, to_P)

@@ -35,6 +35,7 @@ from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of, traced_mesh
 
 OWN_ROWS = PartitionSpec(ROW_AXES)
 ON_ALL = PartitionSpec()
+DONATED = {"update": (0, 1)}  # arguments whose memory the results may take over: the gradient and the state
 
 
 class MeshPlace:
@@ -193,6 +194,7 @@ class MeshPrograms:
             name = f"{what} of {subject}"
             place = self.place
             self._programs[what] = MeshProgram(make, place.copies, given, results, name=name, note=place.note)
+            self._programs[what].donated = DONATED.get(what, ())
         return self._programs[what]
 
 
