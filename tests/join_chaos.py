@@ -81,8 +81,8 @@ def train(folder: Path, place: str | None, steps: int) -> None:
         opened.extend((request.number, request.seed) for unit in units for request in unit)
         open_units(self, units)
 
-    def collecting(self: Office, timeout_s: float) -> Any:
-        news = collect(self, timeout_s)
+    def collecting(self: Office, *asked: Any) -> Any:
+        news = collect(self, *asked)
         arrived.extend(done.number for done in news.completions)
         return news
 
