@@ -109,8 +109,8 @@ def train(folder: Path, job: Any) -> None:
         opened.extend((request.number, request.seed) for unit in units for request in unit)
         open_units(self, units)
 
-    def collecting(self: Office, *asked: Any) -> Any:
-        news = collect(self, *asked)
+    def collecting(self: Office, timeout_s: float, program: int = 0) -> Any:
+        news = collect(self, timeout_s, program)
         arrived.extend(done.number for done in news.completions)
         return news
 
