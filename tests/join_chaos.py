@@ -1,12 +1,13 @@
 """Kill generators of a run at random moments while others join; at the end it must be the run that had none.
 
     PYTHONPATH=.:tests:tests/trainer python tests/join_chaos.py                     # 60 steps, 50 kills
-    PYTHONPATH=.:tests:tests/trainer python tests/join_chaos.py --steps=6 --kills=4
+    PYTHONPATH=.:tests:tests/trainer python tests/join_chaos.py --steps=6 --kills=4 --staleness=2
 
-Episodes of the calculator, with one rank that trains and three generators in processes of their own. Each one killed
-with SIGKILL is replaced by a new one, five times only after the run has been without any. One is stopped with SIGSTOP:
-the run has to say so within 30 seconds, and takes it back when it goes on. Each request has to arrive once, and
-samples, metrics and weights have to be those, bit by bit, of a run whose rank generates itself.
+Episodes of two turns, the second one sampled twice, with one rank that trains and three generators in processes of
+their own. Each one killed with SIGKILL is replaced by a new one, five times only after the run has been without any.
+One is stopped with SIGSTOP: the run has to say so within 30 seconds, and takes it back when it goes on. Each request
+has to arrive once, and samples, metrics and weights have to be those, bit by bit, of a run whose rank generates itself;
+with --staleness of a run with one generator that nobody disturbs.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ import signal
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import joined_runs
 import torch
 from absl import app, flags
 from joined_runs import FORK, PLACE, generate, rank_of
-from small_runs import GRPO, MEASURED, Quiet, small_job
+from small_runs import GRPO, MEASURED, Quiet
+from test_episode_runs import Branching, episode_job
 
 from funrl import trees
+from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.mesh import single
 from funrl.rollout.joined.office import Office
 
@@ -35,13 +38,38 @@ STEPS = flags.DEFINE_integer("steps", 60, "steps of the run", lower_bound=2)
 KILLS = flags.DEFINE_integer("kills", 50, "generators that are killed", lower_bound=0)
 OUTAGES = flags.DEFINE_integer("outages", 5, "kills after which the run has no generator for a moment", lower_bound=0)
 STOPS = flags.DEFINE_boolean("stops", True, "stop a generator once")
+STALENESS = flags.DEFINE_integer("staleness", 0, "of the run", lower_bound=0)
 SEED = flags.DEFINE_integer("chaos_seed", 0, "of the moments")
 LIMIT_S = 30.0  # to name a generator that is stopped
-RUN_S = 1800.0  # of the whole run
+RUN_S = 3600.0  # of the whole run
 IN_SERVICE = 3
 OWN = ("memory/", "sync/bytes")
-TASK: dict[str, Any] = {"task": "calculator", "reward": None, "episode_turns": 3, "max_new_tokens": 12}
-TASK |= {"batch_prompts": 8, "samples_per_prompt": 4}
+TASK: dict[str, Any] = {"minibatches": 1, "max_new_tokens": 8, "batch_prompts": 8, "samples_per_prompt": 4}
+
+
+class Plan(NamedTuple):
+    """A run, and its disturbances.
+
+    Attributes:
+      steps, staleness: of the run.
+      kills: generators that are killed.
+      outages: kills after which there is none for a moment.
+      stops: whether one is stopped for a while.
+      seed: of the moments.
+    """
+
+    steps: int
+    kills: int
+    outages: int
+    stops: bool
+    seed: int
+    staleness: int = 0
+
+    def job(self, folder: Path, place: str | None) -> Any:
+        """The job of the run in a directory."""
+        settings = {"steps": self.steps, "eval_every": self.steps, "staleness": self.staleness} | TASK
+        compose = rollout_is if self.staleness else GRPO
+        return episode_job(compose, Branching(), place=place, run_dir=str(folder), **settings)
 
 
 class Lost(AssertionError):
@@ -68,7 +96,7 @@ class Written(Quiet):
         self.write("step", step)
 
 
-def train(folder: Path, place: str | None, steps: int) -> None:
+def train(folder: Path, job: Any) -> None:
     """The program of the rank that trains; what it ends with is in a file."""
     torch.set_num_threads(1)
     opened: list[Any] = []
@@ -81,14 +109,13 @@ def train(folder: Path, place: str | None, steps: int) -> None:
         opened.extend((request.number, request.seed) for unit in units for request in unit)
         open_units(self, units)
 
-    def collecting(self: Office, timeout_s: float) -> Any:
-        news = collect(self, timeout_s)
+    def collecting(self: Office, timeout_s: float, program: int = 0) -> Any:
+        news = collect(self, timeout_s, program)
         arrived.extend(done.number for done in news.completions)
         return news
 
     Office.open = opening
     Office.collect = collecting
-    job = small_job(GRPO, steps=steps, eval_every=steps, place=place, run_dir=str(folder), **TASK)
     observers: list[Written] = []
 
     def observer(_: str) -> Written:
@@ -125,9 +152,9 @@ def newest_step(folder: Path) -> int:
 class Generators:
     """The processes that generate."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
+    def __init__(self, folder: Path, job: Any) -> None:
         self.folder = folder
-        self.job = small_job(GRPO, steps=steps, eval_every=steps, place=PLACE, run_dir=str(folder), **TASK)
+        self.job = job
         self.alive: list[Any] = []
         self.count = 0
 
@@ -153,19 +180,21 @@ class Generators:
             self.kill(process)
 
 
-def survive(folder: Path, steps: int, kills: int, outages: int, stops: bool, seed: int) -> str:
+def survive(folder: Path, plan: Plan) -> str:
     """Run, kill and compare; returns what happened.
 
     Raises:
       Lost: the runs differ, or a request has not arrived once.
     """
+    steps, kills, outages, stops, seed, _ = plan
     draw = random.Random(seed)
     moments = sorted((draw.randint(0, steps - 2), draw.random() * 0.3) for _ in range(kills))
     without = set(draw.sample(range(kills), min(outages, kills)))
     stop_at = draw.randint(1, steps - 2) if stops else steps + 1
     (folder / "run").mkdir()
-    generators = Generators(folder / "run", steps)
-    trainer = FORK.Process(target=train, args=(folder / "run", PLACE, steps))
+    job = plan.job(folder / "run", PLACE)
+    generators = Generators(folder / "run", job)
+    trainer = FORK.Process(target=train, args=(folder / "run", job))
     trainer.start()
     named_s = 0.0
     killed = 0
@@ -197,10 +226,7 @@ def survive(folder: Path, steps: int, kills: int, outages: int, stops: bool, see
         trainer.join()
     if trainer.exitcode:
         raise Lost(f"the run ended with status {trainer.exitcode}")
-    (folder / "whole").mkdir()
-    whole = FORK.Process(target=train, args=(folder / "whole", None, steps))
-    whole.start()
-    whole.join(RUN_S)
+    undisturbed(folder / "whole", plan)
     requests = compare(folder)
     notes = [value for _, kind, value in events(folder / "run") if kind == "note"]
     counts = {
@@ -208,9 +234,27 @@ def survive(folder: Path, steps: int, kills: int, outages: int, stops: bool, see
     }
     stopped = f"; a stopped generator was named after {named_s:.1f} s" if stops else ""
     return (
-        f"{steps} steps, {killed} kills, {len(without)} times without a generator{stopped}. {requests} requests "
-        f"arrived once each; samples, metrics and weights are those of the run without generators. Notes: {counts}"
+        f"staleness {plan.staleness}, {steps} steps, {killed} kills, {len(without)} times without one{stopped}. "
+        f"{requests} requests arrived once each; samples, metrics and weights are those of the undisturbed run. "
+        f"Notes: {counts}"
     )
+
+
+def undisturbed(folder: Path, plan: Plan) -> None:
+    """The run that nobody disturbs: without generators, and with --staleness with one."""
+    folder.mkdir()
+    job = plan.job(folder, PLACE if plan.staleness else None)
+    generators = Generators(folder, job)
+    trainer = FORK.Process(target=train, args=(folder, job))
+    trainer.start()
+    try:
+        if plan.staleness:
+            generators.join()
+        trainer.join(RUN_S)
+    finally:
+        generators.close()
+        trainer.kill()
+        trainer.join()
 
 
 def stop_one(generators: Generators, folder: Path) -> float:
@@ -238,7 +282,7 @@ def stop_one(generators: Generators, folder: Path) -> float:
 
 
 def compare(folder: Path) -> int:
-    """Compare the run with that without generators; returns the number of requests."""
+    """Compare the run with the undisturbed one; returns the number of requests."""
     ends = [torch.load(folder / name / "end.pt", weights_only=False) for name in ("run", "whole")]
     run, whole = ends
     if run["error"] or whole["error"]:
@@ -252,6 +296,8 @@ def compare(folder: Path) -> int:
         names = [n for n in a if not n.startswith(OWN) and not n.endswith(MEASURED)]
         if wrong := [n for n in names if a[n] != b[n]]:
             raise Lost(f"step {step}: {wrong[0]} is {a[wrong[0]]} and {b[wrong[0]]}")
+    if not all(metrics["actor/grad_norm"] for _, metrics in run["steps"]):
+        raise Lost("a step has not changed the weights")
     if not all(torch.equal(a, b) for a, b in zip(run["weights"], whole["weights"], strict=True)):
         raise Lost("the weights at the end differ")
     return len(run["arrived"])
@@ -260,7 +306,8 @@ def compare(folder: Path) -> int:
 def main(_: list[str]) -> None:
     """Kill generators, and say how it went."""
     folder = Path(tempfile.mkdtemp(prefix="funrl-join-"))
-    print(survive(folder, STEPS.value, KILLS.value, OUTAGES.value, STOPS.value, SEED.value))
+    plan = Plan(STEPS.value, KILLS.value, OUTAGES.value, STOPS.value, SEED.value, STALENESS.value)
+    print(survive(folder, plan))
     shutil.rmtree(folder)
 
 

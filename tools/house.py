@@ -79,6 +79,7 @@ INSIDE = {
         "jobs",
         "checkpoints",
         OWN,
+        "ahead",
         "placement",
     ),
     "cost": ("tracing", OWN, "search", "schedules", "placement", "reports", "ahead"),

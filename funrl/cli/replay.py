@@ -117,6 +117,7 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
     if groups is None and not episodes:
         return None
     flags = _recorded_flags(run)
+    groups = None if groups is None else groups._replace(joined=generators_join(flags.get("place")))
     engine = command.settings.engines.engine
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)

@@ -123,24 +123,29 @@ def run_episodes(
         return await runners[0].run(resident, tickets)
 
     episodes = run_beside(engine, mesh, program)
-    counts = (0.0, [], 0)
-    if runners:
-        costs = [runners[0].costs[number] for number, _ in episodes or ()]
-        counts = (runners[0].resident.running_s, costs, runners[0].attempts)
+    if episodes is None:
+        return run_of_replica(None, mesh)
+    runner = runners[0]
+    costs = [runner.costs[number] for number, _ in episodes]
+    wall_s = time.perf_counter() - begin
+    return run_of_replica(EpisodeRun(episodes, wall_s, runner.resident.running_s, costs, runner.attempts), mesh)
+
+
+def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
+    """The run of a replica's first tensor rank on all of its tensor ranks. Collective over "tensor".
+
+    Args:
+      run: on that rank; None: on the others.
+      mesh: of the engines.
+    """
     if mesh.size("tensor") > 1:
-        records = None if episodes is None else [(number, to_record(episode)) for number, episode in episodes]
-        records, counts = from_first((records, counts), mesh, "tensor")
-        if episodes is None:
-            episodes = [(number, from_record(record)) for number, record in records]
-    assert episodes is not None
-    running_s, costs, attempts = counts
-    return EpisodeRun(
-        episodes,
-        wall_s=time.perf_counter() - begin,
-        running_s=running_s,
-        costs=costs,
-        attempts=attempts,
-    )
+        records = None if run is None else [(number, to_record(episode)) for number, episode in run.episodes]
+        facts = None if run is None else run._replace(episodes=[])
+        records, facts = from_first((records, facts), mesh, "tensor")
+        if run is None:
+            run = facts._replace(episodes=[(number, from_record(record)) for number, record in records])
+    assert run is not None
+    return run
 
 
 def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets:

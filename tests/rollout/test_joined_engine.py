@@ -20,7 +20,7 @@ from funrl.models.weight_dtypes import weight_dtypes
 from funrl.processes.connections import Addresses, ConnectionServer, PeerError, connect_to, new_secret
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import WeightSpec, complete
-from funrl.rollout.joined.engine import COMPLETION_WAIT_S, JoinedEngine, NoGeneratorError, prompt_units
+from funrl.rollout.joined.engine import COMPLETION_WAIT_S, JoinedEngine, NoGeneratorError, StoppedError, prompt_units
 from funrl.rollout.joined.generator import NEWS_S, NotJoinedError, _Offices, _Progress, serve_run
 from funrl.rollout.joined.messages import WEIGHTS, Hello, Orders, Report, TrainerFacts
 from funrl.rollout.joined.office import Office
@@ -171,6 +171,30 @@ def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
     monkeypatch.setattr(engine, "_shelf", SimpleNamespace(put=lambda *_: waits.append("put")))
     engine.load([], 1)
     assert waits == [COMPLETION_WAIT_S, COMPLETION_WAIT_S, "put"]
+    office.close(complete=False)
+
+
+def test_weights_wait_for_a_program_beside_which_gets_its_own_completions(monkeypatch):
+    engine, office = joined_engine()
+    engine.load(engine.weights.named(weights(CONFIG)), 4)
+    beside = engine.beside()
+    engine.submit(REQUESTS[:2])
+    beside.submit(REQUESTS[:2])
+    work = asked(office, "g", Report(0, 4, 9)).work
+    assert [len(requests) for _, requests in work] == [2, 2]
+    done = [
+        (lease, [x._replace(number=r.number) for x, r in zip(_completions(4), some, strict=True)])
+        for lease, some in work
+    ]
+    asked(office, "g", Report(1, 4, 9, done))
+    assert [x.number for x in beside.step()] == [x.number for x in engine.step()] == [0, 1]
+    monkeypatch.setattr(engine, "_receive", lambda timeout_s: engine.leave(beside))
+    engine.load(engine.weights.named(weights(CONFIG)), 5)
+    assert not engine._beside
+    beside.stop()
+    assert beside.unfinished() == 1
+    with pytest.raises(StoppedError):
+        beside.step()
     office.close(complete=False)
 
 

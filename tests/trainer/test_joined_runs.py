@@ -10,15 +10,17 @@ from typing import Any, cast
 
 import pytest
 import torch
-from joined_runs import FORK, KILLED, PLACE, generators, joined, trained
+from joined_runs import FORK, KILLED, PLACE, generators, joined, joined_job, trained
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from test_episode_runs import Branching, episode_job
 from test_greedy_ahead import stale_remax
 from test_refilled_runs import reward, stale_dapo
 
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.asynchrony.leases import LeaseRule
+from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.processes.connections import Addresses, PeerError, write_addresses
@@ -28,7 +30,9 @@ from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import generator as jobs_generator
 from funrl.trainer.placement import joined as placement_joined
 from funrl.trainer.placement.joined import join_run, own_host_name
+from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
+from funrl.trainer.replay import replay
 from funrl.trainer.settings.declaration import SettingsError
 
 pytestmark = pytest.mark.gloo
@@ -69,8 +73,8 @@ class Ledger:
             self.opened += [(request.number, request.seed) for unit in units for request in unit]
             open_units(office, units)
 
-        def collecting(office, timeout_s):
-            news = collect(office, timeout_s)
+        def collecting(office, *asked):
+            news = collect(office, *asked)
             self.arrived += [done.number for done in news.completions]
             return news
 
@@ -163,13 +167,38 @@ def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_pa
     assert ended[1].shown[0] == alone(rollout_is, **STALE)[1].shown[0]
 
 
+def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same_bits(tmp_path, monkeypatch):
+    ledger = Ledger(monkeypatch)
+    settings = STALE | {"staleness": 2, "eval_every": 9, "place": PLACE, "save_rollouts": 1, "run_dir": str(tmp_path)}
+    wanted = {"first": ((signal.SIGKILL, 40), None), "second": (None, "first")}
+    (_, observer, _), exits = joined_job(tmp_path, wanted, episode_job(rollout_is, Branching(), **settings))
+    assert exits == {"first": KILLED, "second": 0}
+    ledger.assert_once()
+    steps = [metrics for _, metrics in observer.steps]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
+    log = read_groups(tmp_path)
+    assert log is not None
+    together = episode_job(rollout_is, LoggedEnvironment(Branching.agents), **STALE, eval_every=9)
+    source = functools.partial(logged_source, log._replace(joined=True))
+    done = replay(together, tmp_path, None, single(), Quiet(), source)
+    assert [(step.step, str(part)) for step in done for part in step.differences if not part.agrees(0.0)] == []
+    turns = [part.total for step in done for part in step.differences if part.kind == "turns"]
+    assert len(turns) == 5 and min(turns) >= 24
+
+
 @pytest.mark.slow
-def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path):
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
+@pytest.mark.parametrize(
+    "ranks,make", [("dp2", small_job), ("dp2,tp2", functools.partial(episode_job, environment=Branching()))]
+)
+def test_rows_ahead_of_several_ranks_have_the_bits_of_those_of_one(ranks, make, tmp_path):
+    runs = []
+    for name, place in {"one": PLACE, "two": f"train:{ranks} generate:join"}.items():
+        folder = tmp_path / name
         folder.mkdir()
-    ended, _ = joined(folders[0], ONE, rollout_is, staleness=2, **STALE)
-    again, _ = joined(folders[1], ONE, rollout_is, staleness=2, place="train:dp2 generate:join", **STALE)
+        job = make(rollout_is, staleness=2, place=place, run_dir=str(folder), **STALE)
+        runs.append(joined_job(folder, ONE, job)[0])
+    ended, again = runs
     assert ended[1].shown == again[1].shown
     for (_, a), (_, b) in zip(ended[1].steps, again[1].steps, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
@@ -221,7 +250,6 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
     "settings,problem",
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
-        ({"staleness": 1, "task": "calculator", "reward": None}, "environments run on the ranks that"),
         ({"staleness": 1, "window": 2}, "--window=2 does nothing with --place=generate:join"),
         ({"staleness": 1, "keep_cache": True}, "--keep_cache does nothing with --place=generate:join"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),

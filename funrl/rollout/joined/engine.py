@@ -19,7 +19,7 @@ from funrl.rollout.certificate import SyncError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec, complete
 from funrl.rollout.joined.messages import PROTOCOL, WEIGHTS, Hello
-from funrl.rollout.joined.office import Collected, Office
+from funrl.rollout.joined.office import PROGRAM_REQUESTS, Collected, Office
 from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.remote.digests import trained_digests
 from funrl.rollout.requests import Completion, Request, check_requests, requests_of
@@ -37,6 +37,10 @@ _Key = tuple[tuple[int, ...], Sampling, tuple[int, ...]]
 
 class NoGeneratorError(RuntimeError):
     """No generator has joined the run in time."""
+
+
+class StoppedError(RuntimeError):
+    """The program beside the trainer's is to end."""
 
 
 class LateProof(SyncProof):
@@ -101,6 +105,10 @@ class JoinedEngine:
         self._ahead: dict[_Key, range] = {}  # the office's numbers of units that are not asked for yet
         self._early: dict[int, Completion] = {}  # completions of these
         self._said_alone = False
+        self._program = 0  # number of the program that asks, of those of this rank
+        self._programs = 0  # that were begun beside this one
+        self._beside: set[JoinedEngine] = set()  # engines of those that go on
+        self._stopped = False
 
     def serve(self, connection: Connection) -> None:
         """Serve a generator's connection until it ends. Raises: PeerError."""
@@ -125,8 +133,8 @@ class JoinedEngine:
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Put weights on the shelf, from which generators take them; see `Engine`. Collective over the mesh.
 
-        Waits until all requests of `write_ahead` are complete on all replicas: a unit is completed by one version, and
-        a generator takes weights of all ranks.
+        Waits until all requests of `write_ahead` and of programs beside this one are complete on all replicas: a unit
+        is completed by one version, and a generator takes weights of all ranks.
 
         Raises:
           RuntimeError: further requests are unfinished.
@@ -134,19 +142,53 @@ class JoinedEngine:
         """
         if self._requests:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished: new weights come when there is none")
-        while self._pending_anywhere():
-            beat()
-            self._receive(COMPLETION_WAIT_S)
+        self.finish_ahead()
         self.version = None
         self._shelf.put(named_weights, version)
         if self._office is not None:
             self._office.published()
         self.version = version
 
+    def finish_ahead(self) -> None:
+        """Wait until what was begun ahead is complete on all replicas. Collective over the mesh.
+
+        Raises:
+          SyncError, NoGeneratorError: as in `step`.
+        """
+        while self._pending_anywhere():
+            beat()
+            self._receive(COMPLETION_WAIT_S)
+
     def _pending_anywhere(self) -> bool:
-        """True if a replica waits for completions. Collective over the mesh."""
-        pending = torch.tensor(len(self._pending), device=self.mesh.device)
-        return bool(psum(pending, self.mesh, self.mesh.row_axes))
+        """True if a replica waits for completions or for programs. Collective over the mesh."""
+        pending = torch.tensor(len(self._pending) + len(self._beside), device=self.mesh.device)
+        return bool(psum(pending, self.mesh, (*self.mesh.row_axes, "tensor")))
+
+    def beside(self) -> JoinedEngine:
+        """An engine with these weights for a program in another thread, which ends by `leave`. New weights wait for it.
+
+        Called on the first rank of a replica.
+        """
+        office = self._office
+        assert office is not None
+        self._programs += 1
+        alone = Mesh(device=self.mesh.device)
+        engine = JoinedEngine(self._config, alone, self._shelf, self.weights, office, self._limit_s)
+        engine.version = self.version
+        engine._program = self._programs
+        engine._count = self._programs * PROGRAM_REQUESTS
+        self._beside.add(engine)
+        return engine
+
+    def leave(self, engine: JoinedEngine) -> None:
+        """Note that a program beside this one has ended. May be called by its thread."""
+        self._beside.discard(engine)
+        if self._office is not None:
+            self._office.wake()
+
+    def stop(self) -> None:
+        """Let `step` raise StoppedError from now on. May be called by any thread."""
+        self._stopped = True
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
         """No weights that can be read here: generators have them, and prove it. See `Engine`."""
@@ -189,7 +231,10 @@ class JoinedEngine:
         Raises:
           SyncError: a generator does not hold the trainer's weights.
           NoGeneratorError: none has joined in time.
+          StoppedError: `stop` was called.
         """
+        if self._stopped:
+            raise StoppedError("the run goes on without what was begun ahead")
         if self.paused or not self._requests:
             return []
         if self.version is None:
@@ -207,7 +252,7 @@ class JoinedEngine:
         news = None
         if self._office is not None:
             entered("completions of joined generators" if self._office.generators else "a generator to join the run")
-            news = self._with_limit(self._office.collect(timeout_s), self._office.alone_s())
+            news = self._with_limit(self._office.collect(timeout_s, self._program), self._office)
             left()
         news = from_first(news, self.mesh, "tensor") or Collected()
         for remark in news.remarks:
@@ -219,25 +264,26 @@ class JoinedEngine:
         self._early |= {done.number: done for done in news.completions if done.number in self._pending}
         self._pending -= {done.number for done in news.completions}
 
-    def _with_limit(self, news: Collected, alone_s: float) -> Collected | None:
+    def _with_limit(self, news: Collected, office: Office) -> Collected | None:
         """News with a remark or a fault where no generator is in service; None: there are none."""
+        alone_s = office.alone_s()
         if alone_s == 0.0:
             self._said_alone = False
         if alone_s > self._limit_s:
             alone = (
-                f"{len(self._pending)} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
+                f"{office.unfinished()} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
                 "start one with funrl join RUN_DIR, or wait longer with --timeout, in minutes"
             )
             news = news._replace(alone=alone)
         elif alone_s > ALONE_S and not self._said_alone:
             self._said_alone = True
-            remark = f"no generator is in service: {len(self._pending)} requests wait for funrl join RUN_DIR"
+            remark = f"no generator is in service: {office.unfinished()} requests wait for funrl join RUN_DIR"
             news = news._replace(remarks=(*news.remarks, remark))
         return news if any(news) else None
 
     def unfinished(self) -> int:
-        """Number of unfinished requests."""
-        return len(self._requests)
+        """Number of unfinished requests; at least 1 after `stop`, so that `step` is called."""
+        return len(self._requests) or int(self._stopped)
 
     def sampled(self, number: int, begin: int = 0) -> list[int]:
         """Nothing: a completion arrives when it has ended; see `Engine`."""

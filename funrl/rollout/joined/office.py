@@ -18,6 +18,7 @@ from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
+PROGRAM_REQUESTS = 1 << 40  # the numbers of a program's requests begin at the program's number times this
 CHECKS = 8  # of the generators, in the time after which a silent one is lost
 FAREWELL_S = 3.0  # for generators to hear of the end
 
@@ -55,7 +56,8 @@ class Office:
         self._unit_of: dict[int, int] = {}  # number of a request -> its unit
         self._opened = 0
         self._drops: dict[str, list[int]] = {}
-        self._completions: list[Completion] = []
+        self._completions: dict[int, list[Completion]] = {}  # by program
+        self._woken = False  # whether the main program is not to wait
         self._remarks: list[str] = []
         self._fault = ""
         self._expected: Mapping[str, int] | None = None  # digests of the newest weights
@@ -118,14 +120,35 @@ class Office:
             self._proved = {name: proved for name, proved in self._proved.items() if proved == version}
             self._lock.notify_all()
 
-    def collect(self, timeout_s: float) -> Collected:
-        """News since the last call, waited for if there are none."""
+    def collect(self, timeout_s: float, program: int = 0) -> Collected:
+        """News since the last call, waited for if there are none.
+
+        Args:
+          timeout_s: bound on the wait.
+          program: whose requests have been completed, by `PROGRAM_REQUESTS`. The main one, 0, gets the remarks too.
+        """
+        completed = self._completions
         with self._lock:
-            self._lock.wait_for(lambda: self._completions or self._remarks or self._fault, timeout_s)
-            news = Collected(tuple(self._completions), tuple(self._remarks), self._fault)
-            self._completions.clear()
+            if program:
+                self._lock.wait_for(lambda: program in completed or self._fault, timeout_s)
+                return Collected(completed.pop(program, ()), fault=self._fault)
+            news = lambda: program in completed or self._remarks or self._fault or self._woken  # noqa: E731
+            self._lock.wait_for(news, timeout_s)
+            self._woken = False
+            remarks = tuple(self._remarks)
             self._remarks.clear()
-        return news
+            return Collected(completed.pop(program, ()), remarks, self._fault)
+
+    def wake(self) -> None:
+        """Let the main program's `collect` return."""
+        with self._lock:
+            self._woken = True
+            self._lock.notify_all()
+
+    def unfinished(self) -> int:
+        """Number of requests of all programs that are not complete."""
+        with self._lock:
+            return len(self._unit_of)
 
     def alone_s(self) -> float:
         """Seconds since a generator was in service, while there is work; 0 if one is."""
@@ -237,7 +260,8 @@ class Office:
                     f"generator {name} delivers request {done.number} with weights {done.versions.tolist()[:1]}; "
                     f"request {request.number} with weights {version} was leased to it"
                 )
-        self._completions += [done for done, known in zip(completions, wanted, strict=True) if known]
+        for done in (done for done, known in zip(completions, wanted, strict=True) if known):
+            self._completions.setdefault(done.number // PROGRAM_REQUESTS, []).append(done)
         self._lock.notify_all()
 
     def _prove(self, name: str) -> None:

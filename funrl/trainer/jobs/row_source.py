@@ -140,7 +140,11 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
 
 def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of a job that learns from completions."""
-    generation = remarked_generation(job, parts, frozen, clock, show)
+    return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
+
+
+def source_of_generation(job: RLJob, parts: Parts, generation: Generation, clock: Clock, show: Show) -> Source:
+    """The source of a job whose generation is known."""
     if job.settings.sampling.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
     else:

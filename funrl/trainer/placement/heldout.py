@@ -15,12 +15,11 @@ from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episode_records import EpisodeRecord, from_record, to_record
-from funrl.rollout.policy import PolicySetup, RunEndingError
+from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.serve.endpoint import serve_agent
-from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
+from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, raise_everywhere, to_rows
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import Generation, evaluate_heldout
@@ -178,7 +177,7 @@ class HeldoutWriter:
 
     async def _episodes(self, setup: EpisodeSetup, resident: ResidentEngine) -> WrittenPart:
         heldout, sampling, _, seed, _ = self._generation.evaluation
-        policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
+        policy = policy_setup(setup, sampling)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
         groups = episode_groups(heldout, self._samples, seed)[self._own]
         try:

@@ -9,13 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from funrl import trees
-from funrl.data.order import take_next
 from funrl.mesh.collectives import from_first, gather_objects
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.mesh.sums import own_range
 from funrl.processes.connections import (
     Addresses,
     ConnectionServer,
@@ -30,18 +26,15 @@ from funrl.processes.workers import stop_asked, stops_when_asked
 from funrl.rewards.pool import Pool
 from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, NotJoinedError, serve_run
-from funrl.rollout.requests import RequestGroups
-from funrl.seeds import derived_seed
+from funrl.trainer.ahead.rows import source_ahead
 from funrl.trainer.checkpoints.saver import shared_folder
 from funrl.trainer.jobs.build import Parts, build
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import filter_of, make_source
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows
 
 ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
@@ -78,9 +71,12 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
     doors: list[Door] = []
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
-        source = make_source(job, parts, frozen, clock, show)
-        doors.append(_open_door(job, parts, show))
-        return _ahead(job, source, doors[0].engine)
+        assert isinstance(job, RLJob) and parts.generator is not None
+        engine: object = parts.generator.engine
+        assert isinstance(engine, JoinedEngine)
+        source = source_ahead(job, parts, engine, frozen, clock, show)
+        doors.append(_open_door(engine, parts.mesh, show))
+        return source
 
     complete = False
     try:
@@ -92,20 +88,16 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
     return outcome
 
 
-def _open_door(job: Job, parts: Parts, show: Observer) -> Door:
+def _open_door(engine: JoinedEngine, mesh: Mesh, show: Observer) -> Door:
     """Let generators in, which find the ranks by a file in the run's directory. Collective.
 
     Raises:
       SettingsError: the run has no directory.
     """
-    assert isinstance(job, RLJob) and parts.generator is not None
-    engine: object = parts.generator.engine
-    assert isinstance(engine, JoinedEngine)
-    folder = shared_folder(show, parts.mesh)
+    folder = shared_folder(show, mesh)
     if folder is None:
         raise SettingsError("--place=generate:join needs --run_dir: generators find the run by a file in its directory")
     engine.note = show.note
-    mesh = parts.mesh
     secret = from_first(new_secret() if mesh.rank == 0 else None, mesh, AXES)
     host = own_host_name()
     if host == LOOPBACK:
@@ -119,76 +111,6 @@ def _open_door(job: Job, parts: Parts, show: Observer) -> Door:
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
     return Door(engine, board, file if mesh.rank == 0 else None)
-
-
-def _ahead(job: Job, source: Source, engine: JoinedEngine) -> Source:
-    """The source, which with --staleness lets generators write rows of later steps."""
-    assert isinstance(job, RLJob)
-    if not job.settings.asynchrony.staleness:
-        return source
-    ahead = RowsAhead(job, engine)
-
-    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        rows, state, metrics = source.next_rows(state, step)
-        ahead.write(state["prompts_consumed"], step)
-        return rows, state, metrics
-
-    def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        return ahead.aged(source.move(rows, to, mesh))
-
-    return source._replace(next_rows=next_rows, move=move)
-
-
-class RowsAhead:
-    """Rows of later steps, which generators write during the update of this one."""
-
-    def __init__(self, job: RLJob, engine: JoinedEngine) -> None:
-        """Begin with none.
-
-        Args:
-          job: the run, with --staleness.
-          engine: of its generators.
-        """
-        self.job = job
-        self.engine = engine
-
-    def write(self, consumed: int, step: int) -> None:
-        """Let generators write the rows of as many steps after `step` as --staleness says, this replica's share.
-
-        Where a filter may take further prompts for a step, only the next one's prompts are known.
-
-        Args:
-          consumed: prompts taken up to `step`.
-          step: whose rows are complete.
-        """
-        run = self.job.settings.run
-        staleness = self.job.settings.asynchrony.staleness
-        known = staleness if filter_of(self.job) is None else min(staleness, 1)
-        mesh = self.engine.mesh
-        for _ in range(min(known, run.steps - step)):
-            taken = take_next(self.job.task.prompts, run.batch_prompts, run.seed, position=consumed)
-            examples = [self.job.task.prompts[place] for place in taken.places.tolist()]
-            prompts = [example.tokens for example in examples]
-            owned = [example.owned for example in examples]
-            groups = RequestGroups(prompts, self.job.sampling, derived_seed(run.seed, consumed), owned=owned)
-            share = own_range(len(groups), mesh, mesh.row_axes)
-            for group in groups[share.start : share.stop]:
-                self.engine.write_ahead(group)
-            consumed = taken.end
-
-    def aged(self, rows: Rows) -> Rows:
-        """Rows that say which of their tokens are of other weights than the newest.
-
-        Raises:
-          RuntimeError: a token that was sampled is older than it may be.
-        """
-        staleness = self.job.settings.asynchrony.staleness
-        mask_bT = rows.batch.mask
-        age_bT = (self.engine.version or 0) - rows.batch.version
-        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
-        if oldest > staleness:
-            raise RuntimeError(f"a token is {oldest} versions old; --staleness={staleness}")
-        return rows.with_fields(stale=mask_bT & (age_bT != 0))
 
 
 def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], wait_s: float) -> tuple[str, Counts]:

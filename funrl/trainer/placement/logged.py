@@ -32,6 +32,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.groups import age_metrics, join_groups
+from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
@@ -92,10 +93,12 @@ class LoggedGroups(NamedTuple):
     Attributes:
       by_step: those of each step's batch.
       episodes: by their seeds, of a run with an environment.
+      joined: whether generators of other jobs wrote them. A step then also has the groups that its filter drops.
     """
 
     by_step: Mapping[int, Sequence[LoggedGroup]]
     episodes: Mapping[int, LoggedEpisode] = {}
+    joined: bool = False
 
 
 def read_groups(run_dir: str | Path) -> LoggedGroups | None:
@@ -125,9 +128,11 @@ def _logged_group(*fields: Any) -> LoggedGroup:
 
 
 class LoggedWriter:
-    """An `Elsewhere` that writes the groups of a log with the engine of this rank."""
+    """An `Elsewhere` that writes the groups of a log with the engine of this rank.
 
-    refills = True
+    Attributes:
+      refills: as of an `Elsewhere`.
+    """
 
     def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
         """Begin before the first step.
@@ -140,7 +145,9 @@ class LoggedWriter:
         self.generation = generation
         self.versions = versions
         self.log = log
-        self.step = 0
+        self.refills = not log.joined
+        self._left: Sequence[LoggedGroup] = ()  # of the step
+        self._batch: Sequence[LoggedGroup] = ()
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
         self._parts = collections.defaultdict[tuple[str, int], list[LoggedPart]](list)  # by model and version
         for group in (group for step in sorted(log.by_step) for group in log.by_step[step]):
@@ -149,17 +156,23 @@ class LoggedWriter:
         self._completed: Rollout | None = None
         self._episodes: tuple[Rollout, Rows] | None = None
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts of the step's batch, after all that its weights sampled was sampled. Collective."""
-        generation = self.generation
+    def begin_step(self, step: int) -> None:
+        """Begin to write the groups of a step, after all that its weights sample is sampled. Collective."""
         self._sample()
-        groups = self.log.by_step[self.step]
+        self._left = self.log.by_step[step]
+        if self.generation.episodes is not None:
+            environment = self.generation.episodes.environment
+            assert isinstance(environment, LoggedEnvironment)
+            environment.forget()
+
+    def order(self, places: np.ndarray) -> np.ndarray:
+        """Places of the prompts of the next groups, as many as these, which are written. Collective."""
+        generation = self.generation
+        groups, self._left = self._left[: len(places)], self._left[len(places) :]
+        self._batch = groups
         if generation.episodes is None:
             self._completed = self._completions(groups, generation.sampling, first=0)
         else:
-            environment = generation.episodes.environment
-            assert isinstance(environment, LoggedEnvironment)
-            environment.forget()
             self._episodes = self._repeated_episodes(groups, generation.sampling, first=0)
         prompts, _, seed, _ = generation.schedule
         assert len(groups) == len(places)
@@ -168,7 +181,7 @@ class LoggedWriter:
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
         """Rows of the greedy completions or episodes of some groups of the step; see `Elsewhere`."""
         generation = self.generation
-        logged = [self.log.by_step[self.step][place] for place in groups.tolist()]
+        logged = [self._batch[place] for place in groups.tolist()]
         sampling = baseline_sampling(generation.sampling)
         first = generation.sampling.samples
         if generation.episodes is not None:
@@ -202,26 +215,30 @@ class LoggedWriter:
     def _repeated_episodes(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
         """Episodes of some groups, and their rows; the arguments are those of `_completions`. Collective.
 
-        Each group is made into rows by itself, as where it was written: sums have the same bits then.
+        Rows are made of each group by itself, or of all together, as in the run: sums have the same bits then.
         """
-        generation = self.generation
-        setup = generation.episodes
+        if self.log.joined:
+            return self._repeated_together(groups, sampling, first)
+        parts = [self._repeated_together([group], sampling, first) for group in groups]
+        facts = [done._asdict() for done, _ in parts]
+        mesh = self.generation.engine.mesh
+        return join_groups(facts, [rows for _, rows in parts], mesh, samples=sampling.samples)
+
+    def _repeated_together(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
+        """Episodes of some groups that were made into rows at once, and their rows."""
+        setup = self.generation.episodes
         assert setup is not None
         environment = setup.environment
         assert isinstance(environment, LoggedEnvironment)
-        facts = []
-        parts = []
-        for group in groups:
-            example = self._example(group.position)
-            episodes = []
+        examples = [self._example(group.position) for group in groups]
+        episodes = []
+        for place, (group, example) in enumerate(zip(groups, examples, strict=True)):
             for sample in range(sampling.samples if self._is_own(group) else 0):
                 logged = self._logged_episode(group, first + sample)
                 turns = {node: self._begun.pop(node) for node in sampled_nodes(logged.episode)}
-                episodes.append((sample, environment.resampled(logged, example, turns)))
-            done, rows = rollout_of_episodes(setup, generation.engine, episodes, [example], sampling)
-            facts.append(done._asdict())
-            parts.append(rows)
-        return join_groups(facts, parts, generation.engine.mesh, samples=sampling.samples)
+                again = environment.resampled(logged, example, turns)
+                episodes.append((place * sampling.samples + sample, again))
+        return rollout_of_episodes(setup, self.generation.engine, episodes, examples, sampling)
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has completed; see `Elsewhere`."""
@@ -237,7 +254,7 @@ class LoggedWriter:
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that were replaced in the run for the step's batch."""
-        return [prompt for group in self.log.by_step[self.step] for prompt in group.dropped]
+        return [prompt for group in self._batch for prompt in group.dropped]
 
     def samples(self, count: int) -> dict[int, ShownSample]:
         """None: nothing is shown."""
@@ -250,7 +267,7 @@ class LoggedWriter:
     def metrics(self) -> dict[str, float]:
         """Ages of the batch's tokens; it has no times."""
         tokens: collections.Counter[int] = collections.Counter()
-        for group in self.log.by_step[self.step]:
+        for group in self._batch:
             tokens.update(dict(group.tokens))
         return age_metrics(tokens, self.generation.engine.engine.version or 0)
 
@@ -338,6 +355,11 @@ def logged_source(
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
     generation = generation._replace(episodes=setup)
+    if log.joined and generation.greedy_baseline:
+        raise SettingsError(
+            "greedy episodes that generators that join have written cannot be generated again; --rows repeats the "
+            "training on saved rows"
+        )
     generator = parts.generator
 
     def versions() -> dict[str, int]:
@@ -348,7 +370,7 @@ def logged_source(
 
     @awake(parts.generator.serving)
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        writer.step = step
+        writer.begin_step(step)
         rows, state, metrics = source.next_rows(state, step)
         return rows, state, metrics | writer.metrics()
 

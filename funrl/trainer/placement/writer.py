@@ -30,10 +30,9 @@ from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import Arrived, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
-from funrl.rollout.policy import PolicySetup, RunEndingError
+from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.serve.endpoint import serve_agent
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.heldout import ProgramBeside
 from funrl.trainer.placement.messages import (
@@ -46,7 +45,7 @@ from funrl.trainer.placement.messages import (
     versions_of,
     written_rows,
 )
-from funrl.trainer.sources.episode_rows import rollout_of_episodes
+from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
 from funrl.trainer.sources.prompts import Generation, baseline_sampling, filter_samples
@@ -425,7 +424,7 @@ class GroupWriter:
         del group
         setup = self._generation.episodes
         assert setup is not None and self.resident is not None
-        policy = PolicySetup(part.sampling, setup.chat, setup.models, serve_agent)
+        policy = policy_setup(setup, part.sampling)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
         runner.resident = self.resident
         return runner

@@ -6,7 +6,6 @@ from funrl.environments.agents import parse_agents
 from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
 
 
@@ -86,11 +85,6 @@ def check_joined(settings: Settings, place: str) -> None:
       place: the value of --place.
     """
     flags = settings.asynchrony
-    if flags.staleness and has_environment(settings):
-        raise SettingsError(
-            f"--staleness={flags.staleness} with --place={place}: environments run on the ranks that train, and not "
-            "during the update; leave --staleness out, or give ranks that generate, as generate:2"
-        )
     if flags.clock != "wall":
         raise SettingsError(
             f"--clock={flags.clock} with --place={place}: generators join when they like, and their iterations order "

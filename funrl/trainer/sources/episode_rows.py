@@ -95,6 +95,7 @@ class EpisodeSetup(NamedTuple):
       models: agent -> the model that answers for it, as `Request.model`; None: all agents are the policy.
       log: receives this replica's episodes; None: they are not kept.
       source_of: name of the source of a prompt, whose episodes have metrics of their own; None: there is one source.
+      run: runs this replica's episodes, as `run_episodes`.
     """
 
     environment: Environment
@@ -104,6 +105,7 @@ class EpisodeSetup(NamedTuple):
     models: Mapping[str, str] | None = None
     log: list[LoggedEpisode] | None = None
     source_of: Callable[[Example], str] | None = None
+    run: Callable[..., EpisodeRun] = run_episodes
 
 
 class Transcript(NamedTuple):
@@ -239,15 +241,20 @@ def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
     return kept_E
 
 
+def policy_setup(setup: EpisodeSetup, sampling: Sampling) -> PolicySetup:
+    """The policy of episodes with some sampling parameters."""
+    return PolicySetup(sampling, setup.chat, setup.models, serve_agent)
+
+
 def _run_everywhere(
     setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
 ) -> EpisodeRun:
     """Run this replica's episodes; one that cannot work ends the run on every rank."""
-    policy = PolicySetup(sampling, setup.chat, setup.models, serve_agent)
+    policy = policy_setup(setup, sampling)
     run = EpisodeRun([], 0.0, 0.0, (), 0)
     problem = None
     try:
-        run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
+        run = setup.run(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
     except (RunEndingError, FirstRankError) as error:
         problem = str(error)
     raise_everywhere(problem, (), engine.mesh)

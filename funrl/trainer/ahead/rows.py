@@ -1,0 +1,125 @@
+"""Rows of later steps, which generators of other jobs write during the update of this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from funrl import trees
+from funrl.data.order import take_next
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.sums import own_range
+from funrl.rollout.joined.engine import JoinedEngine
+from funrl.rollout.requests import RequestGroups
+from funrl.seeds import derived_seed
+from funrl.trainer.ahead.episodes import EpisodesAhead
+from funrl.trainer.jobs.build import Parts
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
+from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows
+
+
+class RowsAhead:
+    """Rows of later steps, until the step that they are for."""
+
+    def __init__(self, job: RLJob, engine: JoinedEngine, episodes: EpisodesAhead | None) -> None:
+        """Begin with none.
+
+        Args:
+          job: the run, with --staleness.
+          engine: of its generators.
+          episodes: those of its prompts; None: a prompt is completed once.
+        """
+        self.job = job
+        self.engine = engine
+        self.episodes = episodes
+
+    def write(self, consumed: int, step: int) -> None:
+        """Let generators write the rows of as many steps after `step` as --staleness says, this replica's share.
+
+        Where a filter may take further prompts for a step, only the next one's prompts are known.
+
+        Args:
+          consumed: prompts taken up to `step`.
+          step: whose rows are complete.
+        """
+        run = self.job.settings.run
+        staleness = self.job.settings.asynchrony.staleness
+        known = staleness if filter_of(self.job) is None else min(staleness, 1)
+        mesh = self.engine.mesh
+        for _ in range(min(known, run.steps - step)):
+            taken = take_next(self.job.task.prompts, run.batch_prompts, run.seed, position=consumed)
+            examples = [self.job.task.prompts[place] for place in taken.places.tolist()]
+            seed = derived_seed(run.seed, consumed)
+            consumed = taken.end
+            if self.episodes is not None:
+                self.episodes.begin(examples, seed)
+                continue
+            prompts = [example.tokens for example in examples]
+            owned = [example.owned for example in examples]
+            groups = RequestGroups(prompts, self.job.sampling, seed, owned=owned)
+            share = own_range(len(groups), mesh, mesh.row_axes)
+            for group in groups[share.start : share.stop]:
+                self.engine.write_ahead(group)
+
+    def aged(self, rows: Rows) -> Rows:
+        """Rows that say which of their tokens are of other weights than the newest.
+
+        Raises:
+          RuntimeError: a token that was sampled is older than it may be.
+        """
+        staleness = self.job.settings.asynchrony.staleness
+        mask_bT = rows.batch.mask
+        age_bT = (self.engine.version or 0) - rows.batch.version
+        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
+        if oldest > staleness:
+            raise RuntimeError(f"a token is {oldest} versions old; --staleness={staleness}")
+        return rows.with_fields(stale=mask_bT & (age_bT != 0))
+
+
+def source_ahead(
+    job: RLJob, parts: Parts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Source:
+    """The source of a job, which with --staleness lets generators write rows of later steps.
+
+    Args:
+      job, parts, frozen, clock, show: as of any source.
+      engine: of the generators.
+    """
+    if not job.settings.asynchrony.staleness:
+        return make_source(job, parts, frozen, clock, show)
+    generation = remarked_generation(job, parts, frozen, clock, show)
+    episodes = None
+    if generation.episodes is not None:
+        episodes = EpisodesAhead(engine, generation.episodes, job.sampling)
+        generation = generation._replace(episodes=generation.episodes._replace(run=episodes.run))
+    source = source_of_generation(job, parts, generation, clock, show)
+    return _with_rows_ahead(source, RowsAhead(job, engine, episodes))
+
+
+def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
+    episodes = ahead.episodes
+    groups: list[tuple[Any, ...]] = []  # of the newest step
+
+    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+        consumed = state["prompts_consumed"]
+        if episodes is not None:
+            episodes.taken.clear()
+        rows, state, metrics = source.next_rows(state, step)
+        if episodes is not None:
+            groups[:] = episodes.groups(consumed, ahead.job.settings.run.seed)
+        ahead.write(state["prompts_consumed"], step)
+        return rows, state, metrics
+
+    def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+        return ahead.aged(source.move(rows, to, mesh))
+
+    written = source._replace(next_rows=next_rows, move=move)
+    if episodes is None:
+        return written
+    return written._replace(log=lambda: list(groups), close=episodes.close)
