@@ -1,7 +1,6 @@
 """The tower, patches and their moves in a dry run, beside what a step and an engine compute."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -27,7 +26,9 @@ from funrl.cost.row_pictures import (
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single
+from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
+from funrl.models.vision.tiles import NO_TILES
 from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.owned_rows import with_owned
@@ -61,11 +62,19 @@ FAMILIES = {
             "image_size": 128, "patch_size": 8, "vision_use_head": False},
         "mm_tokens_per_image": 64, "image_token_index": 90, "boi_token_index": 92, "eoi_token_index": 93,
     },
+    "llava_onevision": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2,
+            "image_size": 42, "patch_size": 8, "vision_use_head": False},
+        "image_token_index": 90, "video_token_index": 91, "image_grid_pinpoints": [[42, 42], [42, 84], [84, 126]],
+        "vision_aspect_ratio": "anyres_max_9",
+    },
 }  # fmt: skip
 CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "llava_onevision": "LlavaOnevisionForConditionalGeneration",
 }
 
 
@@ -86,24 +95,29 @@ def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     """torch counts the products of a tower that computes, with attention as plain products."""
     tokens = 80
     job = own_job(folder)
-    assert row_grids(job, tokens) == ((16, 16),)  # 128 x 128 pixels
+    grids = row_grids(job, tokens)
+    tower = job.model.config.tower
+    # 128 x 128 pixels; or an overview and a tile, each of 25 tokens, and 5 ends of lines
+    assert grids == (((42, 42),) if tower.layout.tiles else ((16, 16),))
+    seen = picture_tokens(grids[0], tower)
+    patches = picture_patches(grids[0], tower)
     request = assumed_prompt(job, tokens)
     params = job.model.init(torch.Generator().manual_seed(0))
     counter = FlopCounterMode(display=False)
     with counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         encode_pictures(job.model, params, request)
-    tower = counter.get_total_flops()
-    assert tower > 1e6
+    flops = counter.get_total_flops()
+    assert flops > 1e6
     given = {"samples_per_prompt": 8}
     found = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
     without, with_one = (one.phases["generate"] for one in found)
     prompts = job.settings.run.batch_prompts
     mutual = 0.04 if "gemma3" in job.model.config.source.family else 0  # its tokens attend to later ones anew
-    assert with_one.flops - without.flops == pytest.approx((1 + mutual / 2) * prompts * tower, rel=0.01 + mutual / 2)
+    assert with_one.flops - without.flops == pytest.approx((1 + mutual / 2) * prompts * flops, rel=0.01 + mutual / 2)
     held = with_one.peak["cache"] - without.peak["cache"]
-    layers = 1 + len(job.model.config.tower.form.deep_layers)
-    assert held >= (prompts - 1) * layers * 64 * job.model.config.embed * 4  # states of 64 tokens
-    assert "with 1 picture of 256 patches" in found[1].step and "picture" not in found[0].step
+    layers = 1 + len(tower.form.deep_layers)
+    assert held >= (prompts - 1) * layers * seen * job.model.config.embed * 4
+    assert f"with 1 picture of {patches} patches" in found[1].step and "picture" not in found[0].step
 
 
 def seen_rows(job, parts, tokens, count):
@@ -115,7 +129,8 @@ def seen_rows(job, parts, tokens, count):
     ids[ids == tower.placeholder] = 3
     first = torch.tensor(leading_tokens(tower, grids), dtype=ids.dtype)
     ids[:, : len(first)] = first
-    patches = torch.randint(0, 256, (sum(map(math.prod, grids)), 3, tower.patch, tower.patch), dtype=torch.uint8)
+    count = sum(picture_patches(grid, tower) for grid in grids)
+    patches = torch.randint(0, 256, (count, 3, tower.patch, tower.patch), dtype=torch.uint8)
     own = owned_lines({PATCHES: patches, GRIDS: torch.tensor(grids)})
     return with_owned(rows.with_fields(tokens=ids), [own] * len(rows.own), job.model.owned.none)
 
@@ -137,7 +152,7 @@ STEPS = {
 
 OF_FAMILIES = [  # one family in all, the others where their towers learn and where they do not
     *(("qwen2_5_vl", case) for case in STEPS),
-    *((family, case) for family in ("qwen3_vl", "gemma3") for case in ("learning", "critic")),
+    *((family, case) for family in ("qwen3_vl", "gemma3", "llava_onevision") for case in ("learning", "critic")),
 ]
 QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "learning")]
 
@@ -156,8 +171,9 @@ def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
     real = dry_run.trace_step(job, parts, rows, tracer_of(job, parts, CPU, real=True))
     fake = pretended_step(job, tokens, count)
     own = owned_bytes(job, tokens)
-    assert sum(own) == 256 * 3 * 8 * 8 + 2 * 8
-    assert fake.row_bytes + sum(own) == pytest.approx(real.row_bytes, rel=1e-3)
+    patches = sum(picture_patches(grid, job.model.config.tower) for grid in row_grids(job, tokens))
+    assert sum(own) == patches * 3 * 8 * 8 + 2 * 8
+    assert fake.row_bytes + sum(own) == pytest.approx(real.row_bytes, rel=1e-3, abs=18)  # offsets of two fields
     phases = with_owned_bytes(fake.phases, sum(own), count)
     assert set(phases) == set(real.phases)
     for name, costs in real.phases.items():
@@ -223,6 +239,15 @@ def test_pictures_of_one_size_are_not_bounded_by_the_row(folder):
     assert row_grids(own_job(folder, assume_pictures=3), 2000) == ((16, 16),) * 3
     with pytest.raises(SettingsError, match="--prompt_tokens=150: 3 pictures take 198 tokens or more; give a larger"):
         row_grids(own_job(folder, assume_pictures=3), 150)
+
+
+@pytest.mark.parametrize("folder", ["llava_onevision"], indirect=True)
+def test_a_picture_alone_fills_the_largest_canvas_and_several_are_overviews(folder):
+    assert row_grids(own_job(folder), 2000) == ((84, 126),)
+    assert row_grids(own_job(folder), 60) == ((42, 42),)  # 25 tokens, and 5 lines of 6: two tiles would take 80
+    assert row_grids(own_job(folder, assume_pictures=3), 2000) == (NO_TILES,) * 3
+    with pytest.raises(SettingsError, match="--prompt_tokens=70: 3 pictures take 78 tokens or more; give a larger"):
+        row_grids(own_job(folder, assume_pictures=3), 70)
 
 
 def test_flags_of_pictures_are_refused_where_the_model_reads_text():

@@ -1,6 +1,6 @@
 """Random configurations of vision-language models, and random rows of pictures, against transformers.
 
-Draws 0 to 99 of the Qwens, and 0 to 29 of Gemma 3, were run once: none exceeded the tolerance.
+Draws 0 to 99 of the Qwens, and 0 to 29 of Gemma 3 and of LLaVA-OneVision, were run once: none exceeded the tolerance.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ import numpy as np
 import pytest
 import torch
 from selection import quick
-from tiny_vl import QWENS, gemma3_config, picture_batch, transformers_config, transformers_logits, transformers_model
+from tiny_vl import (
+    QWENS,
+    gemma3_config,
+    llava_config,
+    picture_batch,
+    transformers_config,
+    transformers_logits,
+    transformers_model,
+)
 
 from funrl.models.huggingface.directories import load, save
 from funrl.models.placed import inputs_of
+from funrl.models.vision.config import TowerConfig
 from funrl.models.vision.inputs import picture_inputs
+from funrl.models.vision.tiles import NO_TILES
 from funrl.trainer.steps.micro import micro_batch
 
 DRAWS, QUICK = 24, 6
 GEMMA_DRAWS, QUICK_GEMMA = 12, 2
+TILED_DRAWS, QUICK_TILED = 12, 2
 
 
 def drawn_config(number: int) -> Any:
@@ -114,18 +125,52 @@ def drawn_gemma(number: int) -> Any:
     return config
 
 
-def drawn_rows(number: int, merge: int, side: int | None = None) -> tuple:
-    """Texts and pictures of two to four rows, one of them without pictures.
-
-    Args:
-      side: patches of a side of every picture; None: they are drawn.
-    """
+def drawn_llava(number: int) -> Any:
+    """A small configuration of LLaVA-OneVision."""
     pick = random.Random(number)
+    heads = pick.choice([2, 4])
+    text = {
+        "hidden_size": heads * pick.choice([8, 12]),
+        "num_hidden_layers": pick.choice([1, 2, 3]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick.choice([1, 2, heads]),
+        "intermediate_size": pick.choice([24, 40]),
+        "rms_norm_eps": pick.choice([1e-5, 1e-6]),
+        "hidden_act": pick.choice(["silu", "gelu_pytorch_tanh"]),
+        "rope_parameters": {"rope_type": "default", "rope_theta": pick.choice([1e3, 1e4, 1e6])},
+        "tie_word_embeddings": pick.random() < 0.5,
+    }
+    tower_heads = pick.choice([1, 2, 3])
+    patch = pick.choice([2, 3, 4])
+    pixels = patch * pick.choice([1, 2, 3, 4]) + pick.randint(0, patch - 1)
+    vision = {
+        "num_hidden_layers": pick.choice([1, 2, 3]),
+        "num_attention_heads": tower_heads,
+        "hidden_size": tower_heads * pick.choice([5, 8, 12]),
+        "intermediate_size": pick.choice([20, 36]),
+        "patch_size": patch,
+        "image_size": pixels,
+        "layer_norm_eps": pick.choice([1e-5, 1e-6]),
+    }
+    sizes = [(rows, columns) for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    points = [[rows * pixels, columns * pixels] for rows, columns in pick.sample(sizes, pick.randint(1, 6))]
+    most = f"anyres_max_{pick.choice([1, 2, 9])}"
+    return llava_config(text, vision, image_grid_pinpoints=points, vision_aspect_ratio=most)
+
+
+def drawn_rows(number: int, tower: TowerConfig) -> tuple:
+    """Texts and pictures of two to four rows, one of them without pictures."""
+    pick = random.Random(number)
+    merge, side, tiles = tower.merge, tower.layout.side, tower.layout.tiles
 
     def row() -> tuple:
         parts: list[Any] = [pick.randint(1, 5)]
-        for _ in range(pick.randint(1, 3)):
+        count = pick.randint(1, 3)
+        without_tiles = count > 1 and pick.random() < 0.5  # as transformers has them for several pictures alone
+        for _ in range(count):
             size = (merge * pick.randint(1, 5), merge * pick.randint(1, 5))
+            if tiles is not None:
+                size = NO_TILES if without_tiles else (pick.randint(10, 50), pick.randint(10, 50))
             parts += [size if side is None else (side, side), pick.randint(0, 4)]
         return tuple(parts)
 
@@ -144,6 +189,11 @@ def test_a_draw_of_gemma3(number, tmp_path):
     check(drawn_gemma(number), number, tmp_path)
 
 
+@pytest.mark.parametrize("number", quick(range(TILED_DRAWS), range(QUICK_TILED)))
+def test_a_draw_of_llava_onevision(number, tmp_path):
+    check(drawn_llava(number), number, tmp_path)
+
+
 def check(config, number, tmp_path):
     """Compare logits of packed rows, and saved weights, with those of transformers."""
     from transformers import AutoModelForImageTextToText
@@ -152,8 +202,8 @@ def check(config, number, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, params = load(tmp_path / "theirs")
     tower = model.config.tower
-    batch, lengths = picture_batch(tower, drawn_rows(number, tower.merge, tower.layout.side), number)
-    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(lengths)), 512, 8)
+    batch, lengths = picture_batch(tower, drawn_rows(number, tower), number)
+    packed = micro_batch(batch._replace(segments=None), np.array(lengths), np.arange(len(lengths)), 2048, 8)
     inputs = picture_inputs(tower, packed.batch, inputs_of(packed.batch))
     with torch.no_grad():
         logits = (model.apply(params, inputs).hidden @ model.unembed(params).T)[0]

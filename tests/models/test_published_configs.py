@@ -94,6 +94,23 @@ PUBLISHED = {
             "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
         },
     }),
+    "llava-hf/llava-onevision-qwen2-0.5b-ov-hf": (893_675_552, {
+        "architectures": ["LlavaOnevisionForConditionalGeneration"], "model_type": "llava_onevision",
+        "image_grid_pinpoints": [[384 * rows, 384 * columns] for rows in range(1, 7) for columns in range(1, 7)],
+        "image_token_index": 151646, "video_token_index": 151647, "projector_hidden_act": "gelu",
+        "tie_word_embeddings": False, "torch_dtype": "float16", "use_image_newline_parameter": True,
+        "vision_aspect_ratio": "anyres_max_9", "vision_feature_layer": -1, "vision_feature_select_strategy": "full",
+        "text_config": {
+            "architectures": ["Qwen2ForCausalLM"], "bos_token_id": 151643, "eos_token_id": 151645,
+            "hidden_size": 896, "intermediate_size": 4864, "max_window_layers": 24, "model_type": "qwen2",
+            "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rope_theta": 1000000.0,
+            "sliding_window": 131072, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 152000,
+        },
+        "vision_config": {
+            "hidden_size": 1152, "image_size": 384, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 26, "patch_size": 14, "vision_use_head": False,
+        },
+    }),
     "mistralai/Mistral-7B-v0.3": (7_248_023_552, USUAL | sized(
         4096, 14336, 32, 32, 8, architectures=["MistralForCausalLM"], model_type="mistral", bos_token_id=1,
         eos_token_id=2, hidden_act="silu", max_position_embeddings=32768, rms_norm_eps=1e-05, rope_theta=1000000.0,

@@ -125,7 +125,7 @@ def token_states(size: Size, tiles: Tiles) -> TokenStates:
     height, width = numbers_HW.shape
     ratio = math.sqrt(height * width / (tiles.most * side**2))
     if ratio > _LEAST_RATIO:
-        entries_HW4, shares_HW4 = _interpolated(numbers_HW, (int(height // ratio), int(width // ratio)))
+        entries_HW4, shares_HW4 = _interpolated(numbers_HW, (max(1, int(height // ratio)), max(1, int(width // ratio))))
     else:
         entries_HW4, shares_HW4 = _alone(numbers_HW), _first_only(height, width)
     lines = (len(entries_HW4), 1)
