@@ -80,7 +80,7 @@ def test_a_compiled_layer_on_ranks(case, results):
     """Each kind of layers is one graph: two where some have states and some attend."""
     gap, graphs = results[case]
     assert gap < (1e-5 if CASES[case][-1] == "inductor" else 1e-9)
-    assert graphs == len(set(decoder_model(CASES[case][1]).abilities.kinds))
+    assert graphs == len(set(decoder_model(CASES[case][1]).abilities.layer_kinds))
 
 
 if __name__ == "__main__":
