@@ -59,6 +59,7 @@ SEEING = {  # targets, and names in target_modules of what has adapters
     "qwen3_vl": ("all-linear,vision.qkv,vision.linear_fc1", ["linear_fc1", "qkv"], ["proj", "linear_fc2"]),
     "gemma3": ("v_proj,vision.v_proj,vision.fc2", ["fc2", "v_proj"], ["q_proj", "out_proj"]),
     "gemma3 without the tower": ("v_proj", ["model.language_model.layers.1.self_attn.v_proj"], ["v_proj", "fc2"]),
+    "llava_onevision": ("up_proj,vision.fc1,vision.linear_1", ["fc1", "linear_1", "up_proj"], ["fc2"]),
 }
 
 
@@ -69,17 +70,18 @@ def test_peft_computes_the_same_logits_of_pictures(case, tmp_path):
     targets, named, unnamed = SEEING[case]
     base = saved_model(tmp_path / "base", family)
     model, params, _ = adapted(tmp_path, targets)
-    batch, lengths = picture_batch(rows_of(family)[:1])
-    inputs = picture_inputs(model.config.tower, batch, inputs_of(batch))
+    tower = model.config.tower
+    batch, lengths = picture_batch(tower, rows_of(family)[:1])
+    inputs = picture_inputs(tower, batch, inputs_of(batch))
     ours = (model.apply(params, inputs).hidden @ model.unembed(params).T)[0]
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert set(named) <= set(raw["target_modules"]) and not set(unnamed) & set(raw["target_modules"])
     there = {name for name, _ in theirs.named_parameters() if ".lora_" in name}
     assert len(there) == len(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-    logits = transformers_logits(theirs, model.config.tower.form, batch, 0, lengths[0])
+    logits = transformers_logits(theirs, tower, batch, 0, lengths[0])
     with theirs.disable_adapter():
-        without = transformers_logits(theirs, model.config.tower.form, batch, 0, lengths[0])
+        without = transformers_logits(theirs, tower, batch, 0, lengths[0])
     assert (ours - logits).abs().max() < 2e-5 and (ours - without).abs().max() > 0.01
 
 
