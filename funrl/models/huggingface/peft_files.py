@@ -34,7 +34,7 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     begin with "vision.", and "vision" is all of these.
     """
     names = {plain_name(name): weight for name, (weight, _) in names_of(model).items() if "/" in name}
-    there = {name.rsplit("/", 1)[-1]: weight.split(".")[-2] for name, weight in names.items()}
+    there = {name.rsplit("/", 1)[-1]: weight.rpartition(".")[0].rpartition(".")[2] for name, weight in names.items()}
     weights: dict[str, tuple[str, ...]] = {}
     for name in (*PROJECTIONS, *OF_SOME):
         if name in there:
