@@ -23,6 +23,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeEngine
 from funrl.trainer import loop
 from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -149,15 +150,30 @@ class Late:
         return Episode([trajectory], {"policy": float(trajectory.leaf.tokens[0] % 2)})
 
 
+def noting_evaluations(file, job, seed, mesh, pool=None):
+    """`slowed`, with the iterations that this rank's engine took for evaluations in a file."""
+    close = PacedWriter.close
+
+    def noted(writer):
+        file.write_text(str(writer._heldout.tick))
+        close(writer)
+
+    with mock.patch.object(PacedWriter, "close", noted):
+        return slowed(job, seed, None, mesh, pool)
+
+
 @pytest.mark.slow
-def test_the_engine_waits_for_late_answers():
+def test_the_engine_waits_for_late_answers(tmp_path):
     runs = {}
     for delay in (1, 20):
         environment = Late()
         environment.delay_steps = delay
         job = episode_job(rollout_is, environment, **SETTINGS | {"staleness": 1, "place": "generate:1"})
-        runs[delay] = [launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2)]
+        files = [tmp_path / f"{delay}-{seed}" for seed in (1, 2)]
+        programs = [functools.partial(noting_evaluations, file, job, seed) for seed, file in enumerate(files, 1)]
+        runs[delay] = [launch(program, job.launched, "cpu") for program in programs]
         assert differences(*runs[delay]) == []
+        assert files[0].read_text() == files[1].read_text() != "0"
     ages = [[metrics["age/mean"] for _, metrics in one.observer.steps] for one, _ in runs.values()]
     assert ages[0] != ages[1], "a switch of weights does not stand at another token where answers take longer"
 

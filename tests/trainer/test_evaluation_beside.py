@@ -126,6 +126,7 @@ RUNS = {
     "adapters": ({"place": "train:dp1 generate:dp1"}, {"lora_rank": 2}),
     "window": ({"place": "train:dp1 generate:dp2", "window": 3}, {}),
     "clock, tp2": ({"place": "train:dp1 generate:tp2", "clock": "tokens"}, {}),
+    "clock, episodes": ({"place": "train:dp1 generate:dp2", "clock": "tokens"}, CALCULATOR),
 }
 
 

@@ -162,7 +162,7 @@ class JoinedEngine:
     def _pending_anywhere(self) -> bool:
         """True if a replica waits for completions or for programs. Collective over the mesh."""
         pending = torch.tensor(len(self._pending) + len(self._beside), device=self.mesh.device)
-        return bool(psum(pending, self.mesh, (*self.mesh.row_axes, "tensor")))
+        return bool(psum(pending, self.mesh, AXES))
 
     def beside(self) -> JoinedEngine:
         """An engine with these weights for a program in another thread, which ends by `leave`. New weights wait for it.

@@ -32,7 +32,7 @@ from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
-from funrl.trainer.placement.heldout import HeldoutWriter, WrittenPart
+from funrl.trainer.placement.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -316,7 +316,8 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
 def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, writer: GroupWriter) -> HeldoutWriter:
     """Begin an evaluation beside groups once this replica has its weights. Collective."""
     writer.take_version(request.version, generates=True)
-    heldout = HeldoutWriter(generation, request.step)
+    run = writer.run_heldout if isinstance(writer, PacedWriter) else run_as_there_is_room
+    heldout = HeldoutWriter(generation, request.step, run)
     writer.beside.begin(heldout.write, _groups_aside(writer))
     if writer.paced:
         gather_objects(None, generation.engine.mesh)  # the answer opens the gate, at which all replicas are now

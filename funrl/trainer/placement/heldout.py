@@ -6,15 +6,16 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
-from funrl.environments.run import EpisodeRunner, EpisodeSpending, Tickets, episode_groups
+from funrl.environments.run import EpisodeGroup, EpisodeRunner, EpisodeSpending, Tickets, episode_groups
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episode_records import EpisodeRecord, from_record, to_record
+from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.resident import ResidentEngine
@@ -96,6 +97,43 @@ class ProgramBeside:
         return self.tasks[0].result() if self.tasks else None
 
 
+class WrittenEpisode(NamedTuple):
+    """An episode of an evaluation.
+
+    Attributes:
+      number: of it among all of the evaluation.
+      episode: itself.
+      cost: of it.
+    """
+
+    number: int
+    episode: Episode
+    cost: EpisodeSpending
+
+
+RunHeldout = Callable[
+    [Callable[[], EpisodeRunner], ResidentEngine, Sequence[EpisodeGroup]], Awaitable[list[WrittenEpisode]]
+]
+
+
+async def run_as_there_is_room(
+    runner: Callable[[], EpisodeRunner], resident: ResidentEngine, groups: Sequence[EpisodeGroup]
+) -> list[WrittenEpisode]:
+    """Run groups of episodes as the engine has room for them.
+
+    Args:
+      runner: makes a runner of episodes.
+      resident: the engine.
+      groups: of this replica.
+
+    Raises:
+      RunEndingError: the environment cannot work in this run.
+    """
+    own = runner()
+    episodes = await own.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
+    return [WrittenEpisode(number, episode, own.costs[number]) for number, episode in episodes]
+
+
 class HeldoutWriter:
     """Writer of this replica's part of an evaluation, which evaluates all parts.
 
@@ -103,13 +141,15 @@ class HeldoutWriter:
     and the weights alone, so that the metrics are those of an evaluation that has the engines to itself.
     """
 
-    def __init__(self, generation: Generation, step: int) -> None:
+    def __init__(self, generation: Generation, step: int, run: RunHeldout = run_as_there_is_room) -> None:
         """Begin without completions.
 
         Args:
           generation: as of a source, on the mesh to generate on.
           step: number of training steps before the evaluation.
+          run: runs its episodes.
         """
+        self._run = run
         mesh = generation.engine.mesh
         self._generation = generation
         self._step = step
@@ -178,11 +218,11 @@ class HeldoutWriter:
     async def _episodes(self, setup: EpisodeSetup, resident: ResidentEngine) -> WrittenPart:
         heldout, sampling, _, seed, _ = self._generation.evaluation
         policy = policy_setup(setup, sampling)
-        runner = EpisodeRunner(setup.environment, policy, setup.limits)
         groups = episode_groups(heldout, self._samples, seed)[self._own]
         try:
-            episodes = await runner.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
+            runner = functools.partial(EpisodeRunner, setup.environment, policy, setup.limits)
+            written = await self._run(runner, resident, groups)
         except RunEndingError as error:
             return WrittenPart(problem=str(error))
-        costs = [runner.costs[number] for number, _ in episodes]
-        return WrittenPart([], [(number, to_record(episode)) for number, episode in episodes], costs)
+        episodes = [(number, to_record(episode)) for number, episode, _ in written]
+        return WrittenPart([], episodes, [cost for *_, cost in written])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funrl.asynchrony.token_clock import EngineTime, ReplicaClock
 from funrl.environments.environment import answer_delay
-from funrl.environments.run import EpisodeRunner
+from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.mesh.collectives import from_first
 from funrl.mesh.pools.channel import Answers
 from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
+from funrl.rollout.resident import ResidentEngine
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt
+from funrl.trainer.placement.heldout import WrittenEpisode
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
@@ -58,6 +62,7 @@ class PacedWriter(GroupWriter):
         super().__init__(*args)
         moved = self.resident.wake if self.resident is not None else lambda: None
         self._programs = PacedPrograms(moved, filtered=self._prompts.replaced)
+        self._heldout = PacedPrograms(moved)  # of evaluations, at whose iterations the clock stands still
         self._clock: ReplicaClock | None = None
         self._ended: dict[int, EngineTime] = {}  # of groups that have ended and are not delivered
         self._steps = False  # whether the engine is stepped next
@@ -69,7 +74,9 @@ class PacedWriter(GroupWriter):
         if self.resident is None or not self._steps:
             self._rest()
             return
-        if self._clock is not None and not self.beside.goes_on:
+        if self.beside.goes_on:
+            self._heldout.tick += 1
+        elif self._clock is not None:
             self._clock.tick += 1
             self._programs.tick += 1
         super().step()
@@ -123,7 +130,7 @@ class PacedWriter(GroupWriter):
         """Do all that is due before the next iteration; returns the transfer whose weights are taken now."""
         self._steps = self._waits = False
         if self.beside.goes_on:  # at a gate, with the groups set aside
-            self._steps = self.resident is not None and self.resident.busy
+            self._steps = self._advance_heldout()
             return None
         clock = self._opened()
         if clock is None or self.resident is None or not self._programs.settled:
@@ -140,6 +147,51 @@ class PacedWriter(GroupWriter):
         if self._programs.settled:
             self._steps = self._busy(clock)
         return None
+
+    def _advance_heldout(self) -> bool:
+        """Do all of an evaluation that is due before the next iteration; returns whether the engine is stepped."""
+        programs = self._heldout
+        if self.resident is None or not programs.settled:
+            return False
+        self._loop.run_until_complete(programs.release())
+        programs.ended.clear()
+        if not programs.settled:
+            return False
+        if not self.resident.busy and programs.next_due is not None:
+            programs.tick = programs.next_due
+        return self.resident.busy
+
+    async def run_heldout(
+        self, runner: Callable[[], EpisodeRunner], resident: ResidentEngine, groups: Sequence[EpisodeGroup]
+    ) -> list[WrittenEpisode]:
+        """Run episodes of an evaluation, as `run_as_there_is_room`; their calls enter at fixed iterations too.
+
+        As many as may be unfinished begin together, and the next ones when all of these have ended.
+        """
+        written = []
+        at_once = max(1, runner().limits.waiting // len(groups[0].seeds)) if groups else 1
+        for begin in range(0, len(groups), at_once):
+            some = list(enumerate(groups[begin : begin + at_once]))
+            runners = [self._paced_heldout(runner(), resident, group, number) for number, group in some]
+            tasks = [asyncio.create_task(own.run_group(group)) for own, (_, group) in zip(runners, some, strict=True)]
+            try:
+                ended = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+            for own, episodes in zip(runners, ended, strict=True):
+                written += [WrittenEpisode(number, episode, own.costs[number]) for number, episode in episodes]
+        return written
+
+    def _paced_heldout(
+        self, runner: EpisodeRunner, resident: ResidentEngine, group: EpisodeGroup, number: int
+    ) -> EpisodeRunner:
+        """The runner of a group of an evaluation, which begins."""
+        self._heldout.begin(number, len(group.seeds), self._delay)
+        runner.resident = resident
+        runner.setup = runner.setup._replace(serve=refused_endpoint)
+        runner.pace = EpisodePace(self._heldout, number, self._delay, -group.first)
+        return runner
 
     def _busy(self, clock: ReplicaClock) -> bool:
         """True if the engine has something to do; else let time pass until a program is due."""

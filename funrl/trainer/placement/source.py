@@ -74,7 +74,7 @@ def placed_source(
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()
-        if evaluates_beside(generation, generators):
+        if generation.schedule.weighing is UNWEIGHTED:  # a curriculum may read its metrics before the next step
             begin_evaluation = generators.begin_evaluation
     if rewards.scorers:
         generators.serve_until = rewards.serve_until
@@ -101,15 +101,6 @@ def placed_source(
         log=generators.log,
         write_episodes=generators.write_episodes if generation.episodes is not None else None,
     )
-
-
-def evaluates_beside(generation: Generation, generators: GroupGenerators) -> bool:
-    """True if an evaluation may end after the next step.
-
-    A curriculum may read its metrics before that. By the clock of the engines, the cache that episodes leave behind may
-    depend on how long their environment takes, which two runs have to have in common.
-    """
-    return generation.schedule.weighing is UNWEIGHTED and not (generators.paced and generation.episodes is not None)
 
 
 def timed_evaluation(begin: BeginEvaluation, clock: Clock) -> BeginEvaluation:
