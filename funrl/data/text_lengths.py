@@ -50,7 +50,7 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
     return sources
 
 
-def examples_ahead(examples: Sequence[FitExample], places: Iterable[int]) -> Iterator[FitExample]:
+def examples_ahead(examples: Sequence[Any], places: Iterable[int]) -> Iterator[Any]:
     """Examples by their indices, in this order; threads read the pictures of those that follow meanwhile.
 
     Raises:

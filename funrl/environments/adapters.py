@@ -12,12 +12,14 @@ Every function may be plain or `async`; a plain one runs in a thread.
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from funrl.data.pictures import inner_pictures
 from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
@@ -56,7 +58,8 @@ def tool_environment(
     Args:
       tools: functions with types and a docstring that describes their arguments (Google style), which become the JSON
         schemas that the chat template shows.
-      score: (messages, **fields of the example's record) -> reward of the episode; None: unscored.
+      score: (messages, **fields of the example's record) -> reward of the episode; None: unscored. Its `images` are
+        those of all messages.
       system: a system message, before the messages of the example.
 
     Raises:
@@ -237,7 +240,8 @@ class _Tools:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         opened = policy.start([*system, *example_messages(example)], self.tools)
         talk = await tool_conversation(policy, opened, self._output)
-        reward = await call(self._score, talk.end.messages(), **example.fields)
+        messages = talk.end.messages()
+        reward = await call(self._score, messages, **seen_fields(self._score, example, messages))
         return Episode([talk.end], {talk.end.agent: reward}, parts=talk.parts(), status=talk.status)
 
     async def _output(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
@@ -267,7 +271,8 @@ class _Answers:
             except LimitReached as limit:
                 last = to_last_turn(trajectory)
                 return Episode([last], {last.agent: None}, status=limit.status)
-            answer = await call(self._answer, trajectory.messages(), **example.fields)
+            messages = trajectory.messages()
+            answer = await call(self._answer, messages, **seen_fields(self._answer, example, messages))
             policy.answered(answer)
             if isinstance(answer, str):
                 answer = [{"role": "user", "content": answer}]
@@ -298,6 +303,14 @@ class _SingleTurn:
             raise RewardError(*outcome)
         parts = outcome.entries if isinstance(outcome, RewardScore) else {}
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
+
+
+def seen_fields(function: Callable[..., Any], example: Example, messages: Sequence[Message]) -> dict[str, Any]:
+    """The fields of an example; where the function takes `images`, all pictures of the messages, if they have any."""
+    pictures = inner_pictures([*messages])
+    taken = inspect.signature(function).parameters.values() if pictures else ()
+    takes = any(one.name == "images" or one.kind is inspect.Parameter.VAR_KEYWORD for one in taken)
+    return {**example.fields, **({"images": pictures} if takes else {})}
 
 
 def _parts_of(method: str, value: Any, parts: str) -> Any:

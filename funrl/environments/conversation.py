@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from funrl.data.processors.form import PictureForm
+from funrl.data.processors.thumbnails import thumbnails
 from funrl.rollout.episodes import Episode, Message, Node
 
 LONGEST_TEXT = 4000  # of one text; a tool's answer may be megabytes
+MOST_SEEN = 12  # pictures of an episode
 
 
-def conversation_of(episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def conversation_of(
+    episode: Episode, decode: Callable[[list[int]], str], form: PictureForm | None = None
+) -> dict[str, Any]:
     """An episode as a JSON value.
 
     Its "branches" are trajectories, each with an "agent", its "reward" and "says": entries with a "role", a "text"
     and, where they apply, "sampled" (by the policy; the text is then that of its tokens), "calls" (names and arguments
     of tools), "content" (what a message with calls says beside them), "reward" (of the turn), "finish" (where a limit
-    ended the turn) and "before" (an earlier branch has it too). From the first "forked" branches others forked.
+    ended the turn), "pictures" (fields of `ShownPicture`, up to `MOST_SEEN` in an episode) and "before" (an earlier
+    branch has it too, and its pictures). From the first "forked" branches others forked.
 
     Args:
       decode: token ids -> text.
+      form: in which the model takes pictures; None: none are shown.
     """
     seen: set[Node] = set()
+    left = MOST_SEEN
     branches = []
     for end in episode.ends:
         says: list[dict[str, Any]] = []
         for node in end.leaf.path():
             shared = {"before": True} if node in seen else {}
-            says += [entry | shared for entry in _entries(node, episode, decode)]
+            entries = [entry | shared for entry in _entries(node, episode, decode)]
+            if form is not None and node.owned is not None and node not in seen:
+                pictures = thumbnails(node.owned.values, form, left)
+                left -= len(pictures)
+                entries = _with_pictures(entries, node, [picture._asdict() for picture in pictures])
+            says += entries
             seen.add(node)
         branches.append({"agent": end.agent, "reward": episode.rewards.get(end.agent), "says": says})
     facts = {"status": episode.status, "problem": episode.problem[:LONGEST_TEXT], "parts": dict(episode.parts)}
@@ -54,6 +68,15 @@ def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -
             yield {"role": role + name, "text": _cut(_content(message))}
     else:
         yield {"role": "context", "text": _cut(decode(list(node.tokens)))}
+
+
+def _with_pictures(entries: list[dict[str, Any]], node: Node, pictures: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Entries of a node with its pictures, each in that of the message which has it."""
+    contents = [message.get("content") for message in node.messages] or [[{"type": "image"}] * len(pictures)]
+    counts = [sum(part.get("type") == "image" for part in x) if isinstance(x, list) else 0 for x in contents]
+    rest = iter(pictures)
+    own = [list(itertools.islice(rest, count)) for count in counts]
+    return [entry | ({"pictures": x} if x else {}) for entry, x in zip(entries, own, strict=True)]
 
 
 def _sampled(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:

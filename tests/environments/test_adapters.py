@@ -206,10 +206,16 @@ def test_a_tool_may_return_a_picture(monkeypatch):
 
     monkeypatch.setattr(CHAT, "expanded", expanded)
     replies = [call_text("draw", boxed=True) + call_text("draw", boxed=False), "a box"]
-    environment = tool_environment([draw], lambda messages: 1.0)
+    scored = []
+
+    def score(messages, images):
+        scored.extend(images)
+        return 1.0
+
     engine = ScriptedEngine(lambda prompt: replies.pop(0))
-    (episode,) = run(environment, engine, *examples_of("what?"))
+    (episode,) = run(tool_environment([draw], score), engine, *examples_of("what?"))
     part = {"type": "image", "image": picture}
+    assert scored == [picture, picture]
     assert shown == [[{"type": "text", "text": "a box"}, part], [part]] and episode.rewards == {"policy": 1.0}
 
 

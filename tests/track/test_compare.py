@@ -9,10 +9,10 @@ import pytest
 from test_report import checked
 
 from funrl.cli import main as cli
+from funrl.data.processors.thumbnails import ShownPicture
 from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import RunDirectory, open_run
 from funrl.track.records.samples import Sample, open_samples
-from funrl.track.records.shown_pictures import ShownPicture
 from funrl.track.records.trackers import jsonl
 from funrl.track.report.compare import _names, write_comparison
 from funrl.track.report.run_files import ReportError

@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from funrl.data.processors.thumbnails import ShownPicture
 from funrl.track.records.run_directory import open_run
 from funrl.track.records.run_lock import owned_run
 from funrl.track.records.samples import Sample, open_samples
-from funrl.track.records.shown_pictures import ShownPicture
 from funrl.track.records.trackers import jsonl
 from funrl.track.report import charts
 from funrl.track.report.compare import render_comparison
@@ -458,6 +458,12 @@ def test_pictures_of_samples_are_inside_the_page(tmp_path):
     episode = {"branches": [{"agent": "policy", "reward": 1.0, "says": [{"role": "user", "text": "[image]how many?"}]}]}
     shown = [Sample(0, "how many?", "2", 1.0, pictures=(picture,))]
     shown += [Sample(60, "how many?", "2", 1.0, conversation=episode, pictures=(picture,))]
-    read = checked(render(read_run(a_run(tmp_path))._replace(samples=shown)))
-    images = [tag for name, tag in read.tags if name == "img"]
-    assert [(tag["src"], tag["alt"]) for tag in images] == [(picture.thumbnail, str(picture))] * 2
+    later = picture._replace(name="dog.png", thumbnail=picture.thumbnail + "BBBB")
+    says = [{"role": "user", "text": "[image]and this?", "pictures": (later,)}]
+    turns = {"branches": [{"agent": "policy", "reward": 1.0, "says": says}]}
+    several = [Sample(0, "how many?", "2", 1.0, conversation=turns, pictures=(picture,))]
+    files = read_run(a_run(tmp_path))
+    for samples, expected in ((shown, [picture, picture]), (several, [later])):
+        read = checked(render(files._replace(samples=samples)))
+        images = [tag for name, tag in read.tags if name == "img"]
+        assert [(tag["src"], tag["alt"]) for tag in images] == [(one.thumbnail, str(one)) for one in expected]

@@ -10,17 +10,14 @@ from rich.console import Console
 
 from funrl.data.pictures import expand_placeholders
 from funrl.data.processors.form import PictureForm
+from funrl.data.processors.thumbnails import THUMBNAIL_BYTES, ShownPicture
 from funrl.data.prompts import Example
+from funrl.environments.conversation import MOST_SEEN, conversation_of
 from funrl.models.vision.config import TowerConfig
+from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.track.progress import open_progress
 from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
-from funrl.track.records.shown_pictures import (
-    LONGEST_NAME,
-    MOST_SHOWN,
-    THUMBNAIL_BYTES,
-    ShownPicture,
-    shown_pictures,
-)
+from funrl.track.records.shown_pictures import LONGEST_NAME, MOST_SHOWN, shown_pictures
 
 FORM = PictureForm(
     TowerConfig(layers=1, embed=16, heads=2, inner=16, patch=4, window=16, placeholder=9), 64, max_pixels=1 << 18
@@ -97,6 +94,33 @@ def test_samples_are_read_without_pictures_that_a_page_would_load(tmp_path):
     (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
     (sample,) = read_samples(tmp_path / "samples.jsonl")
     assert sample.pictures == (ShownPicture("b", "1x1", "1", "data:image/png;base64,AAAA"),)
+
+
+def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
+    def turn(parent, pictures, *words):
+        parts = [{"type": "image"}] * len(pictures)
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "a"}]}]
+        messages += [{"role": "user", "content": word} for word in words]
+        return Node(parent, [1], sampled=False, messages=messages, owned=example_of(pictures).owned)
+
+    first = turn(None, [noise(8, 16)])
+    second = turn(first, [noise(8, 24), noise(8, 32)], "more")
+    other = turn(first, [noise(8, 40)] * MOST_SEEN)
+    episode = Episode([Trajectory("policy", leaf) for leaf in (second, other)], {"policy": 1.0})
+    conversation = conversation_of(episode, str, FORM)
+    one, two = ([len(entry.get("pictures", ())) for entry in branch["says"]] for branch in conversation["branches"])
+    assert one == [1, 2, 0] and two == [0, MOST_SEEN - 3]  # what an earlier branch shows is not shown again
+    assert "pictures" not in conversation_of(episode, str)["branches"][0]["says"][0]
+    conversation["branches"][1]["says"][1]["pictures"] = [{"thumbnail": "https://tracker.example/a.png"}]
+    writer = open_samples(tmp_path / "samples.jsonl")
+    writer.write(Sample(3, "a", "b", 1.0, conversation=conversation, pictures=shown_pictures(example_of([]), FORM)))
+    writer.close()
+    (sample,) = read_samples(tmp_path / "samples.jsonl")
+    says = sample.conversation["branches"][0]["says"]
+    assert [picture.size for entry in says for picture in entry.get("pictures", ())] == ["16x8", "24x8", "32x8"]
+    assert sample._replace(pictures=says[0]["pictures"]).pictures_above == ()
+    plain = sample._replace(conversation=None, pictures=says[0]["pictures"])
+    assert plain.pictures_above == plain.pictures
 
 
 def test_the_same_words_about_another_picture_are_another_question():

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.data.processors.thumbnails import ShownPicture
 from funrl.track.records.run_directory import open_lines, read_lines
-from funrl.track.records.shown_pictures import ShownPicture, read_shown
+from funrl.track.records.shown_pictures import read_shown
 
 
 class Sample(NamedTuple):
@@ -28,6 +29,13 @@ class Sample(NamedTuple):
     rewards: tuple[tuple[str, float], ...] = ()
     conversation: Mapping[str, Any] | None = None
     pictures: tuple[ShownPicture, ...] = ()
+
+    @property
+    def pictures_above(self) -> tuple[ShownPicture, ...]:
+        """Pictures to show before the words; () where a conversation shows its own."""
+        branches = (self.conversation or {}).get("branches") or ()
+        own = any(entry.get("pictures") for branch in branches for entry in branch.get("says") or ())
+        return () if own else self.pictures
 
     @property
     def question(self) -> tuple[str, ...]:
@@ -75,9 +83,21 @@ def _sample(line: dict[str, Any]) -> Sample:
         completion=str(line.get("completion", "")),
         reward=line.get("reward"),
         rewards=tuple((line.get("rewards") or {}).items()),
-        conversation=line.get("conversation"),
+        conversation=_conversation(line.get("conversation")),
         pictures=read_shown(line.get("pictures")),
     )
+
+
+def _conversation(line: Any) -> Mapping[str, Any] | None:
+    """The conversation in a line, with pictures as `read_shown` reads them."""
+    if not isinstance(line, Mapping):
+        return None
+
+    def read(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**entry, "pictures": read_shown(entry["pictures"])} if "pictures" in entry else entry
+
+    branches = [{**branch, "says": [*map(read, branch.get("says") or ())]} for branch in line.get("branches") or ()]
+    return {**line, "branches": branches}
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:

@@ -17,6 +17,7 @@ from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.batch import select
+from funrl.data.pictures import picture_form_of
 from funrl.data.prompt_format import template_arguments
 from funrl.data.supervised import text_batch
 from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
@@ -290,6 +291,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     versions = in_parts or job.settings.asynchrony.staleness > 0
     owned = None if job.model.owned is None else job.model.owned.none
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
+    form = form._replace(pictures=picture_form_of(job.tokenizer))
     log = [] if job.settings.run.save_rollouts and not in_parts else None
     return EpisodeSetup(
         environment,

@@ -20,6 +20,7 @@ from torch import Tensor
 from funrl.algos.advantages.units import by_unit, episode_fields, units_of
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
@@ -72,6 +73,7 @@ class RowForm(NamedTuple):
       versions: whether rows get the version of the weights that sampled each token.
       choices: experts recorded for each token; 0: none.
       owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
+      pictures: form in which the model takes pictures; None: it sees none.
     """
 
     agents: tuple[str, ...] = ("policy",)
@@ -82,6 +84,7 @@ class RowForm(NamedTuple):
     versions: bool = False
     choices: int = 0
     owned: Mapping[str, Tensor] | None = None
+    pictures: PictureForm | None = None
 
 
 class EpisodeSetup(NamedTuple):
@@ -118,12 +121,14 @@ class Transcript(NamedTuple):
       tokens: [T] int64.
       written: token ids without the one that ended the last turn.
       episode: the episode itself.
+      pictures: as in `RowForm`.
     """
 
     number: int
     tokens: Tensor
     written: list[int]
     episode: Episode
+    pictures: PictureForm | None = None
 
 
 def rewarded_episodes(
@@ -265,13 +270,13 @@ def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     """That of the first trained trajectory. An episode that failed has none, and an empty transcript."""
     trained = [end for end in episode.ends[episode.forked :] if end.agent not in form.frozen]
     if not trained:
-        return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode)
+        return Transcript(number, torch.zeros(0, dtype=torch.int64), [], episode, form.pictures)
     opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
     tokens = trained[0].token_ids()
     differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
     tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the begin otherwise
     written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
-    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode)
+    return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode, form.pictures)
 
 
 def _problem(episodes: NumberedEpisodes) -> str:

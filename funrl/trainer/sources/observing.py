@@ -141,7 +141,7 @@ def _conversations(
     """Conversations of some episodes, which may be on any rank, by their numbers. Collective."""
     transcripts = [x for x in done.completions if isinstance(x, Transcript)]
     shown = [transcript for transcript in transcripts if transcript.number in numbers]
-    own = {transcript.number: conversation_of(transcript.episode, decode) for transcript in shown}
+    own = {x.number: conversation_of(x.episode, decode, x.pictures) for x in shown}
     everywhere: dict[int, dict[str, Any]] = {}
     for others in collectives.gather_objects(own, done.mesh):
         everywhere |= others
