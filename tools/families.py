@@ -26,6 +26,10 @@ NOTES = {
         "`qwen2` with three positions a token, and a vision tower with windows ([pictures](vision.md))",
         "videos; stretched rotary positions",
     ),
+    "llava_onevision": (
+        "`qwen2` with a vision tower that sees tiles of a picture beside an overview ([pictures](vision.md))",
+        "videos; other layers of the tower than the last",
+    ),
     "qwen3": ("q and k normalised per head; a window on upper layers", ""),
     "qwen3_vl": (
         "`qwen3` with three positions a token, and a vision tower whose states enter several layers "

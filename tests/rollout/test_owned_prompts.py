@@ -9,8 +9,10 @@ import torch
 from funrl.batch import Batch, declare
 from funrl.kinds import joined_lines, owned_lines
 from funrl.models import decoder_config, decoder_model, place
-from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
+from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.model import with_vision
+from funrl.models.vision.tiles import NO_TILES, Tiles
 from funrl.rollout.engine import complete
 from funrl.rollout.native import owned_prompts
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -31,6 +33,13 @@ TOWER = TowerConfig(
     placeholder=PLACEHOLDER,
     banned=(VIDEO,),
 )
+TILED_TOWER = dataclasses.replace(  # as that of LLaVA-OneVision
+    TOWER,
+    window=None,
+    merge=1,
+    form=TowerForm(table=2, rotates=False, merger="plain"),
+    layout=PictureLayout(tiles=Tiles(pixels=9, states=2, canvases=((1, 2), (2, 1), (3, 3)), most=4)),
+)
 GREEDY = Sampling(max_new_tokens=12, greedy=True)
 
 
@@ -44,15 +53,15 @@ def seeing():
     return model, params
 
 
-def pictures(seed, *grids):
-    count = sum(h * w for h, w in grids)
+def pictures(seed, *grids, tower=TOWER):
+    count = sum(picture_patches(grid, tower) for grid in grids)
     draw = torch.Generator().manual_seed(seed)
     patches = torch.randint(0, 256, (count, 3, 4, 4), generator=draw, dtype=torch.uint8)
     return owned_lines({"patches": patches, "grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 2)})
 
 
-def prompt(*grids, text=(3, 4, 5)):
-    return [*itertools.chain(*([6] + [PLACEHOLDER] * (h * w // 4) for h, w in grids)), *text]
+def prompt(*grids, text=(3, 4, 5), tower=TOWER):
+    return [*itertools.chain(*([6] + [PLACEHOLDER] * picture_tokens(grid, tower) for grid in grids)), *text]
 
 
 def engine_of(model, params, **options):
@@ -99,6 +108,27 @@ def test_prompts_of_equal_tokens_share_keys_only_with_equal_pictures(seeing):
     before = engine.cost().cached
     complete(engine, [first])
     assert engine.cost().cached > before
+
+
+def test_tiles_of_a_picture_are_one_value():
+    model = with_vision(decoder_model(decoder_config(**SIZES, max_positions=512)), TILED_TOWER)
+    params = model.init(torch.Generator().manual_seed(0), torch.float64)
+    params["embed"] *= 40
+    sizes = ((40, 60), NO_TILES, (9, 30))  # the first is interpolated
+    asked = [
+        Request(i, prompt(*sizes, tower=TILED_TOWER), GREEDY, seed=i, owned=pictures(s, *sizes, tower=TILED_TOWER))
+        for i, s in enumerate((1, 2, 1))
+    ]
+    assert len(asked[0].prompt) >= 3 * 16  # of several pages
+    engine = engine_of(model, params, max_rows=1)
+    a, b, c = (complete(engine, [request])[0] for request in asked)
+    for request, done in zip(asked, (a, b, c), strict=True):
+        assert (done.raw_logp - trainer_logp(model, params, request, done)).abs().max() < 1e-11
+    assert torch.equal(a.raw_logp, c.raw_logp) and not torch.equal(a.raw_logp, b.raw_logp)
+    before = engine.cost().cached
+    complete(engine, asked[:1])
+    assert engine.cost().cached > before
+    assert len(engine._backend._owned._states) == 6  # each picture of the two prompts
 
 
 def test_a_conversation_that_shows_another_picture_continues_from_its_pages(seeing):

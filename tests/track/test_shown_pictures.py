@@ -1,6 +1,7 @@
 """Pictures of samples: what is kept of them, and where they are shown."""
 
 import base64
+import dataclasses
 import io
 import json
 
@@ -13,7 +14,8 @@ from funrl.data.processors.form import PictureForm
 from funrl.data.processors.thumbnails import THUMBNAIL_BYTES, ShownPicture
 from funrl.data.prompts import Example
 from funrl.environments.conversation import MOST_SEEN, conversation_of
-from funrl.models.vision.config import TowerConfig
+from funrl.models.vision.config import PictureLayout, TowerConfig
+from funrl.models.vision.tiles import Tiles
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.track.progress import open_progress
 from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
@@ -24,8 +26,8 @@ FORM = PictureForm(
 )
 
 
-def example_of(pictures, **fields):
-    tokens, owned = expand_placeholders([1, 2], pictures, FORM)
+def example_of(pictures, form=FORM, **fields):
+    tokens, owned = expand_placeholders([1, 2], pictures, form)
     return Example(tokens, "ab", fields, owned=owned)
 
 
@@ -48,6 +50,14 @@ def test_pictures_are_shown_as_the_model_gets_them():
     assert all((seen(picture) == pixels).all() for picture, pixels in zip(shown, pictures, strict=True))
     other = shown_pictures(example_of([noise(8, 16), noise(24, 40)]), FORM)
     assert other[0].digest == shown[0].digest != other[1].digest != shown[1].digest
+
+
+def test_the_overview_of_a_picture_in_tiles_is_shown():
+    layout = PictureLayout(tiles=Tiles(pixels=9, states=2, canvases=((1, 1), (2, 2)), most=9))
+    form = FORM._replace(tower=dataclasses.replace(FORM.tower, merge=1, window=None, layout=layout))
+    (shown,) = shown_pictures(example_of([noise(18, 18)], form), form)
+    whole = np.asarray(Image.fromarray(noise(18, 18)).resize((9, 9), Image.Resampling.BICUBIC))
+    assert shown.size == "8x8" and (seen(shown) == whole[:8, :8]).all()
 
 
 def test_what_is_kept_of_pictures_is_bounded():

@@ -127,7 +127,7 @@ def split_pictures(tower: TowerConfig, values: Mapping[str, Tensor]) -> list[Map
     """Patches and grid of each picture by itself."""
     sizes_P2 = values[GRIDS]
     patches = values[PATCHES].split([picture_patches(grid, tower) for grid in grids_of(sizes_P2)])
-    return [{PATCHES: x, GRIDS: size} for x, size in zip(patches, sizes_P2.split(1), strict=True)]
+    return [{PATCHES: x, GRIDS: size} for x, size in zip(patches, sizes_P2.unsqueeze(1), strict=True)]
 
 
 def single_pictures(tower: TowerConfig, values: Mapping[str, Tensor]) -> list[OwnedLines]:
