@@ -23,6 +23,22 @@ def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
     return [case if case in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def unlike_recipes() -> list[str]:
+    """The first recipe of those that read the same fields and have the same roles, losses and need of a filter.
+
+    Others differ by formulas, which tests/algos compares with loops, by ranks and micro-batches too.
+    """
+    from funrl.algos.recipes import NAMES, recipe  # not before conftest.py has set the environment
+    from funrl.trainer.steps.roles import fields_read, role_names
+
+    first: dict[Any, str] = {}
+    for name in NAMES:
+        made = recipe(name)()
+        needs = (*map(frozenset, (role_names(made), fields_read(made), made.losses)), made.filter is None)
+        first.setdefault(needs, name)
+    return list(first.values())
+
+
 def starts_jax(file: Path) -> bool:
     """True of a file whose tests are marked as `xla`."""
     return re.search(r"^pytestmark = pytest\.mark\.xla$", file.read_text(), re.MULTILINE) is not None

@@ -140,9 +140,6 @@ def refusal(program, flags, tmp_path, capsys):
     return err
 
 
-FLAG_CASES = list(flag_cases())
-
-
 def first_of_each(cases):
     """Cases but for values that no flag of a type takes, of which the first flag's are here."""
     seen = set()
@@ -153,7 +150,10 @@ def first_of_each(cases):
         seen.add(value)
 
 
-@pytest.mark.parametrize("case", quick(FLAG_CASES, list(first_of_each(FLAG_CASES))), ids=lambda case: case[1][0][:60])
+FLAG_CASES = list(first_of_each(flag_cases()))
+
+
+@pytest.mark.parametrize("case", FLAG_CASES, ids=lambda case: case[1][0][:60])
 def test_flags(case, tmp_path, capsys):
     program, flags, names = case
     assert names in refusal(program, flags, tmp_path, capsys)
@@ -162,7 +162,7 @@ def test_flags(case, tmp_path, capsys):
 CUT = [n for n, line in enumerate(LINES) if GOOD_LINE.startswith(line)]  # lines that are cut off
 
 
-@pytest.mark.parametrize("number", quick(range(len(LINES)), {*range(len(LINES))} - {*CUT[1:]}))
+@pytest.mark.parametrize("number", [n for n in range(len(LINES)) if n not in CUT[1:]])
 def test_prompts(number, own, tmp_path, capsys):
     (tmp_path / "bad.jsonl").write_text(f"{GOOD_LINE}\n{LINES[number]}\n")
     flags = [f"--prompts={tmp_path}/bad.jsonl", f"--reward={own}/r.py:reward"]
@@ -334,7 +334,7 @@ del RECORDS["run {'a': 1}"], RECORDS["frozen {'a': 1}"], RECORDS["first {'a': 1}
 OF_OTHER_KINDS = [name for name in RECORDS if name.endswith(tuple(f" {x!r}" for x in VALUES[1:]))]  # beside None
 
 
-@pytest.mark.parametrize("name", quick(RECORDS, {*RECORDS} - {*OF_OTHER_KINDS}))
+@pytest.mark.parametrize("name", [name for name in RECORDS if name not in OF_OTHER_KINDS])
 def test_records_of_checkpoints(name, own, trained, tmp_path, capsys):
     checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: rewritten(step, RECORDS[name]))
 

@@ -3,16 +3,15 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from dry_jobs import CPU, H100, plain, settings, small, write_config
-from selection import quick
+from selection import quick, unlike_recipes
 
 from funrl import trees
-from funrl.algos.recipes import NAMES, recipe
+from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
 from funrl.cost.tracing import estimate as cost_estimate
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
@@ -29,7 +28,6 @@ from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
-from funrl.trainer.steps.roles import fields_read, role_names
 
 QUICK = ("ppo", "dapo", "prime", "gkd", "dpo", "process_reward_model")
 TAUGHT = ("distillation", "gkd")
@@ -49,18 +47,6 @@ def assert_alike(found, exact, flops=1e-6):
 
 def params(job, role):
     return trees.count(job.models[role].shapes)
-
-
-def unlike_recipes():
-    """The first recipe of those that read the same fields, and have the same roles and losses: what a step holds
-    follows from them."""
-    first: dict[Any, str] = {}
-    for name in NAMES:
-        made = recipe(name)()
-        first.setdefault(
-            (*map(frozenset, (role_names(made), fields_read(made), made.losses)), made.filter is None), name
-        )
-    return list(first.values())
 
 
 @pytest.mark.parametrize("name", quick(unlike_recipes(), QUICK))

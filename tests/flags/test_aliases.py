@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
 from tools import recipes  # noqa: E402
 
+SMALLEST = "qwen2.5_0.5b_1gpu"  # whose verdict tests/docs/test_written_pages.py makes again
 PRESETS = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
@@ -262,7 +263,7 @@ def test_a_preset_is_a_command(preset, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("preset", [x for x in PRESETS if x.stem != SMALLEST], ids=lambda path: path.stem)
 def test_a_preset_fits_by_the_dry_run(preset, capsys):
     from funrl.cli.run import main
 

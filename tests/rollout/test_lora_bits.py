@@ -30,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 40, 8
+DRAWS, QUICK = 20, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 # Several ranks and targets, of which one has them all.

@@ -16,8 +16,6 @@ from funrl.rollout.sampling_parameters import Sampling
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))]
 CASES = {
     "qwen2, whose biases are rounded before the residual stream": (DenseTexts, "qwen2", torch.bfloat16),
-    "gemma2": (DenseTexts, "gemma2", torch.float32),
-    "weighted experts": (ExpertTexts, "qwen2 moe", torch.bfloat16),
     "deepseek": (ExpertTexts, "deepseek", torch.float32),
 }
 

@@ -1,10 +1,11 @@
-"""Every recipe that samples trains on rows of episodes, or is refused before the run."""
+"""Recipes that sample train on rows of episodes, or are refused before the run."""
 
 import collections
 import math
 
 import pytest
 import torch
+from selection import unlike_recipes
 from small_runs import SMALL, begin, one_step, scored_batch
 from test_episode_runs import Branching, episode_job
 
@@ -22,7 +23,12 @@ REFUSED = {
     "distillation": "give --teacher=DIR",
     "gkd": "give --teacher=DIR",
 }
-SAMPLING = [name for name in NAMES if run_kind(recipe(name)(), None) == "rl"]
+OF_TURNS = ("gigpo", "mt_grpo", "hierarchical_grpo", "echo", "rae")  # which read the turns of episodes
+TRAINED = [
+    name
+    for name in NAMES
+    if run_kind(recipe(name)(), None) == "rl" and name in {*unlike_recipes(), *OF_TURNS} - {*REFUSED}
+]
 
 
 class Verdicts(Branching):
@@ -33,7 +39,7 @@ class Verdicts(Branching):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SAMPLING if name not in REFUSED])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_recipe_trains_on_episodes(name):
     job = episode_job(recipe(name), Verdicts(), samples_per_prompt=4)
     run, state = begin(job, single())

@@ -123,7 +123,6 @@ CALCULATOR = {"task": "calculator", "reward": None, "episode_turns": 3}
 RUNS = {
     "two replicas": ({"place": "train:dp1 generate:dp2"}, {}),
     "episodes, tp2": ({"place": "train:dp1 generate:tp2"}, CALCULATOR),
-    "adapters": ({"place": "train:dp1 generate:dp1"}, {"lora_rank": 2}),
     "window": ({"place": "train:dp1 generate:dp2", "window": 3}, {}),
     "clock, tp2": ({"place": "train:dp1 generate:tp2", "clock": "tokens"}, {}),
     "clock, episodes": ({"place": "train:dp1 generate:dp2", "clock": "tokens"}, CALCULATOR),

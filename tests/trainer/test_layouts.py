@@ -27,7 +27,6 @@ pytestmark = pytest.mark.gloo
 SIZES = {"embed": 16, "layers": 2, "heads": 8, "kv_heads": 2, "head": 4, "mlp": 32}
 SPLIT = {"split_residual": "on"}
 LAYOUTS = {
-    "dp4 fully sharded": {"mesh": "dp4", "fsdp": True},
     "dp3 fully sharded, with muon": {"mesh": "dp3", "fsdp": True, "optimizer": "muon"},
     "dp2,tp2 fully sharded to tp4": {"mesh": "dp2,tp2", "fsdp": True, "generate_mesh": "tp4", "remat": "selective"},
     "dp2,tp2 policy and critic fully sharded": {
@@ -39,8 +38,6 @@ LAYOUTS = {
     "dp4 reference fully sharded": {"mesh": "dp4", "fsdp": True, "fsdp_models": "reference"},
     "dp2,ep2 critic sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep", "fsdp_models": "critic"},
     "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full", **SPLIT},
-    "tp4": {"mesh": "tp4", **SPLIT},
-    "sp2": {"mesh": "sp2", "remat": "selective"},
     "dp2,sp2 fully sharded": {"mesh": "dp2,sp2", "fsdp": True, "remat": "full"},
     "tp2,sp2 with a ring": {"mesh": "tp2,sp2", "sequence_parallel": "ring", **SPLIT},
     "sp4 fully sharded, with a ring": {"mesh": "sp4", "fsdp": True, "sequence_parallel": "ring", "remat": "full"},

@@ -17,8 +17,6 @@ pytestmark = [pytest.mark.gloo, pytest.mark.skipif(library_problem() is not None
 SIZES = {"embed": 32, "layers": 2, "heads": 8, "kv_heads": 4, "head": 8, "mlp": 64}
 MESHES = {
     "dp1": {},
-    "dp2": {"mesh": "dp2"},
-    "tp2": {"mesh": "tp2"},
     "tp2, split": {"mesh": "tp2", "split_residual": "on"},
     "tp2 to dp2": {"mesh": "tp2", "generate_mesh": "dp2"},
     "dp2,tp2": {"mesh": "dp2,tp2"},
@@ -30,7 +28,7 @@ MESHES = {
 
 CASES = [  # each mesh, and the other dtypes where numbers are rounded on the way
     *((mesh, "float32") for mesh in MESHES),
-    *((mesh, "bfloat16") for mesh in ("dp1", "tp2, split", "dp2,tp2 fsdp to tp4", "dp2,sp2")),
+    *((mesh, "bfloat16") for mesh in ("tp2, split", "dp2,tp2 fsdp to tp4", "dp2,sp2")),
     ("dp2,tp2 fsdp to tp4", "float64"),
 ]
 LORA = {"lora_rank": 3, "lora_alpha": 6.0, "lr": 0.05}

@@ -13,7 +13,6 @@ from test_episode_runs import episode_job
 
 import funrl
 from funrl import trees
-from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
@@ -105,7 +104,6 @@ def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
 
 RUNS = {
     "ppo": (PPO, {"epochs": 2, "minibatches": 2}),
-    "dapo": (dapo, {"max_refills": 3}),
     "greedy baseline": (remax, {}),
     "prime": (prime, {"max_refills": 2}),
     "adapters": (GRPO, {"lora_rank": 2}),
