@@ -19,7 +19,6 @@ from funrl.models.decoder.routing import Experts
 from funrl.rollout.certificate import SyncError, certify
 from funrl.rollout.engine import complete
 from funrl.rollout.hf_engine import hf_engine
-from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.cells import CellPool
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
@@ -256,7 +255,6 @@ def test_the_certificate_finds_states_of_earlier_weights(monkeypatch):
     [
         ({"speculate": 2}, "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"),
         ({"keep_cache": True}, "keep_cache is True: layers of a qwen3_next keep a state, which is computed again"),
-        ({"make_backend": TorchBackend}, "make_backend is TorchBackend: layers of a qwen3_next keep a state"),
     ],
 )
 def test_what_states_do_not_go_with_is_refused(option, message):

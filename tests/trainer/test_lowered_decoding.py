@@ -9,6 +9,7 @@ from small_runs import GRPO, MEASURED, begin, one_step, small_job
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, single
 from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
@@ -36,9 +37,9 @@ def weights(model, dtype):
     return trees.cast(trees.map(jiggled, model.init(torch.Generator().manual_seed(0))), dtype)
 
 
-def engines(model, dtype):
+def engines(model, dtype, **options):
     """An engine in torch, and one in JAX."""
-    options = {"max_rows": 4, "cache_bytes": 1 << 20}
+    options = {"max_rows": 4, "cache_bytes": 1 << 20} | options
     torch_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, packed=False))
     jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=XlaBackend))
     for engine in (torch_engine, jax_engine):
@@ -115,6 +116,25 @@ def test_latent_attention_decodes_as_in_torch():
     model = decoder_model(decoder_config(**sizes, latent=latent))
     wanted, found = (complete(engine, requests(greedy=True)[:3]) for engine in engines(model, torch.float64))
     assert_same(wanted, found, 1e-12)
+
+
+@pytest.mark.slow
+def test_states_of_linear_attention_are_those_of_torch():
+    """Prompts of several pages, prompts that go on from snapshots, and copies of a begun sequence's state."""
+    mixer = GatedDeltaNet(2, 4, 8, 6)
+    sizes = SIZES | {"layers": 4, "mixers": (mixer, None) * 2}
+    results = []
+    for engine in engines(decoder_model(decoder_config(**sizes)), torch.float64, snapshot_tokens=16):
+        first = complete(engine, requests(greedy=True))
+        more = [
+            Request(9 + i, [*x.prompt, *y.tokens.tolist(), 7], x.sampling, 9 + i)
+            for i, (x, y) in enumerate(
+                zip(requests(greedy=True)[1:3], sorted(first, key=lambda y: y.number)[1:3], strict=True)
+            )
+        ]
+        group = [Request(20 + i, list(range(21)), Sampling(max_new_tokens=6), 20 + i) for i in range(2)]
+        results.append([*first, *complete(engine, [*more, *group])])
+    assert_same(*results, 1e-12)
 
 
 @pytest.mark.slow

@@ -46,8 +46,8 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
         ),
         (
             "grpo",
-            {"backend": "xla", "compile": "on"},
-            "compile=on with --backend=xla: layers of a qwen3_next keep a state",
+            {"backend": "xla", "compile": "on", "mesh": "dp2"},
+            "generate_mesh=dp2: layers of a qwen3_next keep a state, .* give --generate_mesh=tp2",
         ),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],

@@ -257,6 +257,11 @@ CASES = [
         lambda d: (d.f(2, 3, 2, 5, 4), d.f(2, 3, 2, 6, 4), *chunks(d)[1:]),
         smooth=False,
     ),
+    Case(
+        "funrl.continued_states.default",
+        lambda d: (*chunks(d)[:4], d.f(2, 2, 6, 4), torch.tensor([False, True])),
+        smooth=False,
+    ),
     # lists
     Case("aten._foreach_add.List", lambda d: ([d.f(3), d.f(2, 2)], [d.f(3), d.f(2, 2)]), {"alpha": 0.5}),
     Case("aten._foreach_add.Scalar", lambda d: ([d.f(3), d.f(2, 2)], 0.5)),

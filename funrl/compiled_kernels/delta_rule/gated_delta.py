@@ -46,9 +46,9 @@ def gated_delta_rule(
 
     Returns: [B, T, H, M] in the dtype of v; differentiable once.
     """
-    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+    parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
     values, states = _ChunkStates.apply(parts.updates, parts.readers, parts.keys, parts.whole, None)
-    return _read(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
+    return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]].to(v_BTHM.dtype)
 
 
 def continue_delta_rule(
@@ -66,14 +66,14 @@ def continue_delta_rule(
         q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH = (x[:, 0].to(state_BHNM.dtype) for x in inputs)
         out_BHM, state_BHNM = _one_token(q_BKN, k_BKN, v_BHM, log_decay_BH, beta_BH, state_BHNM)
         return out_BHM.unsqueeze(1).to(v_BTHM.dtype), state_BHNM
-    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, None)
+    parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, None)
     states = []
     values = []
     for updates, readers, keys, whole in zip(*(x.unbind(1) for x in parts[:4]), strict=True):
         states.append(state_BHNM)
         values.append(updates - readers @ state_BHNM)
         state_BHNM = whole[..., None, None] * state_BHNM + keys.mT @ values[-1]
-    out = _read(parts, torch.stack(values, 1), torch.stack(states, 1))
+    out = read_chunks(parts, torch.stack(values, 1), torch.stack(states, 1))
     return out[:, : v_BTHM.shape[1]].to(v_BTHM.dtype), state_BHNM
 
 
@@ -93,17 +93,17 @@ def part_of_delta_rule(
       [B, T, H, M + N]: results without S, and what reads it: the result is out[..., :M] + out[..., M:] S.
       [B, H, N, M + N]: likewise the state behind the last token, end[..., :M] + end[..., M:] S.
     """
-    parts = _condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
+    parts = condensed(q_BTKN, k_BTKN, v_BTHM, log_decay_BTH, beta_BTH, segments_BT)
     key = parts.keys.shape[-1]
     first_NX = F.pad(torch.eye(key, dtype=parts.keys.dtype, device=parts.keys.device), (v_BTHM.shape[-1], 0))
     first_BHNX = first_NX.expand(*parts.keys[:, 0, :, 0].shape[:2], *first_NX.shape)
     updates = F.pad(parts.updates, (0, key))
     values, states = _ChunkStates.apply(updates, parts.readers, parts.keys, parts.whole, first_BHNX)
     end_BHNX = parts.whole[:, -1, :, None, None] * states[:, -1] + parts.keys[:, -1].mT @ values[:, -1]
-    return _read(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
+    return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
 
 
-class _Condensed(NamedTuple):
+class Condensed(NamedTuple):
     """Effect of chunks of tokens on the state S of a head, [B, chunks, H, C, ...].
 
     A chunk's new values are updates - readers S; the state behind it is whole S + keys^T values, and its results are
@@ -118,14 +118,14 @@ class _Condensed(NamedTuple):
     attended: Tensor
 
 
-def _condensed(
+def condensed(
     q_BTKN: Tensor,
     k_BTKN: Tensor,
     v_BTHM: Tensor,
     log_decay_BTH: Tensor,
     beta_BTH: Tensor,
     segments_BT: Tensor | None,
-) -> _Condensed:
+) -> Condensed:
     """Chunks of rows."""
     group = v_BTHM.shape[2] // k_BTKN.shape[2]
     wide = torch.promote_types(v_BTHM.dtype, torch.float32)
@@ -147,7 +147,7 @@ def _condensed(
     unit = torch.eye(overlap.shape[-1], dtype=wide, device=overlap.device).expand_as(overlap)
     inverse = torch.linalg.solve_triangular(overlap, unit, upper=False, unitriangular=True)
     weighted = inverse * beta.unsqueeze(-2)
-    return _Condensed(
+    return Condensed(
         updates=weighted @ v,
         readers=of_keys(weighted * since.unsqueeze(-2), k),
         keys=of_group(k, within[..., -1, :].unsqueeze(-1)),
@@ -157,7 +157,7 @@ def _condensed(
     )
 
 
-def _read(parts: _Condensed, values: Tensor, states: Tensor) -> Tensor:
+def read_chunks(parts: Condensed, values: Tensor, states: Tensor) -> Tensor:
     """Results of all tokens of all chunks, [B, tokens, H, M]."""
     factors = (parts.queries, states, parts.attended, values)
     queries, states, attended, values = (x.flatten(0, 2) for x in factors)

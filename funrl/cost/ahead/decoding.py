@@ -205,7 +205,7 @@ class EnginePasses:
         """New tokens of as many prompts as a pass has, each of full length."""
         plan = self.plan
         sizes = plan.sizes
-        places = pass_places(prompt_work(plan), plan.page_tokens, self.spare.page)
+        places = pass_places(prompt_work(plan), plan.page_tokens, self.spare)
         whole = trees.map(lambda x: _empty(self.engines * len(x), *x.shape[1:], dtype=x.dtype), places)
         return self._compiled(
             "prefill",

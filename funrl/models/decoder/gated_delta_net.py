@@ -25,6 +25,7 @@ from funrl.compiled_kernels.delta_rule.fla_kernel import packed_delta_rule, pack
 from funrl.compiled_kernels.delta_rule.gated_delta import causal_convolution, gated_delta_rule
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads, delta_net_pass
 from funrl.compiled_kernels.delta_rule.split_rows import split_convolution, split_delta_rule
+from funrl.compiled_kernels.delta_rule.static_pass import static_delta_net_pass
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.mesh.collectives import pbroadcast
 from funrl.mesh.mesh import Mesh
@@ -138,7 +139,8 @@ class GatedDeltaNet:
             of_tokens = channels_BTD[0], log_decay_BTH[0], beta_BTH[0]
             inputs = DeltaInputs(*of_tokens, filters_DW, key_heads, self.key)
             states, tails = context.kv_cache
-            out_BTHM = delta_net_pass(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
+            compute = static_delta_net_pass if context.blockwise else delta_net_pass
+            out_BTHM = compute(inputs, (states, tails), context.cells_S, context.paging).unsqueeze(0)
         else:
             segments_BT = _segments(h_BTD, context, mesh.size(SEQUENCE))
             if mesh.size(SEQUENCE) > 1 and segments_BT is not None:

@@ -221,5 +221,4 @@ def options_without_states(model: Model) -> dict[str, str]:
     return {
         "speculate": f"{states}, which cannot take back the tokens of a wrong draft",
         "keep_cache": f"{states}, which is computed again by new weights",
-        "make_backend": f"{states}, which decoding in JAX has no place for",
     }

@@ -57,6 +57,7 @@ class PassPlaces(NamedTuple):
       table_RP: int32 pages of each row's sequence.
       sampled_M: int64, which tokens one is sampled after.
       adapters_N: int64, number of each token's adapter.
+      cells_R: int64, cell of each row's sequence; None: the cache has none.
     """
 
     tokens_N: Tensor
@@ -65,6 +66,7 @@ class PassPlaces(NamedTuple):
     table_RP: Tensor
     sampled_M: Tensor
     adapters_N: Tensor
+    cells_R: Tensor | None = None
 
 
 class PassSizes(NamedTuple):
@@ -94,7 +96,7 @@ class XlaBackend(TorchBackend):
         self._weights: trees.Tree = None
         self._factors: dict[int, trees.Tree] = {}
         self._programs: dict[Any, PassProgram] = {}
-        self._spare = 0
+        self._spare = Spare(0)
 
     def load(self, params: trees.Tree) -> None:
         super().load(params)
@@ -102,7 +104,7 @@ class XlaBackend(TorchBackend):
             self._weights = self._weights_on_devices(params)
 
     def _weights_on_devices(self, params: trees.Tree) -> trees.Tree:
-        stacked = self._stacks.stack(params, lambda xs: torch.stack(xs) if len(xs) > 1 else xs[0].unsqueeze(0))
+        stacked = self._stacks.stack(params, torch.stack)
         self._params = self._stacks.unstack(stacked)  # which shares the memory of JAX's arrays
         return trees.map(to_jax, stacked)
 
@@ -122,20 +124,27 @@ class XlaBackend(TorchBackend):
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
-        self._spare = pages
+        self._spare = Spare(pages, cells or None)
         if pages:
             assert self.model.init_cache is not None
-            whole = pages + self.spare
-            meta = self.model.init_cache(self.mesh, whole, self.page_tokens, self._dtype, torch.device("meta"))
+            sizes = pages + self.spare, self.page_tokens, self._dtype, torch.device("meta")
+            meta = self.model.init_cache(self.mesh, *sizes, cells + self.spare if cells else 0)
             with jax.enable_x64(True):
                 self._cache = trees.map(zeros, self._stacks.stack_cache(meta))
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        filling = [self._spare] * (bucket(len(sources)) - len(sources))
         assert isinstance(self._cache, CacheStacks)
+        places = _filled((sources, targets), self._spare.page)
+        self._cache = self._cache._replace(pages=self._copied(self._cache.pages, *places))
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert isinstance(self._cache, CacheStacks) and self._spare.cell is not None
+        places = _filled(tuple(zip(*copies, strict=True)), self._spare.cell)
+        self._cache = self._cache._replace(cells=self._copied(self._cache.cells, *places))
+
+    def _copied(self, stacks: trees.Tree, from_P: np.ndarray, to_P: np.ndarray) -> trees.Tree:
         with jax.enable_x64(True):
-            places = (jnp.asarray([*pages, *filling]) for pages in (sources, targets))
-            self._cache = self._cache._replace(pages=_copied(self._cache.pages, *places))
+            return _copied(stacks, jnp.asarray(from_P), jnp.asarray(to_P))
 
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
@@ -156,7 +165,7 @@ class XlaBackend(TorchBackend):
             inner, stacked = self._traced(params, factors, cache)
             empty = places.tokens_N.new_zeros(0)
             paging = Paging(places.places_N, places.positions_N, places.table_RP, empty, empty, empty)
-            hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N))
+            hidden_ND = inner.hidden(places.tokens_N, paging, RowAdapters(used, places.adapters_N), places.cells_R)
             return hidden_ND[places.sampled_M], stacked.written()
 
         return run
@@ -260,13 +269,13 @@ def pass_sizes(work: PassWork, page_tokens: int) -> PassSizes:
     return PassSizes(*map(bucket, (rows, pages, len(work.sampled_positions))))
 
 
-def pass_places(work: PassWork, page_tokens: int, spare_page: int, sizes: PassSizes | None = None) -> PassPlaces:
+def pass_places(work: PassWork, page_tokens: int, spare: Spare, sizes: PassSizes | None = None) -> PassPlaces:
     """Places of a pass in rows of a page's length.
 
     Args:
       work: of the pass.
       page_tokens: tokens of a page.
-      spare_page: page that the filling writes to.
+      spare: page and cell that the filling writes to.
       sizes: of the program; None: `pass_sizes`.
     """
     rows, pages, samples = sizes or pass_sizes(work, page_tokens)
@@ -295,11 +304,26 @@ def pass_places(work: PassWork, page_tokens: int, spare_page: int, sizes: PassSi
     return PassPlaces(
         laid(work.tokens_N.numpy(), 0),
         laid(position_N, 0),
-        laid(place_N, spare_page * page_tokens),
+        laid(place_N, spare.page * page_tokens),
         torch.from_numpy(table_RP),
         torch.from_numpy(np.concatenate([sampled_M, filling])),
         laid(adapters_S[sequence_N], int(adapters_S[0]) if len(adapters_S) else -1),
+        cells_R=None if spare.cell is None else torch.from_numpy(_cells_of_rows(work, rows_S, rows, spare.cell)),
     )
+
+
+def _cells_of_rows(work: PassWork, rows_S: np.ndarray, rows: int, spare: int) -> np.ndarray:
+    """The cell of each row's sequence; rows that fill a pass up have the spare one."""
+    assert work.cells is not None
+    cells_R = np.full(rows, spare)
+    cells_R[: rows_S.sum()] = np.repeat(work.cells, rows_S)
+    return cells_R
+
+
+def _filled(places: Sequence[Sequence[int]], spare: int) -> list[np.ndarray]:
+    """Numbers to copy from and to, filled up with a spare one, as programs have few sizes."""
+    count = len(places[0])
+    return [np.asarray([*numbers, *[spare] * (bucket(count) - count)], dtype=np.int64) for numbers in places]
 
 
 def zeros(x: Tensor, sharding: NamedSharding | None = None) -> jax.Array:

@@ -131,12 +131,12 @@ class MeshBackend(XlaBackend):
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
-        self._spare = pages // self.lanes  # the page after those of a lane
+        self._spare = Spare(pages // self.lanes, cells or None)  # the page and the cell after those of a lane
         if not pages:
             return
         assert self.model.init_cache is not None
-        meta = torch.device("meta")
-        own = self.model.init_cache(self._chips, self._spare + 1, self.page_tokens, self._dtype, meta)
+        sizes = self._spare.page + 1, self.page_tokens, self._dtype, torch.device("meta")
+        own = self.model.init_cache(self._chips, *sizes, cells + 1 if cells else 0)
         form = cache_of_chips(self._stacks, own, self._chips)
         sharding = NamedSharding(self._mesh, ON_EACH)
         with jax.enable_x64(True):
@@ -144,14 +144,17 @@ class MeshBackend(XlaBackend):
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         from_P, to_P = (np.asarray(pages, dtype=np.int64) for pages in (sources, targets))
-        lane_P = from_P // self._spare
+        lane_P = from_P // self._spare.page
         most = bucket(int(np.bincount(lane_P).max()))
         at_P = places_in_lanes(lane_P, most)
-        whole = np.full((2, self.lanes * most), self._spare)
-        whole[:, at_P] = from_P % self._spare, to_P % self._spare
+        whole = np.full((2, self.lanes * most), self._spare.page)
+        whole[:, at_P] = from_P % self._spare.page, to_P % self._spare.page
         assert isinstance(self._cache, CacheStacks)
+        self._cache = self._cache._replace(pages=self._copied(self._cache.pages, *whole))
+
+    def _copied(self, stacks: trees.Tree, from_P: np.ndarray, to_P: np.ndarray) -> trees.Tree:
         with jax.enable_x64(True):
-            self._cache = self._cache._replace(pages=_copied(self._mesh, self._cache.pages, *whole))
+            return _copied(self._mesh, stacks, from_P, to_P)
 
     def forward(self, work: PassWork) -> Tensor:
         used = (-1,) if work.adapters is None else tuple(np.unique(work.adapters).tolist())
@@ -166,17 +169,17 @@ class MeshBackend(XlaBackend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         held_B = rows_B != len(state.tokens_S) - 1  # the last slot is spare
         slots_N = rows_B[held_B]
-        lane_N = state.table_SP[slots_N, 0].numpy() // self._spare
+        lane_N = state.table_SP[slots_N, 0].numpy() // self._spare.page
         rows = bucket(int(np.bincount(lane_N).max()))
         at_N = torch.from_numpy(places_in_lanes(lane_N, rows))
         own = empty_state(rows_B.new_zeros(self.lanes * rows), state.numbers_CS.shape[0] - STOP, form.pages)
         own.tokens_S[at_N] = state.tokens_S[slots_N]
         own.numbers_CS[:, at_N] = state.numbers_CS[:, slots_N]
-        own.table_SP[at_N] = state.table_SP[slots_N, : form.pages] % self._spare
+        own.table_SP[at_N] = state.table_SP[slots_N, : form.pages] % self._spare.page
         form = form._replace(rows=rows)
         program = self._program(
             ("decode", form, self._spare, self._scales(form.adapters)),
-            lambda backend: backend.decode_function(form, Spare(self._spare)),
+            lambda backend: backend.decode_function(form, self._spare),
         )
         every = torch.arange(rows).repeat(self.lanes)
         given = (self._weights, self._used(form.adapters), self._cache, own, every)
@@ -237,20 +240,20 @@ class MeshBackend(XlaBackend):
         return {} if kind == "sample" else args[1]
 
 
-def lane_places(work: PassWork, page_tokens: int, lane_pages: int, lanes: int) -> tuple[PassPlaces, Tensor]:
+def lane_places(work: PassWork, page_tokens: int, spare: Spare, lanes: int) -> tuple[PassPlaces, Tensor]:
     """Places of a pass in each lane, one after the other, and where each sampled token of the pass is among theirs.
 
     Args:
       work: of all lanes.
       page_tokens: tokens of a page.
-      lane_pages: pages of a lane; the one after them is spare.
+      spare: page and cell after those of a lane.
       lanes: number of lanes.
     """
-    lane_S = work.table_SP[:, 0].numpy() // lane_pages
+    lane_S = work.table_SP[:, 0].numpy() // spare.page
     lane_N = np.repeat(lane_S, np.asarray(work.counts))
-    parts = [of_lane(work, lane_S == lane, lane_pages) for lane in range(lanes)]
+    parts = [of_lane(work, lane_S == lane, spare.page) for lane in range(lanes)]
     most = PassSizes(*map(max, zip(*(pass_sizes(part, page_tokens) for part in parts), strict=True)))
-    places = [pass_places(part, page_tokens, lane_pages, most) for part in parts]
+    places = [pass_places(part, page_tokens, spare, most) for part in parts]
     sampled_M = np.asarray(work.sampled_positions, dtype=np.int64)
     at_M = places_in_lanes(lane_N[sampled_M], most.sampled)
     return trees.map(lambda *x: torch.cat(x), *places), torch.from_numpy(at_M)
@@ -269,6 +272,7 @@ def of_lane(work: PassWork, own_S: np.ndarray, lane_pages: int) -> PassWork:
         work.table_SP[torch.from_numpy(own_S)] % lane_pages,
         index_N[sampled_M[own_N[sampled_M]]],
         adapters=None if work.adapters is None else work.adapters[own_S],
+        cells=None if work.cells is None else work.cells[own_S],
     )
 
 

@@ -52,7 +52,7 @@ class LayerStacks:
         self._places = {n: (i, k) for i, numbers in enumerate(self.numbers) for k, n in enumerate(numbers)}
         self._layer = as_one_operator(_in_stack(model.layer))
 
-    def stack(self, params: trees.Tree, join: Callable[[Sequence[Any]], Any]) -> trees.Tree:
+    def stack(self, params: trees.Tree, join: Callable[[tuple[Any, ...]], Any]) -> trees.Tree:
         """Weights whose part "layers" has a tree for each stack.
 
         Args:

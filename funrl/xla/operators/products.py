@@ -76,6 +76,25 @@ def _chunk_states(
     return jnp.moveaxis(values, 0, 1), jnp.moveaxis(states, 0, 1)
 
 
+def _continued_states(result: OperatorResult, *operands: JaxArray) -> tuple[JaxArray, JaxArray]:
+    """The recurrence of `static_pass.continued_states`, row after row."""
+    updates, readers, keys, whole, first, goes_on = operands
+    chunks = updates.shape[1]
+
+    def step(state: JaxArray, chunk: tuple[JaxArray, ...]) -> tuple[JaxArray, tuple[JaxArray, JaxArray]]:
+        number, update, reader, key, kept = chunk
+        row = number // chunks
+        begins = (number % chunks == 0) & ~goes_on[row]
+        state = jnp.where(begins, first[row], state)
+        values = update - reader @ state
+        return kept[..., None, None] * state + jnp.swapaxes(key, -1, -2) @ values, (values, state)
+
+    flat = tuple(x.reshape(-1, *x.shape[2:]) for x in (updates, readers, keys, whole))
+    _, outputs = lax.scan(step, first[0], (jnp.arange(len(flat[0])), *flat))
+    values, states = (x.reshape(*updates.shape[:2], *x.shape[1:]) for x in outputs)
+    return values, states
+
+
 def _chunk_states_backward(
     result: OperatorResult, d_values: JaxArray, d_states: JaxArray, readers: JaxArray, keys: JaxArray, whole: JaxArray
 ) -> tuple[JaxArray, JaxArray]:
@@ -105,4 +124,5 @@ MATRIX_PRODUCTS: dict[str, Lowering] = {
     "funrl.grouped_weight": _grouped_weight,
     "funrl.chunk_states": _chunk_states,
     "funrl.chunk_states_backward": _chunk_states_backward,
+    "funrl.continued_states": _continued_states,
 }
