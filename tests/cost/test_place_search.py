@@ -60,7 +60,14 @@ def test_a_role_has_devices_of_its_own_where_the_trainer_has_no_room(tmp_path):
     """A reward model that fits a device, but not beside the policy and its optimizer; two devices wait for messages."""
     changes = {"hidden_size": 256, "num_hidden_layers": 8, "num_labels": 1}
     config = write_config(tmp_path, architectures=["LlamaForSequenceClassification"], **changes)
-    flags = {**FLAGS, "place": "auto:3", "reward_model": config, "prompts": "p.jsonl", "token_budget": 64, "score_token_budget": 64}
+    flags = {
+        **FLAGS,
+        "place": "auto:3",
+        "reward_model": config,
+        "prompts": "p.jsonl",
+        "token_budget": 64,
+        "score_token_budget": 64,
+    }
     hardware = CPU._replace(latency=1.0, memory=1.5e7)
     result = place_search(settings(**flags, dry_run=True), recipe("rollout_is")(), hardware)
     best, *others = result.candidates
