@@ -32,7 +32,8 @@ AHEAD = {
     "both": (rollout_is, ["reward_model", "judge"], "train:1 generate:tp2 judge:1", {}),
     "of steps": (rollout_is, ["process_reward_model"], "train:1 generate:1 process_reward_model:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
-    "with a filter": (stale_dapo, ["judge"], "train:1 generate:2", {"max_refills": 1}),
+    "with a filter": (stale_dapo, ["judge"], "train:1 generate:2", {"max_refills": 6}),
+    "with a filter, smaller batches": (stale_dapo, ["judge"], "train:1 generate:1 judge:1", {"max_refills": 1}),
 }
 
 
@@ -51,7 +52,13 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     assert len(done) == 5 and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
     log = read_groups(tmp_path)
     assert log is not None
-    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+    groups = [group for groups in log.by_step.values() for group in groups]
+    replaced = [prompt.position for group in groups for prompt in group.dropped]
+    assert bool(replaced) == (further.get("max_refills", 1) > 1)
+    assert sorted([*(group.position for group in groups), *replaced]) == list(range(20 + len(replaced)))
+    for step, metrics in steps if replaced else ():
+        count = sum(len(group.dropped) for group in log.by_step[step])
+        assert metrics["filter_groups/sampled_prompts"] == 4 + count
 
 
 @pytest.mark.slow
@@ -85,11 +92,13 @@ def test_samples_and_evaluations_have_their_scores(place, folders):
     assert ahead.observer.table[:6] == together.observer.table[:6]
 
 
-def test_a_filter_does_not_replace_prompts_before_they_are_scored(folders):
-    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1 and --judge: other prompts take"):
-        small_job(stale_dapo, place="generate:1", staleness=1, **settings_of(folders, "judge"))
-    joined = {"place": "generate:join", "run_dir": "run"}  # whose completions are scored before the filter
-    assert small_job(stale_dapo, staleness=1, **joined, **settings_of(folders, "judge"))
+def test_late_replacements_are_refused_where_they_cannot_be(folders):
+    flags = {"place": "generate:1", "staleness": 1, **settings_of(folders, "judge")}
+    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1, --judge and --clock=tokens: when"):
+        small_job(stale_dapo, clock="tokens", **flags)
+    assert small_job(stale_dapo, clock="tokens", max_refills=1, **flags)
+    with pytest.raises(SettingsError, match="and greedy completions: these are scored with the batch"):
+        small_job(stale_remax, on_reward_error="skip", **flags)
 
 
 @pytest.mark.slow
