@@ -2,6 +2,8 @@
 
 import functools
 import os
+import time
+from datetime import timedelta
 
 import pytest
 from joined_runs import joined
@@ -18,9 +20,11 @@ from test_refilled_runs import stale_dapo
 from test_rewarding_pools import settings_of
 
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import single
+from funrl.mesh.pools.channel import Requests, answer_key, run_store
 from funrl.rewards.call import RewardError
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources import completion_scores
@@ -146,3 +150,51 @@ def test_so_does_one_whose_rank_fails(staleness, failure, message, folders, monk
     job = small_job(rollout_is, place=PLACES[1], staleness=staleness, minibatches=1, **flags)
     with pytest.raises(WorkerError, match=message):
         launch(functools.partial(rank_of, job), job.launched, "cpu")
+
+
+LIMIT_S = 60.0
+SCORING = "test/scoring"  # key of the store that is there while the model scores the third batch
+
+
+def hangs(score_B, examples, what):
+    """A check of scores that does not end in the third batch of four prompts; six are evaluated."""
+    global _batches
+    _batches += len(examples) == 4
+    if _batches == 3:
+        run_store().set(SCORING, "1")
+        time.sleep(LIMIT_S)
+
+
+_batches = 0
+
+
+def dies_meanwhile(answer, requests, number, waits_for):
+    """Wait for an answer; the second of the ranks that train ends its process where it waits for the third batch."""
+    store = run_store()
+    while requests.mesh.rank == 1 and not store.check([answer_key(number)]):
+        if store.check([SCORING]):
+            os._exit(1)
+        time.sleep(0.005)
+    return answer(requests, number, waits_for)
+
+
+ENDS = {
+    "a rank that trains dies": (True, timedelta(minutes=10), "rank 1 ended with status 1"),
+    "the model hangs": (False, timedelta(seconds=8), "the reward_model's scores"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_that_ends_while_a_model_scores_leaves_its_state_and_its_log(name, folders, tmp_path, monkeypatch):
+    dies, timeout, message = ENDS[name]
+    monkeypatch.setattr(completion_scores, "check_scores", hangs)
+    if dies:
+        answer = Requests.answer
+        monkeypatch.setattr(Requests, "answer", lambda *given: dies_meanwhile(answer, *given))
+    flags = {"place": "train:dp2 generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
+    job = small_job(rollout_is, minibatches=1, steps=4, **flags, **settings_of(folders, "reward_model"))
+    with pytest.raises(WorkerError, match=message):
+        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=Waiting(timeout))
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [2]
+    assert list(read_groups(tmp_path).by_step) == [1, 2]
