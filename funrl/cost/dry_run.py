@@ -26,7 +26,7 @@ from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.descriptions import left_out, step_text
 from funrl.cost.episode_turns import with_waiting
 from funrl.cost.full_rows import full_rows, rows_to_read
-from funrl.cost.judge_cost import JudgeCost, judging, plain_judge
+from funrl.cost.judge_cost import judging, plain_judge, with_judge_phase, writes_verdicts
 from funrl.cost.pool_phases import pool_phases
 from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
 from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
@@ -193,20 +193,20 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
     Args:
       tokens: of a prompt, or of a text where texts are given.
       pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
-      apart: roles on ranks of their own.
+      apart: roles, or the judge, on ranks of their own.
 
     Raises:
       SettingsError: rows are longer than the model's positions.
     """
     width = check_width(job, tokens)
-    judge = None
+    judge = job.judge if isinstance(job, RLJob) else None
     if isinstance(job, RLJob):
-        judge = job.judge
         job = dataclasses.replace(job, judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     with pretended(job.sizes) as mesh:
-        parts = _parts(job, mesh, generates=pool in ("", "generate"))
+        built = build(job, mesh, lambda _: None)
+        parts = built if pool in ("", "generate") else built._replace(generator=None)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -214,10 +214,11 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
+        engine = 0.0
+        served = rests | {"weights": rests["weights"] + agents}
         if parts.generator is not None:
             axes |= axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
-            served = rests | {"weights": rests["weights"] + agents}
             held = engine + sum(served.values())
             phases["generate"], episodes = with_waiting(
                 job, parts.generator, phases["generate"], tokens, held, hardware
@@ -227,12 +228,13 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
             phases["reshard"] = resharding(job, parts, parts.generator, served)
             if job.settings.engines.verify_sync:
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
-            if isinstance(job, RLJob) and judge is not None and judge.model.pages:
-                verdicts = judging(job, judge, parts, tokens, engine + sum(served.values()), hardware)
-                axes |= verdicts.axes
-                phases = with_judge_phase(phases, verdicts, served | {"weights": served["weights"] + engine})
         elif agents:
             phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}
+        if isinstance(job, RLJob) and judge is not None and writes_verdicts(judge, pool, apart):
+            resting = served | {"weights": served["weights"] + engine}
+            verdicts = judging(job, judge, built, tokens, sum(resting.values()), hardware)
+            axes |= verdicts.axes
+            phases = with_judge_phase(phases, verdicts, resting)
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
@@ -256,18 +258,6 @@ def _parts(job: Job, mesh: Mesh, generates: bool) -> Parts:
     """Parts of a job, without an engine where the ranks do not generate."""
     parts = build(job, mesh, lambda _: None)
     return parts if generates else parts._replace(generator=None)
-
-
-def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[str, float]) -> dict[str, Costs]:
-    """Add a judge: its weights to each phase, and its verdicts as a phase after generation.
-
-    Args:
-      phases: costs by phase.
-      judge: costs of its verdicts.
-      resting: bytes by kind that a rank holds while the judge writes.
-    """
-    with_verdicts = {"generate": phases["generate"], "score_judge": plus(judge.costs, resting)} | phases
-    return {name: plus(costs, {"weights": judge.weights}) for name, costs in with_verdicts.items()}
 
 
 def _without_agents(job: Job) -> Job:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.cost.decoding import EngineWork, completions
-from funrl.cost.tracing.costs import Costs, along
+from funrl.cost.tracing.costs import Costs, along, plus
 from funrl.cost.tracing.estimate import Depth, axes_of, of_depth, traced_layers
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh.launch import view
@@ -22,6 +23,7 @@ from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
 
@@ -89,8 +91,7 @@ def judging(
             f"(--judge_max_new_tokens), but it has {positions} positions"
         )
     mesh = view(parts.mesh, judge.sizes)
-    each = job.sampling.samples + ("greedy_score" in reads(job.algorithm).required)
-    settings = with_flags(job.settings, batch_prompts=job.settings.run.batch_prompts * each, kv_cache_gb=None)
+    settings = with_flags(job.settings, batch_prompts=verdicts_of_step(job), kv_cache_gb=None)
 
     def with_judge(model: Model) -> RLJob:
         return dataclasses.replace(job, settings=settings, model=model)
@@ -100,7 +101,7 @@ def judging(
         engine = native_engine(
             shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
         )
-        return parts.generator._replace(engine=engine, mesh=mesh)
+        return parts.generator._replace(engine=engine, mesh=mesh, base=None)
 
     whole = generator_of(with_judge(judge.model))
     stored = trees.leaves(whole.engine.weights.layouts)
@@ -117,6 +118,30 @@ def judging(
     few, more = traced_layers(judge.model)
     costs = along(costs_at(few), *((costs_at(depth), count) for depth, count in more))
     return JudgeCost(costs, weights, axes_of(mesh))
+
+
+def writes_verdicts(judge: JudgeJob, pool: str, apart: Collection[str]) -> bool:
+    """True if the ranks of a pool write the verdicts of a judge that can be traced; see `dry_run.estimate`."""
+    return judge.model.pages and JUDGE not in apart and pool in ("", "train")
+
+
+def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[str, float]) -> dict[str, Costs]:
+    """Add a judge: its weights to each phase, and its verdicts as a phase after generation.
+
+    Args:
+      phases: costs by phase.
+      judge: costs of its verdicts.
+      resting: bytes by kind that a rank holds while the judge writes.
+    """
+    generated = {name: costs for name, costs in phases.items() if name == "generate"}
+    with_verdicts = generated | {"score_judge": plus(judge.costs, resting)} | phases
+    return {name: plus(costs, {"weights": judge.weights}) for name, costs in with_verdicts.items()}
+
+
+def verdicts_of_step(job: RLJob) -> int:
+    """Number of completions of a step that a judge reads, greedy baselines included."""
+    greedy = "greedy_score" in reads(job.algorithm).required
+    return job.settings.run.batch_prompts * (job.sampling.samples + greedy)
 
 
 def tokens_to_read(job: RLJob, judge: JudgeJob, prompt_tokens: int) -> int:

@@ -32,10 +32,10 @@ def pool_phases(
       dtype: of the weights of roles that do not learn.
       rests: bytes by kind that it holds between phases.
       pool: what the rank does: "train", "generate" or the name of a role.
-      apart: roles on ranks of their own.
+      apart: roles, or the judge, on ranks of their own.
     """
     if pool == "train":
-        others = sum(stored_bytes(parts.roles[name], dtype) for name in apart)
+        others = sum(stored_bytes(role, dtype) for name, role in parts.roles.items() if name in apart)
         gone = {MOVES[0], *(f"score_{name}" for name in apart)}  # rows come from the other ranks
         return {name: plus(costs, {"weights": -others}) for name, costs in phases.items() if name not in gone}
     own = {kind: -nbytes for kind, nbytes in rests.items()}

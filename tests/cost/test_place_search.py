@@ -1,16 +1,23 @@
 """The search over divisions of the devices between training and generation."""
 
+import dataclasses
 import functools
 import json
 
 import pytest
-from dry_jobs import CPU, settings, write_config
+from dry_jobs import CPU, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cost.placement import place_search as searching
 from funrl.cost.placement.place_search import chosen_place, place_search, reasons_text, train_counts
+from funrl.cost.placement.role_pools import model_of, roles_to_move, scoring_pools_of
 from funrl.cost.reports.dry_report import dry_run
+from funrl.cost.reports.places_report import places_text
+from funrl.cost.schedules.lengths import law_of_mean
+from funrl.cost.schedules.splits import Workload
+from funrl.mesh.text import text
+from funrl.trainer.jobs.models import placeable_roles
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -46,6 +53,53 @@ def test_the_slower_side_gets_more_devices(flags, training):
     hardware = CPU._replace(latency=0.0, launch=0.0)
     best = place_search(given, recipe("rollout_is")(), hardware).candidates[0]
     assert len(best.placement.train.ranks) == training
+
+
+@pytest.mark.slow
+def test_a_role_has_devices_of_its_own_where_the_trainer_has_no_room(tmp_path):
+    """A reward model that fits a device, but not beside the policy and its optimizer; two devices wait for messages."""
+    changes = {"hidden_size": 256, "num_hidden_layers": 8, "num_labels": 1}
+    config = write_config(tmp_path, architectures=["LlamaForSequenceClassification"], **changes)
+    flags = {
+        **FLAGS,
+        "place": "auto:3",
+        "reward_model": config,
+        "prompts": "p.jsonl",
+        "token_budget": 64,
+        "score_token_budget": 64,
+    }
+    hardware = CPU._replace(latency=1.0, memory=1.5e7)
+    result = place_search(settings(**flags, dry_run=True), recipe("rollout_is")(), hardware)
+    best, *others = result.candidates
+    assert str(best.placement) == "train:dp1@0 generate:dp1@1 reward_model:dp1@2" and best.fits(result.room)
+    assert best.peaks.keys() == {"train", "generate", "reward_model"}
+    assert [str(x.placement) for x in others] == ["train:dp2@0-1 generate:dp1@2", "train:dp1@0 generate:dp2@1-2"]
+    assert [x.fits(result.room) for x in others] == [True, False] and not result.dropped
+    assert "; with no ranks for reward_model alone " in reasons_text(result)
+    assert "  roles hold  " in places_text(result, (), "")
+
+
+def test_pools_of_roles_have_room_and_are_as_large_as_their_work(tmp_path):
+    config = write_config(tmp_path, hidden_size=256, num_hidden_layers=8)
+    job = plain("rollout_is", prompts="p.jsonl", judge=config, arguments={"kl_coef": 0.1}, score_token_budget=64)
+    job = dataclasses.replace(job, models=job.models | {"reference": job.judge.model})
+    names = ["reference", "judge"]
+    assert placeable_roles(job.algorithm, job.settings) == names
+    assert roles_to_move(job, names) == [(), ("reference",), ("reference", "judge")]
+
+    def pools(memory, seconds=1e9, left=8):
+        work = Workload(law_of_mean(20, 24), 10, CPU._replace(memory=memory))
+        shallow = {name: model_of(job, name) for name in names}
+        found = scoring_pools_of(job, names, shallow, work, seconds=seconds, left=left)
+        return [text(pool.sizes) for pool in found.values()]
+
+    assert pools(1e9) == ["dp1", "dp1"]
+    assert pools(1e7) == ["tp2", "tp2"]  # 12 MB of weights
+    assert pools(1e9, seconds=1e-3, left=4) == ["dp2", "dp1"]  # one generates
+    with pytest.raises(SettingsError, match="no device is left to generate beside those of reference, judge"):
+        pools(1e9, left=2)
+    with pytest.raises(SettingsError, match="a node has no room for the reference"):
+        pools(1e5)
 
 
 def test_a_run_takes_the_best_and_is_refused_where_none_fits(monkeypatch):

@@ -4,6 +4,7 @@ import functools
 import json
 
 import pytest
+from dry_jobs import write_config
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -82,11 +83,22 @@ def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
     assert "trainer busy: with its waits for the scores of reference\n" in text
 
 
-@pytest.mark.parametrize("place", ["generate:1", "generate:1 judge:1"])
-def test_a_judge_is_not_estimated(place):
-    settings = settings_of(place=place, judge="m", device="cpu", dry_run=True)
-    with pytest.raises(SettingsError, match="a judge is not estimated; leave --judge out"):
-        placed_run(settings, read_placement(place, parse("dp1")), grpo(), HARDWARE["cpu"], 10)
+def test_a_judge_is_estimated_where_it_writes(tmp_path):
+    config = write_config(tmp_path, num_attention_heads=2, num_key_value_heads=2)
+    flags = {"judge": config, "prompts": "p.jsonl", "judge_max_new_tokens": 8, "max_new_tokens": 24}
+    flags |= {"device": "cpu", "hardware": "cpu", "dry_run": True, "batch_prompts": 4, "staleness": 1, "json": True}
+    apart, beside = (
+        json.loads(dry_run(settings_of(place=place, **flags), rollout_is))
+        for place in ("generate:1 judge:tp2", "generate:1")
+    )
+    assert list(apart["judge"]["phases"]) == ["score_judge"] and apart["judge"]["mesh"] == "tp2"
+    assert "score_judge" in beside["train"]["phases"] and "score_judge" not in apart["train"]["phases"]
+    weights = {name: x["peak_bytes"]["weights"] for name, x in apart["train"]["phases"].items()}
+    whole = 2 * apart["judge"]["phases"]["score_judge"]["peak_bytes"]["weights"]  # but for the norms, which tp2 copies
+    for name, held in weights.items():
+        assert beside["train"]["phases"][name]["peak_bytes"]["weights"] - held == pytest.approx(whole, rel=0.01)
+    split, alone = (next(x for x in found["schedules"]["splits"] if not x["shared"]) for found in (apart, beside))
+    assert split["scoring"] == [["judge", 2]] and alone["scoring"] == []
 
 
 def test_a_generator_that_joins_is_a_pool_of_one_rank():

@@ -1,18 +1,22 @@
 """Splits of devices between training and generation in a dry run, and its report of them."""
 
+import dataclasses
 import functools
 import json
 
 import numpy as np
 import pytest
-from dry_jobs import plain
+from dry_jobs import H100, plain, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost.judge_cost import judging
 from funrl.cost.reports import dry_report, schedule_report
 from funrl.cost.schedules.lengths import LengthError, LengthLaw, law_of_mean, law_of_run
-from funrl.cost.schedules.splits import Workload, async_run, simulate_splits
+from funrl.cost.schedules.splits import Workload, async_run, simulate_splits, verdict_times
+from funrl.cost.tracing.estimate import pretended
 from funrl.cost.tracing.hardware import HARDWARE
+from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -83,6 +87,25 @@ def test_a_run_on_its_own_devices_has_the_times_of_the_formulas():
     rows = np.full(16, 10 + law.mean)
     alone = async_run(plain("rollout_is", mesh="dp4"), 4, work, AdmissionRule(8, 1))
     assert run.update.seconds(rows) > alone.update.seconds(rows)  # half of the ranks, twice the rows of each
+
+
+def test_the_trainer_waits_for_a_judge_about_as_long_as_its_trace(tmp_path):
+    """Without launches, which a CUDA graph hides in part; the formula has no kernels but products and caches."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
+    hardware = H100._replace(launch=0.0)
+    flags = {"prompts": "p.jsonl", "judge": write_config(tmp_path, **sizes), "judge_max_new_tokens": 64}
+    flags |= {"batch_prompts": 32, "max_new_tokens": 64, "decode_rows": 64, "dtype": "bfloat16"}
+    job = plain("rollout_is", memory=hardware.memory, **flags)
+    alone = dataclasses.replace(job, judge=None)
+    with pretended(job.sizes) as mesh:
+        traced = judging(job, job.judge, build(alone, mesh, lambda _: None), 64, 0.0, hardware).costs.seconds
+    work = Workload(law_of_mean(60, 64), 64, hardware)
+    rows = np.full(64, 128)
+    seconds = verdict_times(job, job.judge, work).seconds(rows)
+    assert traced / 2 < seconds < traced
+    assert verdict_times(job, job.judge._replace(sizes={**job.sizes, "data": 2}), work).seconds(rows) < seconds
+    updates = [async_run(x, 1, work, AdmissionRule(32, 1)).update.seconds(rows) for x in (job, alone)]
+    assert updates[0] - updates[1] == pytest.approx(seconds)
 
 
 def test_a_split_that_cannot_be_is_left_out():

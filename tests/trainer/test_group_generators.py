@@ -17,8 +17,10 @@ from funrl.mesh.pools.transfer import Arrived, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import GroupGenerators, TakenGroup, age_metrics
-from funrl.trainer.placement.messages import WrittenGroup, origins_of, split_origins
+from funrl.trainer.placement.groups import GroupGenerators, TakenGroup
+from funrl.trainer.placement.joined_groups import age_metrics
+from funrl.trainer.placement.logged import LoggedGroup
+from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.observing import ShownSample, with_scores
 from funrl.trainer.steps.step_rows import rows_of
@@ -82,6 +84,48 @@ def test_replicas_share_the_replacements_of_a_batch(generators):
     further = [prompts.replace(1, plan) for prompts in (replicas[0], *replicas * 2)]
     assert further == [*(GroupPrompt(place, place) for place in range(4, 8)), None]
     assert replicas[0].replace(4, plan) == GroupPrompt(8, 8), "the next batch has its own"
+
+
+def test_what_the_trainer_asks_for_again_is_written_once(generators):
+    generators.begin_step(1, 0, 5)
+    plan = generators.plan
+    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None) for _ in range(2)]
+    for prompts in replicas:
+        prompts.filters = False
+    assert [prompts.begin(number, plan).position for number, prompts in enumerate(replicas)] == [0, 1]
+    assert replicas[0].take_again() is None
+    generators._board.ask_again(3)
+    generators._board.ask_again(1)
+    assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
+    assert replicas[1].begin(3, plan) == GroupPrompt(2, 2)
+    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None)  # which filters what it writes
+    generators._board.ask_again(2)
+    assert alone.take_again() is None and replicas[1].take_again() == 2
+
+
+def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
+    def taken(position, dropped=()):
+        facts = {"entries": {"x": (1.0, 2)}, "episodes": {}}
+        written = WrittenRows(facts, np.zeros(2), {"failed": torch.tensor([True, False])}, {}, {})
+        group = WrittenGroup(0, written, {4: 10 + position}, [[(0, 4)]], 0.5, prompt=GroupPrompt(position, position))
+        return group._replace(dropped=dropped)
+
+    generators.replace_late()
+    generators.begin_step(1, 0, 5)
+    generators._taken = [TakenGroup(number, taken(number)) for number in range(3)]
+    generators.keep(np.array([1]))
+    assert [number for number, _ in generators._lost] == [0, 2] and generators.dropped() == []
+    for number, group in ((2, taken(4)), (0, taken(3))):
+        generators._written[number] = group
+    generators._taken = generators._replacements(generators._lost, "groups")
+    generators._lost = []
+    generators.keep(np.array([0]))
+    log = [LoggedGroup(*group) for group in generators.log()]
+    assert [(group.position, [prompt.position for prompt in group.dropped]) for group in log] == [
+        (1, []), (3, [0]), (4, [2])
+    ]  # fmt: skip
+    assert log[1].dropped[0] == (0, 1, {"x": (1.0, 2)}, {})
+    assert generators.metrics()["wait/generator_s"] == 0.5 * 5 and generators.metrics()["age/max"] == 0
 
 
 def test_by_the_clock_each_replica_has_its_part_of_the_replacements_and_prompts(generators):

@@ -280,6 +280,10 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (
+            {"new_tokens_per_step": 2, "staleness": 1},
+            "with --staleness=1: completions are written on during the updates",
+        ),
+        (
             {"generate_mesh": "dp1"},
             "--generate_mesh=dp1 does nothing: --place=generate:1 gives the mesh",
         ),

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import time
+from datetime import timedelta
 
 import pytest
 from joined_runs import joined
@@ -18,9 +20,11 @@ from test_refilled_runs import stale_dapo
 from test_rewarding_pools import settings_of
 
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.mesh.launch import WorkerError, launch
+from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import single
+from funrl.mesh.pools.channel import Requests, answer_key, run_store
 from funrl.rewards.call import RewardError
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources import completion_scores
@@ -31,7 +35,8 @@ AHEAD = {
     "both": (rollout_is, ["reward_model", "judge"], "train:1 generate:tp2 judge:1", {}),
     "of steps": (rollout_is, ["process_reward_model"], "train:1 generate:1 process_reward_model:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
-    "with a filter": (stale_dapo, ["judge"], "train:1 generate:2", {"max_refills": 1}),
+    "with a filter": (stale_dapo, ["judge"], "train:1 generate:2", {"max_refills": 6}),
+    "with a filter, smaller batches": (stale_dapo, ["judge"], "train:1 generate:1 judge:1", {"max_refills": 1}),
 }
 
 
@@ -50,7 +55,13 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     assert len(done) == 5 and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
     log = read_groups(tmp_path)
     assert log is not None
-    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+    groups = [group for groups in log.by_step.values() for group in groups]
+    replaced = [prompt.position for group in groups for prompt in group.dropped]
+    assert bool(replaced) == (further.get("max_refills", 1) > 1)
+    assert sorted([*(group.position for group in groups), *replaced]) == list(range(20 + len(replaced)))
+    for step, metrics in steps if replaced else ():
+        count = sum(len(group.dropped) for group in log.by_step[step])
+        assert metrics["filter_groups/sampled_prompts"] == 4 + count
 
 
 @pytest.mark.slow
@@ -83,11 +94,13 @@ def test_samples_and_evaluations_have_their_scores(place, folders):
     assert ahead.observer.table[:6] == together.observer.table[:6]
 
 
-def test_a_filter_does_not_replace_prompts_before_they_are_scored(folders):
-    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1 and --judge: other prompts take"):
-        small_job(stale_dapo, place="generate:1", staleness=1, **settings_of(folders, "judge"))
-    joined = {"place": "generate:join", "run_dir": "run"}  # whose completions are scored before the filter
-    assert small_job(stale_dapo, staleness=1, **joined, **settings_of(folders, "judge"))
+def test_late_replacements_are_refused_where_they_cannot_be(folders):
+    flags = {"place": "generate:1", "staleness": 1, **settings_of(folders, "judge")}
+    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1, --judge and --clock=tokens: when"):
+        small_job(stale_dapo, clock="tokens", **flags)
+    assert small_job(stale_dapo, clock="tokens", max_refills=1, **flags)
+    with pytest.raises(SettingsError, match="and greedy completions: these are scored with the batch"):
+        small_job(stale_remax, on_reward_error="skip", **flags)
 
 
 @pytest.mark.slow
@@ -135,3 +148,51 @@ def test_so_does_one_whose_rank_fails(staleness, failure, message, folders, monk
     job = small_job(rollout_is, place=PLACES[1], staleness=staleness, minibatches=1, **flags)
     with pytest.raises(WorkerError, match=message):
         launch(functools.partial(rank_of, job), job.launched, "cpu")
+
+
+LIMIT_S = 60.0
+SCORING = "test/scoring"  # key of the store that is there while the model scores the third batch
+
+
+def hangs(score_B, examples, what):
+    """A check of scores that does not end in the third batch of four prompts; six are evaluated."""
+    global _batches
+    _batches += len(examples) == 4
+    if _batches == 3:
+        run_store().set(SCORING, "1")
+        time.sleep(LIMIT_S)
+
+
+_batches = 0
+
+
+def dies_meanwhile(answer, requests, number, waits_for):
+    """Wait for an answer; the second of the ranks that train ends its process where it waits for the third batch."""
+    store = run_store()
+    while requests.mesh.rank == 1 and not store.check([answer_key(number)]):
+        if store.check([SCORING]):
+            os._exit(1)
+        time.sleep(0.005)
+    return answer(requests, number, waits_for)
+
+
+ENDS = {
+    "a rank that trains dies": (True, timedelta(minutes=10), "rank 1 ended with status 1"),
+    "the model hangs": (False, timedelta(seconds=8), "the reward_model's scores"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENDS)
+def test_a_run_that_ends_while_a_model_scores_leaves_its_state_and_its_log(name, folders, tmp_path, monkeypatch):
+    dies, timeout, message = ENDS[name]
+    monkeypatch.setattr(completion_scores, "check_scores", hangs)
+    if dies:
+        answer = Requests.answer
+        monkeypatch.setattr(Requests, "answer", lambda *given: dies_meanwhile(answer, *given))
+    flags = {"place": "train:dp2 generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
+    job = small_job(rollout_is, minibatches=1, steps=4, **flags, **settings_of(folders, "reward_model"))
+    with pytest.raises(WorkerError, match=message):
+        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=Waiting(timeout))
+    assert list(complete_checkpoints(tmp_path / "checkpoints")) == [2]
+    assert list(read_groups(tmp_path).by_step) == [1, 2]

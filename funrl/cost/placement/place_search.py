@@ -1,8 +1,9 @@
-"""A search over placements: all ways to divide N devices between a trainer and generators, ranked by simulation.
+"""A search over placements: ways to divide N devices between a trainer, generators and roles, ranked by simulation.
 
 `--place=auto:64` is such a search. For each number of devices that train, the search of meshes gives the trainer's
-mesh, and the rates of the hardware that of the generators; the run of both is simulated. The best are traced. The
-result depends only on flags, the model's config.json and the table of hardware, so it is the same on all ranks.
+mesh, and the rates of the hardware that of the generators; the run of both is simulated. So it is with the largest of
+the roles that only score on devices of its own, and with all of them. The best are traced. The result depends only on
+flags, the model's config.json and the table of hardware, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import numpy as np
 
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.dry_run import plain_job, tokens_of
+from funrl.cost.placement.pool_estimates import pool_estimate
 from funrl.cost.placement.pool_settings import pool_settings
+from funrl.cost.placement.role_pools import ScoringPool, roles_to_move, scoring_pools_of, without_roles
 from funrl.cost.rates import duration_text
 from funrl.cost.remedies import Peak, peak_of, quoted_flags
 from funrl.cost.schedules.simulation import AsyncRun, Simulated
 from funrl.cost.schedules.splits import MOST_SPLITS, Workload, async_run, lengths_of, rule_of, simulate_rule
+from funrl.cost.schedules.update_times import ScoredUpdate
 from funrl.cost.search.closed_form import training_bytes
 from funrl.cost.search.closed_seconds import training_seconds
-from funrl.cost.search.closed_split import split_of
+from funrl.cost.search.closed_split import parameters, split_of
 from funrl.cost.search.mesh_search import Ranked, chosen_mesh, ranked_splits, split_flags
 from funrl.cost.search.split_variants import Candidate, engine_meshes, rank_key, tensor_nodes
 from funrl.cost.tracing.hardware import USABLE, Hardware
@@ -34,7 +38,10 @@ from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.models import placeable_roles
+from funrl.trainer.jobs.sharding import sizes_on_trainers
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
 
 TRACED_PLACES = 3  # placements that are traced, unless one fits before
@@ -94,11 +101,13 @@ class _Trainer(NamedTuple):
       job: on that mesh.
       flags: that differ from the given ones.
       nbytes: memory of a rank, by formula.
+      pools: devices of roles that it does not have.
     """
 
     job: RLJob
     flags: dict[str, Any]
     nbytes: float
+    pools: Mapping[str, ScoringPool]
 
 
 def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> PlaceSearch:
@@ -115,13 +124,17 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
     work = Workload(lengths_of(alone, base.sampling.max_new_tokens), tokens, hardware)
     rule = rule_of(alone)
     ranked = functools.cache(lambda count: ranked_splits(alone, algorithm, count, hardware))
+    moves = roles_to_move(base, placeable_roles(algorithm, alone))
     candidates = []
     dropped = {}
     for train in train_counts(world):
-        try:
-            candidates.append(_candidate(ranked(train), alone, (train, world - train), work, rule))
-        except ValueError as error:
-            dropped[train] = str(error)
+        for apart in moves:
+            try:
+                candidates.append(_candidate(ranked(train), alone, (train, world), apart, work, rule))
+            except ValueError as error:
+                dropped.setdefault(train, str(error))
+    for train in {len(candidate.placement.train.ranks) for candidate in candidates}:
+        dropped.pop(train, None)
     if not candidates:
         reason = next(iter(dropped.values()), "one device cannot be divided")
         raise SettingsError(f"--place={settings.devices.place}: no division of {world} devices is possible: {reason}")
@@ -148,52 +161,98 @@ def _key(candidate: PlacedCandidate, room: float) -> tuple[bool, bool, float]:
 
 
 def _candidate(
-    ranked: Ranked, settings: Settings, counts: tuple[int, int], work: Workload, rule: AdmissionRule
+    ranked: Ranked,
+    settings: Settings,
+    counts: tuple[int, int],
+    apart: tuple[str, ...],
+    work: Workload,
+    rule: AdmissionRule,
 ) -> PlacedCandidate:
     """The best meshes for numbers of devices, simulated.
 
     Args:
       ranked: splits of the trainer.
-      counts: of devices that train and that generate.
+      settings: the flags.
+      counts: of devices that train, and of all.
+      apart: roles with devices of their own.
+      work: rows of the run.
+      rule: of admission.
 
     Raises:
       ValueError: there are no such meshes.
     """
-    train, generate = counts
-    trainer = _best_trainer(ranked, settings, work)
+    train, world = counts
+    trainer = _best_trainer(ranked, settings, apart, work, left=world - train)
+    pools = trainer.pools
+    generate = world - train - sum(pool.world for pool in pools.values())
     engines = engine_meshes(ranked.space, with_flags(settings, generate_mesh=None), generate)
-    runs = [(text, _run(trainer.job, text, generate, work, rule)) for text in engines]
+    runs = [(text, _run(trainer, text, generate, work, rule)) for text in engines]
     roomy = [(text, run) for text, run in runs if run.engine.capacity >= work.prompt + work.lengths.most]
     if not roomy:
         raise SettingsError(
             f"{generate} devices have no room to generate with {trainer.job.model.config.source.family}"
         )
     text, run = max(roomy, key=lambda entry: _tokens_per_second(entry[1]))
-    training = RankPool(trainer.job.sizes, tuple(range(train)))
-    placement = Placement(training, RankPool(meshes.parse(text), tuple(range(train, train + generate))))
+    sizes = {"train": trainer.job.sizes, "generate": meshes.parse(text)}
+    ranks = _in_turn(sizes | {name: pool.sizes for name, pool in pools.items()})
+    placement = Placement(ranks.pop("train"), ranks.pop("generate"), ranks)
     job = dataclasses.replace(trainer.job, generate_sizes=meshes.parse(text))
     flags = {"place": str(placement)} | trainer.flags
     return PlacedCandidate(placement, flags, simulate_rule(run, rule), trainer.nbytes, nodes=tensor_nodes(job))
 
 
-def _best_trainer(ranked: Ranked, settings: Settings, work: Workload) -> _Trainer:
-    """The fastest split of training that fits without an engine, by formula. Raises: SettingsError."""
+def _in_turn(sizes: Mapping[str, dict[str, int]]) -> dict[str, RankPool]:
+    """Pools on meshes of these sizes, each on the ranks after those before it."""
+    pools = {}
+    begin = 0
+    for name, mesh in sizes.items():
+        end = begin + meshes.Mesh(mesh).world
+        pools[name] = RankPool(mesh, tuple(range(begin, end)))
+        begin = end
+    return pools
+
+
+def _best_trainer(ranked: Ranked, settings: Settings, apart: tuple[str, ...], work: Workload, left: int) -> _Trainer:
+    """The fastest split of training that fits without an engine and some roles, by formula, and pools of these roles.
+
+    Args:
+      ranked: splits of the trainer.
+      settings: the flags.
+      apart: the roles.
+      work: rows of the run.
+      left: devices that do not train.
+
+    Raises:
+      SettingsError: there is no split, or no room for a role.
+    """
     hardware = work.hardware
     width = work.prompt + work.lengths.most
     best = None
     for candidate in (candidate for candidates in ranked.splits for candidate in candidates):
-        job = _training_job(ranked, candidate)
-        nbytes = training_bytes(job, width, hardware)
+        job = without_roles(_training_job(ranked, candidate), apart)
+        nbytes = training_bytes(job, width, hardware) + _judge_bytes(job)
         seconds = training_seconds(job, split_of(job, width, hardware), hardware)
         nodes = math.ceil(job.sizes["tensor"] / RANKS_PER_NODE)
         key = rank_key(nbytes <= ranked.space.room, nodes, seconds, nbytes)
         if best is None or key < best[0]:
             flags = split_flags(job.settings, settings)
             del flags["mesh"]
-            best = key, _Trainer(job, flags, nbytes)
+            best = key, _Trainer(job, flags, nbytes, {}), candidate
     if best is None:
         raise SettingsError(ranked.others[0].reason if ranked.others else "the model has no mesh of so many devices")
-    return best[1]
+    _, trainer, candidate = best
+    shallow = dict(ranked.space.shallow)
+    whole = _training_job(ranked, candidate)
+    if whole.judge is not None:
+        shallow[JUDGE] = whole.judge.model
+    seconds = async_run(trainer.job, 1, work, rule_of(settings)).update.seconds(work.mean_rows(whole))
+    return trainer._replace(pools=scoring_pools_of(whole, apart, shallow, work, seconds=seconds, left=left))
+
+
+def _judge_bytes(job: RLJob) -> float:
+    """Bytes of the weights of a judge on a rank that trains."""
+    judge = job.judge
+    return 0.0 if judge is None else job.dtype.itemsize * parameters(judge.model) / judge.sizes["tensor"]
 
 
 def _training_job(ranked: Ranked, candidate: Candidate) -> RLJob:
@@ -202,12 +261,18 @@ def _training_job(ranked: Ranked, candidate: Candidate) -> RLJob:
     sizes = settings.devices.train.chosen
     job = ranked.space.base
     assert isinstance(job, RLJob)
-    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
+    judge = job.judge
+    if judge is not None:
+        memory = ranked.space.hardware.memory
+        judge = judge._replace(sizes=sizes_on_trainers(settings, sizes, judge.model, memory))
+    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes, judge=judge)
 
 
-def _run(job: RLJob, engine: str, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
+def _run(trainer: _Trainer, engine: str, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
     """The run with an engine on a mesh of devices of its own."""
-    return async_run(dataclasses.replace(job, generate_sizes=meshes.parse(engine)), generate, work, rule)
+    run = async_run(dataclasses.replace(trainer.job, generate_sizes=meshes.parse(engine)), generate, work, rule)
+    scoring = [pool.times for pool in trainer.pools.values()]
+    return run._replace(update=ScoredUpdate(run.update, scoring)) if scoring else run
 
 
 def _tokens_per_second(run: AsyncRun) -> float:
@@ -233,13 +298,13 @@ def _traced_best(
 def _traced(
     candidate: PlacedCandidate, settings: Settings, algorithm: Algorithm, hardware: Hardware, tokens: int
 ) -> PlacedCandidate:
-    """A candidate with the peaks of both pools."""
+    """A candidate with the peaks of all pools."""
     placement = candidate.placement
     chosen = with_flags(settings, **candidate.flags)
     peaks = {}
-    for name, pool in {"train": placement.train, "generate": placement.generate}.items():
-        own = pool_settings(chosen, pool, learns=name == "train")
-        peaks[name] = peak_of(estimate(plain_job(own, algorithm, hardware.memory), tokens, hardware, name))
+    for name, pool in placement.pools.items():
+        own = pool_settings(chosen, pool, learns=placement.shards(name))
+        peaks[name] = peak_of(pool_estimate(own, algorithm, tokens, hardware, name, apart=placement.scoring))
     return candidate._replace(peaks=peaks)
 
 
@@ -289,11 +354,23 @@ def chosen_place(settings: Settings, compose: Callable[[], Algorithm], hardware:
 
 
 def reasons_text(result: PlaceSearch) -> str:
-    """The best placement and why: its time, who waits, and what shared devices take."""
+    """The best placement and why: its time, who waits, and what the roles elsewhere and shared devices take."""
     best = result.candidates[0]
     busy = best.result
     beside = "" if result.shared is None else f"; on shared devices {duration_text(result.shared)}"
     return (
         f"{quoted_flags(best.flags)}: {duration_text(busy.step)} a step, in which the trainer works for "
-        f"{busy.trainer_busy:.0%} and the generators for {busy.generators_busy:.0%}{beside}"
+        f"{busy.trainer_busy:.0%} and the generators for {busy.generators_busy:.0%}{_other_roles(result)}{beside}"
     )
+
+
+def _other_roles(result: PlaceSearch) -> str:
+    """Time of the best placement that differs in whether roles have ranks of their own; "": there is none."""
+    best = result.candidates[0]
+    apart = bool(best.placement.scoring)
+    other = next((x for x in result.candidates if bool(x.placement.scoring) != apart), None)
+    if other is None:
+        return ""
+    names = ", ".join((best if apart else other).placement.scoring)
+    took = duration_text(other.result.step) if other.fits(result.room) else "it does not fit"
+    return f"; with {'no ' if apart else ''}ranks for {names} alone {took}"

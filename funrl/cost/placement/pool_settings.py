@@ -22,7 +22,7 @@ def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
     Args:
       settings: the flags of the whole run.
       pool: its ranks.
-      learns: whether its ranks train; others have no use for flags of sharded training.
+      learns: whether its ranks may shard weights as those that train do; see `Placement.shards`.
     """
     mesh = text(pool.sizes)
     if learns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -61,7 +62,7 @@ def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolT
     near = placement.world <= RANKS_PER_NODE
     width = check_width(job, tokens)
     with pretended(job.sizes) as mesh:
-        parts = build(job, mesh, lambda _: None)
+        parts = build(dataclasses.replace(job, judge=None), mesh, lambda _: None)  # whose weights are not read
         moves = weight_plan(job, parts, placement)
         sent, received, messages = row_traffic(job, parts, placement, width)
     owned = owned_bytes(job, tokens)

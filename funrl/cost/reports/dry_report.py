@@ -8,8 +8,9 @@ from typing import Any
 
 from funrl.algos.core import Algorithm
 from funrl.cost.device_calls import device_calls
-from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.dry_run import plain_job, tokens_of
 from funrl.cost.placement.place_search import place_search
+from funrl.cost.placement.pool_estimates import pool_estimate
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.placement.transfers import pool_transfers
 from funrl.cost.rates import communication, duration_text, hidden, rates_of
@@ -43,7 +44,7 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.scorers import JUDGE, scorers_of
+from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
@@ -69,7 +70,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     apart = () if placed is None else tuple(placed.scoring)
 
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool, apart=apart)
+        return pool_estimate(settings, algorithm, tokens, hardware, pool, apart)
 
     if settings.devices.place is not None and settings.devices.train.wanted is not None:
         check_settings(settings)
@@ -123,8 +124,6 @@ def placed_run(
     Raises:
       ValueError: a flag cannot work.
     """
-    if JUDGE in scorers_of(settings):
-        raise SettingsError(f"--dry_run with --place={placement}: a judge is not estimated; leave --judge out")
     job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
     assert isinstance(job, RLJob)
     transfers = pool_transfers(job, placement, tokens)

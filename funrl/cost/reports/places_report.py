@@ -26,22 +26,31 @@ def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
         answer = f"the best of {count} ways to divide {result.world} devices:"
     else:
         answer = f"nothing fits {result.world} devices; of {count} ways to divide them this needs the least memory:"
-    head = ("flags", "train holds", "generate holds", "fits", "a step", "trainer busy", "generators busy", "memory")
+    roles = any(candidate.placement.scoring for candidate in result.candidates)
+    held = ("train holds", "generate holds", *["roles hold"] * roles)
+    head = ("flags", *held, "fits", "a step", "trainer busy", "generators busy", "memory")
     parts = [f"{answer}\n  {command_text(line, best.flags)}\n  {reasons_text(result)}"]
-    rows = [_row(candidate, result.room) for candidate in result.candidates]
+    rows = [_row(candidate, result.room, len(held)) for candidate in result.candidates]
     if result.shared is not None:
-        rows.append(("all devices shared", "-", "-", "-", duration_text(result.shared), "-", "-", "-"))
+        nothing = ["-"] * len(held)
+        rows.append(("all devices shared", *nothing, "-", duration_text(result.shared), "-", "-", "-"))
     lines = table(head, rows)
     lines += [f"no way to train on {count}: {reason}" for count, reason in result.dropped.items()]
     return "\n\n".join([*parts, "\n".join(lines), report])
 
 
-def _row(candidate: PlacedCandidate, room: float) -> tuple[str, ...]:
+def _row(candidate: PlacedCandidate, room: float, columns: int) -> tuple[str, ...]:
+    """Cells of a candidate, of which `columns` are what a rank holds: to train, to generate, and for roles."""
     result = candidate.result
-    held = [size(candidate.peaks[name].nbytes) for name in ("train", "generate") if candidate.peaks]
+    held = [candidate.peaks[name].nbytes for name in ("train", "generate") if candidate.peaks]
+    held += (
+        [max(candidate.peaks[name].nbytes for name in candidate.placement.scoring)] if len(candidate.peaks) > 2 else []
+    )
+    cells = [size(nbytes) for nbytes in held or [candidate.nbytes]]
     return (
         written_flags(candidate.flags),
-        *(held or (size(candidate.nbytes), "-")),
+        *cells,
+        *["-"] * (columns - len(cells)),
         "yes" if candidate.fits(room) else "no",
         duration_text(result.step),
         f"{result.trainer_busy:.0%}",

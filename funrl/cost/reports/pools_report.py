@@ -16,7 +16,6 @@ from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh.explain import size, table
 from funrl.mesh.pools.placement import Placement
-from funrl.mesh.text import TOKEN_AXES, devices
 from funrl.trainer.settings.settings import Settings
 
 PoolCosts = Callable[[Settings, Hardware, str], Estimate]
@@ -48,13 +47,11 @@ def pools_report(settings: Settings, run: PlacedRun, costs: PoolCosts, describe:
       hardware: of each rank.
     """
     placement = run.placement
-    pools = {"train": placement.train, "generate": placement.generate, **placement.scoring}
     parts = [f"place {placement}"]
     objects: dict[str, object] = {"place": str(placement)}
     seconds = {}
-    for name, pool in pools.items():
-        shards = name in placement.scoring and devices(pool.sizes, TOKEN_AXES) > 1  # as its role is stored there
-        own = pool_settings(settings, pool, learns=name == "train" or shards)
+    for name, pool in placement.pools.items():
+        own = pool_settings(settings, pool, learns=placement.shards(name))
         estimate = costs(own, hardware, name)
         fits = verdict_of(estimate, own, hardware, lambda changed, name=name: costs(changed, hardware, name))
         objects[name] = as_object(estimate, fits, hardware)

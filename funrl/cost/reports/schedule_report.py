@@ -12,7 +12,7 @@ from funrl.cost.dry_run import plain_job
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.rates import duration_text
 from funrl.cost.schedules.lengths import LengthLaw
-from funrl.cost.schedules.simulation import AsyncRun, Simulated
+from funrl.cost.schedules.simulation import AsyncRun, Simulated, UpdateLaw
 from funrl.cost.schedules.splits import (
     DeviceSplit,
     Workload,
@@ -25,14 +25,16 @@ from funrl.cost.schedules.splits import (
     simulate_split,
     simulate_splits,
     split_key,
+    verdict_times,
 )
-from funrl.cost.schedules.update_times import ScoredUpdate, UpdateTimes
+from funrl.cost.schedules.update_times import ScoredUpdate
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
 from funrl.mesh.explain import table
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
 
 STALENESS = (0, 1, 2, 4)  # of the second table
@@ -100,11 +102,12 @@ def placed_schedules(
     training = pool_settings(settings, placement.train, learns=True)
     job = plain_job(training, algorithm, work.hardware.memory)
     assert isinstance(job, RLJob)
+    scoring = [_times_of_pool(job, settings, algorithm, work, name, pool) for name, pool in placement.scoring.items()]
     models = {name: model for name, model in job.models.items() if name not in placement.scoring}
-    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes, models=models)
+    judge = None if JUDGE in placement.scoring else job.judge
+    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes, models=models, judge=judge)
     rule = rule_of(settings)
     run = async_run(job, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
-    scoring = [_times_of_pool(settings, algorithm, work, name, pool) for name, pool in placement.scoring.items()]
     if scoring:
         run = run._replace(update=ScoredUpdate(run.update, scoring))
     own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())
@@ -117,8 +120,12 @@ def placed_schedules(
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), _tried_rules(run, rule))
 
 
-def _times_of_pool(settings: Settings, algorithm: Algorithm, work: Workload, name: str, pool: RankPool) -> UpdateTimes:
-    """Times of the ranks of a role. Raises: ValueError: a flag cannot work there."""
+def _times_of_pool(
+    training: RLJob, settings: Settings, algorithm: Algorithm, work: Workload, name: str, pool: RankPool
+) -> UpdateLaw:
+    """Times of the ranks of a role, or of the judge of the job that trains. Raises: ValueError: a flag cannot work."""
+    if name == JUDGE and training.judge is not None:
+        return verdict_times(training, training.judge._replace(sizes=pool.sizes), work)
     own = pool_settings(settings, pool, learns=False)
     job = plain_job(own, algorithm, work.hardware.memory)
     assert isinstance(job, RLJob)

@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost.judge_cost import tokens_to_read, verdicts_of_step
+from funrl.cost.row_plan import rows_of_step
 from funrl.cost.schedules.engine_times import engine_times
 from funrl.cost.schedules.lengths import LengthLaw, law_of_mean, law_of_run, parse_lengths
-from funrl.cost.schedules.simulation import AsyncRun, Simulated, rows_together, simulate_run
-from funrl.cost.schedules.update_times import UpdateTimes
+from funrl.cost.schedules.simulation import AsyncRun, Simulated, UpdateLaw, rows_together, simulate_run
+from funrl.cost.schedules.update_times import ScoredUpdate, UpdateTimes, VerdictTimes
 from funrl.cost.search.closed_form import training_bytes
 from funrl.cost.search.closed_seconds import role_seconds, training_seconds
 from funrl.cost.search.closed_split import parameters, split_of
@@ -20,6 +24,7 @@ from funrl.cost.tracing.turns import turns_of
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.settings import Settings
+from funrl.trainer.sources.judging import JudgeJob
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
@@ -37,6 +42,10 @@ class Workload(NamedTuple):
     lengths: LengthLaw
     prompt: int
     hardware: Hardware
+
+    def mean_rows(self, job: RLJob) -> np.ndarray:
+        """[rows] tokens of the rows of a step of a job, if all have the mean length."""
+        return np.full(rows_of_step(job), self.prompt + self.lengths.mean)
 
 
 class DeviceSplit(NamedTuple):
@@ -79,7 +88,8 @@ def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) ->
     """The run that trains on a job's mesh and generates on other devices.
 
     Args:
-      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh.
+      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh. Its judge, if
+        it has one, writes while the trainer waits.
       generate: devices of the generators.
       work: its rows.
       rule: of admission.
@@ -94,6 +104,13 @@ def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) ->
     tensor = job.generate_sizes["tensor"]
     times = engine_times(model, hardware, tensor, item)
     turns = turns_of(settings)
+    update: UpdateLaw = UpdateTimes(
+        ranks=split.rows,
+        token=training_seconds(job, split, hardware) / (rows * width),
+        minibatches=settings.updates.minibatches,
+    )
+    if job.judge is not None:
+        update = ScoredUpdate(update, [verdict_times(job, job.judge, work)])
     return AsyncRun(
         rule=rule,
         samples=job.sampling.samples,
@@ -102,11 +119,7 @@ def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) ->
         engine=times,
         replicas=generate // tensor,
         slots=rows_together(times, settings.engines.decode_rows, width),
-        update=UpdateTimes(
-            ranks=split.rows,
-            token=training_seconds(job, split, hardware) / (rows * width),
-            minibatches=settings.updates.minibatches,
-        ),
+        update=update,
         transfer=message_seconds(hardware, 1, item * parameters(model) / tensor, near=False),
         environment=turns.gaps * turns.seconds,
     )
@@ -124,6 +137,26 @@ def scoring_times(job: RLJob, name: str, work: Workload) -> UpdateTimes:
     split = split_of(job, round(width), work.hardware)
     rows = math.ceil(split.count / split.rows)
     return UpdateTimes(split.rows, role_seconds(job, split, work.hardware, name) / (rows * width))
+
+
+def verdict_times(job: RLJob, judge: JudgeJob, work: Workload) -> VerdictTimes:
+    """Times of a judge.
+
+    Args:
+      job: whose completions it reads.
+      judge: on the mesh of its ranks.
+      work: rows of the run.
+    """
+    tensor = judge.sizes["tensor"]
+    written = judge.sampling.max_new_tokens
+    return VerdictTimes(
+        engine=engine_times(judge.model, work.hardware, tensor, job.dtype.itemsize),
+        replicas=Mesh(judge.sizes).world // tensor,
+        slots=job.settings.engines.decode_rows,
+        template=tokens_to_read(job, judge, 0) - job.sampling.max_new_tokens,
+        written=written,
+        share=verdicts_of_step(job) / rows_of_step(job),
+    )
 
 
 def simulate_rule(run: AsyncRun, rule: AdmissionRule) -> Simulated:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from funrl.cost.schedules.simulation import UpdateLaw
+from funrl.cost.schedules.engine_times import EngineTimes
+from funrl.cost.schedules.simulation import UpdateLaw, rows_together
 
 
 class UpdateTimes(NamedTuple):
@@ -46,16 +48,46 @@ class UpdateTimes(NamedTuple):
         return float(total)
 
 
+class VerdictTimes(NamedTuple):
+    """Seconds of a judge's verdicts on one batch, each of full length.
+
+    Attributes:
+      engine: times of a replica of the judge.
+      replicas: of it.
+      slots: rows that a replica runs together at most.
+      template: tokens that it reads beside a completion and its prompt.
+      written: tokens of a verdict.
+      share: completions that it reads, over the rows of the batch.
+    """
+
+    engine: EngineTimes
+    replicas: int
+    slots: int
+    template: int
+    written: int
+    share: float = 1.0
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of a batch, on the replica with the most rows; see `UpdateTimes`."""
+        rows = math.ceil(len(lengths) * self.share / self.replicas)
+        read = float(lengths.mean()) + self.template
+        waves = math.ceil(rows / rows_together(self.engine, self.slots, read + self.written))
+        each = rows / waves
+        iteration = float(self.engine.without_context(np.array(each)))
+        iteration += self.engine.token * each * (read + self.written / 2)
+        return self.engine.read * rows * read + waves * self.written * iteration
+
+
 class ScoredUpdate(NamedTuple):
-    """Seconds of a batch that ranks of some roles score, one after the other, before it is trained on.
+    """Seconds of a batch that other models score, one after the other, before it is trained on.
 
     Attributes:
       update: of the ranks that train.
-      scoring: of the ranks of each role.
+      scoring: of each of these models.
     """
 
     update: UpdateLaw
-    scoring: Sequence[UpdateTimes]
+    scoring: Sequence[UpdateLaw]
 
     def seconds(self, lengths: np.ndarray) -> float:
         """Seconds of a batch; see `UpdateTimes`."""

@@ -70,6 +70,22 @@ def training_bytes(job: Job, width: int, hardware: Hardware) -> float:
     return _states(job, split) + _learning(job, split) + _activations(job, split)
 
 
+def scoring_bytes(job: Job, name: str, width: int, hardware: Hardware) -> float:
+    """Peak bytes of a rank that only scores for one role.
+
+    Args:
+      name: of the role.
+      width: tokens of a row.
+    """
+    split = split_of(job, width, hardware)
+    model = job.models[name]
+    nbytes = stored(job, split, name)
+    if shards_of(job, split, name) > 1:
+        nbytes += 2 * computed(model, split.experts) / (split.tensor * max(model.config.layers, 1))
+    tokens = pieces_of(split, 1, scoring_budget(job.settings)).tokens
+    return split.item * (nbytes + tokens * _saved(model, split))
+
+
 def _resting(job: Job, split: MeshSplit) -> float:
     """Bytes of weights and optimizer states, and of the engine's copy."""
     copied = isinstance(job, RLJob) and copies_weights(job, split)

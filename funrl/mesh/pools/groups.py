@@ -16,6 +16,7 @@ GROUPS_KEY = "funrl/groups"
 PLAN_KEY = f"{GROUPS_KEY}/plan"
 WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
+AGAIN_KEY = f"{GROUPS_KEY}/again"
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
@@ -78,6 +79,8 @@ class GroupBoard:
         self._everywhere: int | None = None  # the newest version that all replicas are known to hold
         self._batch = 0  # whose first groups may begin with it
         self._oldest: int | None = None  # version with entries in the store
+        self._asked = 0  # groups that were asked for again
+        self._again: int | None = None  # number of such a request that this replica answers
 
     @property
     def everywhere(self) -> int:
@@ -106,6 +109,12 @@ class GroupBoard:
         store = run_store()
         store.set(f"{GROUPS_KEY}/version/{batch}", str(version))
         store.delete_key(f"{GROUPS_KEY}/version/{batch - KEPT_VERSIONS}")
+
+    def ask_again(self, number: int) -> None:
+        """Let a replica write a group of another prompt in the place of one that was dropped."""
+        store = run_store()
+        store.set(f"{AGAIN_KEY}/{self._asked}", str(number))
+        self._asked = store.add(f"{AGAIN_KEY}/asked", 1)
 
     def horizon(self) -> tuple[int, int]:
         """The earliest time of the replicas, (turn, tick): all groups that ended before it have been delivered."""
@@ -143,6 +152,21 @@ class GroupBoard:
     def take_ticket(self) -> int:
         """Number for `GroupPlan.number_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
+
+    def take_again(self) -> int | None:
+        """Number of a group that `ask_again` asks for, which no other replica gets; None: there is none."""
+        store = run_store()
+        if self._again is None:
+            if store.add(f"{AGAIN_KEY}/taken", 0) >= store.add(f"{AGAIN_KEY}/asked", 0):
+                return None
+            self._again = store.add(f"{AGAIN_KEY}/taken", 1) - 1
+        key = f"{AGAIN_KEY}/{self._again}"
+        if not store.check([key]):  # another replica was quicker: this one has the next
+            return None
+        self._again = None
+        number = int(store.get(key))
+        store.delete_key(key)
+        return number
 
     def take_prompt(self) -> int:
         """Number for `GroupPlan.position_of`, which no other replica gets."""

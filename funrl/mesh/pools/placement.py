@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from funrl.mesh.text import AXES, MeshError, devices, parse, text
+from funrl.mesh.text import AXES, TOKEN_AXES, MeshError, devices, parse, text
 
 _TRAIN = "train"
 _GENERATE = "generate"
@@ -51,9 +51,18 @@ class Placement(NamedTuple):
     scoring: Mapping[str, RankPool] = {}
 
     @property
+    def pools(self) -> dict[str, RankPool]:
+        """All pools, by name."""
+        return {_TRAIN: self.train, _GENERATE: self.generate, **self.scoring}
+
+    @property
     def world(self) -> int:
         """Number of ranks of the run."""
-        return sum(len(pool.ranks) for pool in (self.train, self.generate, *self.scoring.values()))
+        return sum(len(pool.ranks) for pool in self.pools.values())
+
+    def shards(self, name: str) -> bool:
+        """True if weights of a pool may be fully sharded: it trains, or scores on ranks that share tokens."""
+        return name == _TRAIN or (name in self.scoring and devices(self.scoring[name].sizes, TOKEN_AXES) > 1)
 
     @property
     def launched(self) -> dict[str, int]:
@@ -61,8 +70,7 @@ class Placement(NamedTuple):
         return dict.fromkeys(AXES, 1) | {AXES[0]: self.world}
 
     def __str__(self) -> str:
-        pools = {_TRAIN: self.train, _GENERATE: self.generate, **self.scoring}
-        return " ".join(f"{name}:{pool}" for name, pool in pools.items())
+        return " ".join(f"{name}:{pool}" for name, pool in self.pools.items())
 
 
 def read_placement(flag: str, mesh: Mapping[str, int]) -> Placement:

@@ -97,15 +97,26 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
     most = settings.sampling.max_refills
     if staleness and scorers and filters and most > 1 and _writes_groups(settings):
-        raise SettingsError(
-            f"--max_refills={most} with --staleness={staleness} and --{scorers[0]}: other prompts take the place of "
-            f"those that a filter drops where rows are written, before --{scorers[0]} has scored them; give "
-            "--max_refills=1, with which a batch has fewer prompts then"
-        )
+        _check_late_replacements(algorithm, settings, scorers[0])
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
+
+
+def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: str) -> None:
+    """Refuse what does not go with prompts that are replaced once a model has scored others. Raises: SettingsError."""
+    problem = None
+    if settings.asynchrony.clock == "tokens":
+        problem = "--clock=tokens: when the ranks that train have scored a group depends on time"
+    elif "greedy_score" in reads(algorithm).required:
+        problem = "greedy completions: these are scored with the batch, and replaced ones are not"
+    if problem is not None:
+        raise SettingsError(
+            f"--max_refills={settings.sampling.max_refills} with --staleness={settings.asynchrony.staleness}, "
+            f"--{scorer} and {problem}; give --max_refills=1, with which a batch has fewer prompts where a filter "
+            "drops some"
+        )
 
 
 def _writes_groups(settings: Settings) -> bool:

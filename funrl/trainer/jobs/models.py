@@ -316,28 +316,36 @@ def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, Remote
 def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
     placement = settings.devices.placement
-    kinds = algorithm.role_kinds
-    only_score = [
-        name for name in role_names(algorithm) if name not in algorithm.losses and not kinds[name].scores_completions
-    ]
-    rewarding = scorers_of(settings)
-    only_score += rewarding
     for name in () if placement is None else placement.scoring:
-        problem = None
-        if name in rewarding:
-            continue
-        if name not in only_score:
-            problem = f"the roles of this run that only score are {', '.join(only_score) or 'none'}"
-        elif algorithm.divergence is not None and algorithm.divergence.role == name:
-            problem = "the loss compares whole distributions with it, in the update"
-        elif not _has_own_model(kinds[name], settings) and settings.adapters.lora_rank:
-            problem = f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
-        elif not _has_own_model(kinds[name], settings) and kinds[name].value_head:
-            problem = "its model begins as the policy, with a head of its own"
+        problem = _pool_problem(algorithm, settings, name)
         if problem is not None:
             raise SettingsError(
                 f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
             )
+
+
+def placeable_roles(algorithm: Algorithm, settings: Settings) -> list[str]:
+    """The roles of a run, its judge among them, that may have ranks of their own."""
+    names = dict.fromkeys((*role_names(algorithm), *scorers_of(settings)))
+    return [name for name in names if _pool_problem(algorithm, settings, name) is None]
+
+
+def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | None:
+    """Reason why a role cannot have ranks of its own; None: it can."""
+    kinds = algorithm.role_kinds
+    rewarding = scorers_of(settings)
+    if name in rewarding:
+        return None
+    only_score = [x for x in role_names(algorithm) if x not in algorithm.losses and not kinds[x].scores_completions]
+    if name not in only_score:
+        return f"the roles of this run that only score are {', '.join([*only_score, *rewarding]) or 'none'}"
+    if algorithm.divergence is not None and algorithm.divergence.role == name:
+        return "the loss compares whole distributions with it, in the update"
+    if _has_own_model(kinds[name], settings):
+        return None
+    if settings.adapters.lora_rank:
+        return f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
+    return "its model begins as the policy, with a head of its own" if kinds[name].value_head else None
 
 
 def _has_own_model(kind: RoleKind, settings: Settings) -> bool:

@@ -204,6 +204,9 @@ class Generators:
         """Prompts that were replaced for the newest rows; see `Elsewhere`."""
         return []
 
+    def keep(self, prompts: np.ndarray) -> None:
+        """Do nothing: further prompts are asked for as others are; see `Elsewhere`."""
+
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
         """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
         return None

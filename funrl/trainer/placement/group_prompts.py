@@ -1,8 +1,9 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
 Without replacements group i has the i-th prompt of the run. With them a replica takes the next prompt of the order when
-it begins a group, and again for the same place when the filter keeps no row of it. A batch has at most as many prompts
-as in a run by turns: replicas share the replacements, in equal parts where their engines are the clock.
+it begins a group, and again for the same place when the filter keeps no row of it: by itself, or where models reward
+completions when the ranks that train ask. A batch has at most as many prompts as in a run by turns: replicas share the
+replacements, in equal parts where their engines are the clock.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class GroupPrompts:
 
     Attributes:
       replaced: whether a prompt may be replaced.
+      filters: whether this replica filters what it writes. Else the ranks that train ask for what replaces a prompt.
     """
 
     def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
@@ -98,6 +100,7 @@ class GroupPrompts:
             has taken.
         """
         self.replaced = most > 1
+        self.filters = self.replaced
         self._rule = rule
         self._most = most
         self._board = board
@@ -111,6 +114,10 @@ class GroupPrompts:
             return self._next(plan)
         places = self._rule.places
         return GroupPrompt(plan.position + number, plan.position + number // places * places)
+
+    def take_again(self) -> int | None:
+        """The place of a group that the ranks that train have dropped, for another prompt; None: there is none."""
+        return self._board.take_again() if self.replaced and not self.filters else None
 
     def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
         """The prompt that takes the place of a group's; None: its batch has had as many as it may."""

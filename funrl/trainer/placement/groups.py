@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.algos.advantages.units import units_of
 from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.asynchrony.token_clock import EndedGroups
 from funrl.batch import declare
@@ -33,6 +32,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import ORIGIN, Generators
 from funrl.trainer.placement.group_prompts import positions_left
+from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, join_groups
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -44,10 +44,9 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.prompts import PromptSchedule
 from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+from funrl.trainer.steps.step_rows import Rows, rows_of
 
 REPLICAS = "replicas"  # in service together, as `Admission` names generators
 
@@ -79,7 +78,8 @@ class GroupGenerators(Generators):
       plan: of the groups; None: before the first step.
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
-      replaces: whether replicas replace prompts that the filter drops.
+      replaces: whether other prompts take the places of those that the filter drops.
+      late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
       rewards_baselines: whether models reward greedy completions too, once these are on the ranks that train.
       left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
         needs them.
@@ -112,6 +112,9 @@ class GroupGenerators(Generators):
         self.keeps_cache = False
         self.paced = False
         self.replaces = False
+        self.late = False
+        self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
+        self._lost: list[TakenGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
         self.rewards_baselines = False
         self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
         self.left = torch.zeros(0, dtype=torch.int64)
@@ -124,12 +127,18 @@ class GroupGenerators(Generators):
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
         self._ended = EndedGroups()  # of them those that admission does not know of
         self._taken: list[TakenGroup] = []
-        self._metrics: dict[str, float] = {}
+        self._collections = 0
+        self._waited_s = 0.0
 
     def follow_clock(self) -> None:
         """Let every decision stand at iterations of the engines; see `token_clock`."""
         self.paced = True
         self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
+
+    def replace_late(self) -> None:
+        """Ask for further groups once models have scored those of a batch, of which the filter drops some."""
+        self.late = True
+        self.refills = False
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
         """Begin to take the batch of a step.
@@ -141,6 +150,8 @@ class GroupGenerators(Generators):
         """
         self.step = step
         self._consumed = position
+        self._taken, self._kept_groups, self._lost = [], [], []
+        self._waited_s = 0.0
         if self.plan is None:
             count = (steps - step + 1) * self._admission.rule.places
             overtaking = self.overtaking()
@@ -178,13 +189,16 @@ class GroupGenerators(Generators):
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
 
+        Where `late`, later calls of a step give those of the groups that take the places of dropped ones.
+
         Raises:
           RewardError: as `rollout` raises it.
         """
         assert self.plan is not None
         begin = time.perf_counter()
-        self._taken = self._collected()
-        self._metrics = self._metrics_of(time.perf_counter() - begin)
+        self._taken = self._collected(self._lost[: len(places)])
+        self._lost = self._lost[len(places) :]
+        self._waited_s += time.perf_counter() - begin
         for _, group in self._taken:
             for note in group.notes:
                 self.show.note(note)
@@ -197,6 +211,7 @@ class GroupGenerators(Generators):
         if self.replaces:
             used = [*positions, *(prompt.position for prompt in self.dropped())]
             self.left = torch.tensor(positions_left(self.left.tolist(), self._consumed, used), dtype=torch.int64)
+            self._consumed += len(used)
         return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
@@ -240,7 +255,19 @@ class GroupGenerators(Generators):
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
-        return [prompt for _, group in self._taken for prompt in group.dropped]
+        return [] if self.late else [prompt for _, group in self._taken for prompt in group.dropped]
+
+    def keep(self, prompts: np.ndarray) -> None:
+        """Note which of the newest groups the filter keeps; see `Elsewhere`."""
+        kept = set(prompts.tolist())
+        self._kept_groups += [group for place, (_, group) in enumerate(self._taken) if place in kept]
+        self._lost += [taken for place, taken in enumerate(self._taken) if place not in kept]
+
+    def batch_groups(self) -> list[WrittenGroup]:
+        """The groups of the newest batch in its order, those that the filter has dropped last where it is `late`."""
+        if not self.late:
+            return [group for _, group in self._taken]
+        return [*self._kept_groups, *(group for _, group in self._lost)]
 
     def samples(self, count: int) -> dict[int, ShownSample]:
         """The first samples of the batch; see `Elsewhere`. Groups that belong to a batch without samples have none."""
@@ -268,7 +295,7 @@ class GroupGenerators(Generators):
             return None
         return [
             (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
-            for _, group in self._taken
+            for group in self.batch_groups()
             if group.prompt is not None
         ]
 
@@ -280,7 +307,7 @@ class GroupGenerators(Generators):
         """Metrics of the newest batch and of the weights that were sent before it."""
         sender = self.engine.sender
         sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
-        return self._metrics | sent
+        return self._metrics_of(self.batch_groups()) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""
@@ -300,21 +327,26 @@ class GroupGenerators(Generators):
         self._board.batch_of_weights(version)
         return self._board.everywhere >= version
 
-    def _collected(self) -> list[TakenGroup]:
-        """The groups of the batch by their numbers, once all have ended. Collective."""
+    def _collected(self, lost: Sequence[TakenGroup]) -> list[TakenGroup]:
+        """Groups that have ended: those that take the places of some, or else of the next batch, by their numbers.
+
+        Collective.
+        """
         name = f"the generators' groups of step {self.step}"
-        key = f"{GROUPS_KEY}/ready/{self._batch}"
+        ready = f"{GROUPS_KEY}/ready"
+        key = f"{ready}/{self._collections}"
         entered(name)
         taken = overtaken_W = None
         if self.mesh.rank == 0:
-            taken = self._awaited(name)
+            taken = self._replacements(lost, name) if lost else self._awaited(name)
             oldest = self._admission.oldest
             window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
             overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
             run_store().set(key, "1")
-            run_store().delete_key(f"{GROUPS_KEY}/ready/{self._batch - 2}")
+            run_store().delete_key(f"{ready}/{self._collections - 2}")
         else:
             wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
+        self._collections += 1
         taken, self.overtaken_W = from_first_rank((taken, overtaken_W), self.mesh)
         left()
         return taken
@@ -329,14 +361,11 @@ class GroupGenerators(Generators):
         ordered = self.paced and self._admission.rule.window > 1
         while True:
             horizon = self._board.horizon() if ordered else None  # read before the groups that ended until then
-            while (number := self._board.next_finished()) is not None:
-                self._written[number] = group = self._board.collect(number)
-                self._ended.add(number, group.ended if ordered else (0, 0))
-                beat()
+            for number in self._read_finished():
+                self._ended.add(number, self._written[number].ended if ordered else (0, 0))
                 pauses = Pauses(1)
-            problems = [number for number, group in self._written.items() if group.problem is not None]
-            if problems:
-                return [TakenGroup(problems[0], self._written[problems[0]])]
+            if problem := self._problem():
+                return problem
             taken += self._consume(batch)
             while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
                 self._admit()  # a group that has ended may have begun since the last one
@@ -347,6 +376,38 @@ class GroupGenerators(Generators):
                 return [TakenGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
+
+    def _replacements(self, lost: Sequence[TakenGroup], waits_for: str) -> list[TakenGroup]:
+        """Wait on the first rank for groups of other prompts in the places of some, in their order.
+
+        These places have left the state of admission: a group that begins in one of them now is within its bound.
+        """
+        pauses = Pauses(1)
+        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
+        wanted = dict(lost)
+        for number in wanted:
+            self._board.ask_again(number)
+        while not wanted.keys() <= self._written.keys():
+            for number in self._read_finished():
+                if number not in wanted:
+                    self._ended.add(number, (0, 0))
+                pauses = Pauses(1)
+            if problem := self._problem():
+                return problem
+            pauses.sleep()
+            limit.check()
+        return [TakenGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
+
+    def _read_finished(self) -> Iterator[int]:
+        """Numbers of groups that were delivered since the last call, which are then in `_written`."""
+        while (number := self._board.next_finished()) is not None:
+            self._written[number] = self._board.collect(number)
+            beat()
+            yield number
+
+    def _problem(self) -> list[TakenGroup]:
+        """The first group that has a problem, if there is one."""
+        return [TakenGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
 
     def _consume(self, batch: int) -> list[int]:
         """Groups that a batch takes now."""
@@ -365,64 +426,11 @@ class GroupGenerators(Generators):
             self._admission = self._admission.version_held(REPLICAS, batch)
             _, self._admission = self._admission.submit(self.plan.count)
 
-    def _metrics_of(self, waited_s: float) -> dict[str, float]:
-        """Metrics of the groups that were taken."""
+    def _metrics_of(self, groups: Sequence[WrittenGroup]) -> dict[str, float]:
+        """Metrics of the groups of a batch."""
         tokens: collections.Counter[int] = collections.Counter()
-        for _, group in self._taken:
+        for group in groups:
             tokens.update(group.tokens)
-        waited = sum(group.waited_s for _, group in self._taken) / self._board.replicas
-        waits = {"wait/trainer_s": waited_s, "wait/generator_s": waited}
+        waited = sum(group.waited_s for group in groups) / self._board.replicas
+        waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
         return waits | age_metrics(tokens, self.engine.version or 0)
-
-
-def join_groups(
-    facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
-) -> tuple[Rollout, Rows]:
-    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
-
-    Args:
-      facts: fields of the `Rollout` of each group, in the order of the batch.
-      parts: rows of each group.
-      mesh: on which they were written.
-      samples: of a group.
-    """
-    placed = []
-    for place, rows in enumerate(parts):
-        fields = {"group": torch.full_like(rows.batch.group, place)}
-        episode_B = rows.batch.get("episode")
-        if episode_B is not None:
-            fields["episode"] = episode_B + place * samples
-        placed.append(rows.with_fields(**fields))
-    rows = join_rows(placed)
-    units = units_of(rows.batch)
-    if units is not None:
-        rows = rows.with_fields(unit=units.index)
-    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
-    done = Rollout(
-        completions=(),
-        lengths=torch.cat(columns["lengths"]),
-        finished=torch.cat(columns["finished"]),
-        score=torch.cat(columns["score"]),
-        scores=torch.cat(columns["scores"]),
-        owner=np.concatenate(columns["owner"]),
-        mesh=mesh,
-        dtype=columns["dtype"][0],
-        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
-        entries=add_totals(*columns["entries"]),
-        episodes=add_totals(*columns["episodes"]),
-    )
-    return done, rows
-
-
-def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:
-    """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
-
-    Args:
-      tokens: version -> tokens that it sampled.
-      newest: version of the weights that train on them.
-    """
-    count = sum(tokens.values())
-    if not count:
-        return {}
-    mean = sum((newest - version) * number for version, number in tokens.items()) / count
-    return {"age/mean": mean, "age/max": float(newest - min(tokens))}

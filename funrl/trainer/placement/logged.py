@@ -31,7 +31,7 @@ from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
-from funrl.trainer.placement.groups import age_metrics, join_groups
+from funrl.trainer.placement.joined_groups import age_metrics, join_groups
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
@@ -255,6 +255,9 @@ class LoggedWriter:
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that were replaced in the run for the step's batch."""
         return [prompt for group in self._batch for prompt in group.dropped]
+
+    def keep(self, prompts: np.ndarray) -> None:
+        """Do nothing: the log has what took the places of others."""
 
     def samples(self, count: int) -> dict[int, ShownSample]:
         """None: nothing is shown."""

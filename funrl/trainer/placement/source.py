@@ -69,7 +69,9 @@ def placed_source(
             early=early,
             schedule=schedule,
         )
-        generators.replaces = generation.selection.filter is not None and generation.selection.max_refills > 1
+        generators.replaces = generation.selection.rounds > 1
+        if rescored and generators.replaces:
+            generators.replace_late()
         generators.rewards_baselines = rescored and generation.greedy_baseline
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":

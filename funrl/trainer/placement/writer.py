@@ -104,8 +104,7 @@ class GroupWriter:
         """
         self.mesh = mesh = generation.engine.mesh
         self.engine = generation.engine.engine
-        first = mesh.index("tensor") == 0
-        self.resident = ResidentEngine(self.engine) if first else None
+        self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
         self._replica = int(mesh.index(mesh.row_axes))
         self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
         self._generation = generation._replace(
@@ -117,8 +116,9 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        most = generation.selection.max_refills if generation.selection.filter else 1
-        self._prompts = GroupPrompts(rule, most, self._board, self._replica if self.paced else None)
+        own = self._replica if self.paced else None
+        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board, own)
+        self._prompts.filters &= generation.rescore is None
         self._loop = asyncio.new_event_loop()
         self.beside = ProgramBeside(self.resident, self._loop)
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
@@ -274,6 +274,9 @@ class GroupWriter:
         if self._plan is None or self.resident is None:
             return
         room = self.resident.room()
+        while (room > 0 or not self._tasks) and (number := self._prompts.take_again()) is not None:
+            self._start(number)
+            room -= self._requests
         while room > 0 or not self._tasks:
             if not self._has_next:
                 self._next = self._plan.number_of(self._board.take_ticket())
@@ -288,8 +291,7 @@ class GroupWriter:
 
     def _start(self, number: int) -> None:
         assert self._plan is not None
-        prompt = self._prompts.begin(number, self._plan)
-        self._tasks[number] = self._loop.create_task(self._write(number, prompt))
+        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self._plan)))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -353,8 +355,7 @@ class GroupWriter:
 
     def _example(self, prompt: GroupPrompt) -> Example:
         prompts, _, seed, _ = self._generation.schedule
-        place = int(places_in_order(prompts, 1, seed, prompt.position)[0])
-        return prompts[place]
+        return prompts[int(places_in_order(prompts, 1, seed, prompt.position)[0])]
 
     async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
         """Write and reward a group, of further prompts as long as the filter drops them.
@@ -388,7 +389,7 @@ class GroupWriter:
     async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
         """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
         assert self._plan is not None
-        if not self._prompts.replaced or filter_samples(self._generation, rows, 1).any():
+        if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
             return None
         return self._prompts.replace(group, self._plan)
 

@@ -40,6 +40,13 @@ def check_placement(settings: Settings, place: str) -> None:
             "of a step choose the prompts of the next, so that none is generated before; leave one out"
         )
     most = settings.sampling.new_tokens_per_step
+    staleness = settings.asynchrony.staleness
+    if most is not None and staleness and not flags.joined:
+        raise SettingsError(
+            f"--new_tokens_per_step={most} with --staleness={staleness}: completions are written on during the updates "
+            "anyway, by newer weights as these come, and the trainer waits only for its oldest group; leave "
+            "--new_tokens_per_step out, and raise --staleness or --window if the trainer waits for long ones"
+        )
     if most is not None:
         raise SettingsError(
             f"--new_tokens_per_step={most} with --place={place}: every rank has to generate then; leave --place out"

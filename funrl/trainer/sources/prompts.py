@@ -70,6 +70,11 @@ class RowSelection(NamedTuple):
     when_empty: str = "skip"
     max_refills: int = 8
 
+    @property
+    def rounds(self) -> int:
+        """Bound on the prompts sampled for each place of a batch."""
+        return self.max_refills if self.filter else 1
+
 
 class PromptEvaluation(NamedTuple):
     """The evaluation of completions of held-out prompts.
@@ -139,7 +144,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     prompts, batch_size, seed, weighing = generation.schedule
     selection = generation.selection
     refilled = generation.elsewhere is not None and generation.elsewhere.refills
-    most = batch_size * (selection.max_refills if selection.filter and not refilled else 1)
+    most = batch_size * (1 if refilled else selection.rounds)
     log = [] if generation.episodes is None or generation.episodes.log is None else generation.episodes.log
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
@@ -167,7 +172,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             if spare is None or len(rows.owner):  # where all episodes failed there are no rows
                 spare = selected, rows
             kept_PS = filter_samples(generation, rows, len(selected))
-            useful = np.flatnonzero(kept_PS.any(1))
+            useful = kept_prompts(generation, kept_PS)
             consumed = taken.end + len(replaced)
             sampled += len(selected) + len(replaced)
             room -= len(useful)
@@ -250,7 +255,8 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
     """
     wanted = generation.schedule.batch
     if kept < wanted and generation.selection.filter is not None:
-        fixed = generation.elsewhere is not None and generation.rescore is not None  # 1: models score it here
+        elsewhere = generation.elsewhere
+        fixed = elsewhere is not None and elsewhere.refills and generation.rescore is not None  # --max_refills=1
         advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
         show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
@@ -332,6 +338,14 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
     if failed_B.all():
         raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
     return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
+
+
+def kept_prompts(generation: Generation, kept_PS: np.ndarray) -> np.ndarray:
+    """Numbers of the newest prompts of which the filter keeps a row; ranks `elsewhere` learn them."""
+    prompts = np.flatnonzero(kept_PS.any(1))
+    if generation.elsewhere is not None:
+        generation.elsewhere.keep(prompts)
+    return prompts
 
 
 class Chosen(NamedTuple):

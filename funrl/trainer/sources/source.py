@@ -106,6 +106,10 @@ class Elsewhere(Protocol):
         """Prompts that were replaced for the newest rows."""
         ...
 
+    def keep(self, prompts: np.ndarray) -> None:
+        """Learn which of the prompts of the newest rows the filter keeps, by their numbers among these."""
+        ...
+
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
         """Rows of the greedy completions or episodes of some groups of the newest rows; None: they are asked for."""
         ...

@@ -1,0 +1,81 @@
+"""Groups of a batch together: their rows as one rollout, the ages of their tokens, and those that replaced others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from funrl.algos.advantages.units import units_of
+from funrl.mesh.mesh import Mesh
+from funrl.trainer.placement.messages import WrittenGroup
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.pending_rewards import add_totals
+from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.steps.step_rows import Rows, join_rows
+
+
+def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
+    """A group that has taken the place of one which the filter has dropped, with the prompt of that among its own."""
+    if lost.prompt is None or lost.written is None:
+        return group
+    facts = lost.written.rollout
+    failed = lost.written.fields.get("failed")
+    count = 0 if failed is None else int(failed.sum())
+    prompt = DroppedPrompt(lost.prompt.position, count, facts["entries"], facts["episodes"])
+    return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
+
+
+def join_groups(
+    facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
+) -> tuple[Rollout, Rows]:
+    """The groups of a batch as one rollout, and their rows; sums are taken in the order of the groups.
+
+    Args:
+      facts: fields of the `Rollout` of each group, in the order of the batch.
+      parts: rows of each group.
+      mesh: on which they were written.
+      samples: of a group.
+    """
+    placed = []
+    for place, rows in enumerate(parts):
+        fields = {"group": torch.full_like(rows.batch.group, place)}
+        episode_B = rows.batch.get("episode")
+        if episode_B is not None:
+            fields["episode"] = episode_B + place * samples
+        placed.append(rows.with_fields(**fields))
+    rows = join_rows(placed)
+    units = units_of(rows.batch)
+    if units is not None:
+        rows = rows.with_fields(unit=units.index)
+    columns = {name: [of_group[name] for of_group in facts] for name in facts[0]}
+    done = Rollout(
+        completions=(),
+        lengths=torch.cat(columns["lengths"]),
+        finished=torch.cat(columns["finished"]),
+        score=torch.cat(columns["score"]),
+        scores=torch.cat(columns["scores"]),
+        owner=np.concatenate(columns["owner"]),
+        mesh=mesh,
+        dtype=columns["dtype"][0],
+        failed=None if columns["failed"][0] is None else torch.cat(columns["failed"]),
+        entries=add_totals(*columns["entries"]),
+        episodes=add_totals(*columns["episodes"]),
+    )
+    return done, rows
+
+
+def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:
+    """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
+
+    Args:
+      tokens: version -> tokens that it sampled.
+      newest: version of the weights that train on them.
+    """
+    count = sum(tokens.values())
+    if not count:
+        return {}
+    mean = sum((newest - version) * number for version, number in tokens.items()) / count
+    return {"age/mean": mean, "age/max": float(newest - min(tokens))}
