@@ -1,5 +1,6 @@
 """Runs with generators of other jobs, which join, die, stop and go: the numbers of a run that has none of it."""
 
+import dataclasses
 import functools
 import re
 import signal
@@ -15,7 +16,7 @@ from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
 from test_episode_runs import Branching, episode_job
 from test_greedy_ahead import stale_remax
-from test_refilled_runs import reward, stale_dapo
+from test_refilled_runs import equal, reward, stale_dapo
 
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -167,11 +168,24 @@ def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_pa
     assert ended[1].shown[0] == alone(rollout_is, **STALE)[1].shown[0]
 
 
-def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same_bits(tmp_path, monkeypatch):
+class Alike(Branching):
+    """`Branching`, whose episodes have the same reward after two prompts out of five."""
+
+    async def run(self, policy, example, seed):
+        episode = await super().run(policy, example, seed)
+        return dataclasses.replace(episode, rewards={"policy": 0.5}) if equal(example.text) else episode
+
+
+EPISODES = {"all": (rollout_is, Branching()), "filtered": (stale_dapo, Alike())}
+
+
+@pytest.mark.parametrize("name", quick(EPISODES, ["all"]))
+def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same_bits(name, tmp_path, monkeypatch):
+    compose, environment = EPISODES[name]
     ledger = Ledger(monkeypatch)
     settings = STALE | {"staleness": 2, "eval_every": 9, "place": PLACE, "save_rollouts": 1, "run_dir": str(tmp_path)}
     wanted = {"first": ((signal.SIGKILL, 40), None), "second": (None, "first")}
-    (_, observer, _), exits = joined_job(tmp_path, wanted, episode_job(rollout_is, Branching(), **settings))
+    (_, observer, _), exits = joined_job(tmp_path, wanted, episode_job(compose, environment, **settings))
     assert exits == {"first": KILLED, "second": 0}
     ledger.assert_once()
     steps = [metrics for _, metrics in observer.steps]
@@ -179,7 +193,8 @@ def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
     log = read_groups(tmp_path)
     assert log is not None
-    together = episode_job(rollout_is, LoggedEnvironment(Branching.agents), **STALE, eval_every=9)
+    assert name == "all" or max(map(len, log.by_step.values())) > 4, "no prompt has been dropped"
+    together = episode_job(compose, LoggedEnvironment(Branching.agents), **STALE, eval_every=9)
     source = functools.partial(logged_source, log._replace(joined=True))
     done = replay(together, tmp_path, None, single(), Quiet(), source)
     assert [(step.step, str(part)) for step in done for part in step.differences if not part.agrees(0.0)] == []
