@@ -47,9 +47,10 @@ WRONG = [
     ),
     (
         {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
-        torch.float32,
-        "model_type is 'qwen3_next', whose linear attention .* in bfloat16 alone, .* use --engine=native",
+        torch.bfloat16,
+        "vLLM's linear attention has been tried on a CPU in float32 alone; use --dtype=float32",
     ),
+    ({"family": "qwen3_5_text", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)}, torch.float32, "is 'qwen3_5_text'; .*"),
 ]
 
 

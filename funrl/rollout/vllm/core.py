@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.own_world import as_whole_world
 from funrl.models.errors import ModelError
@@ -28,6 +29,7 @@ from funrl.models.vision.config import VisionLanguageConfig
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.delta_nets import compute_delta_nets
 from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.process import contained, ending_alone, launcher
@@ -49,9 +51,16 @@ log = logging.getLogger(__name__)
 
 
 def vllm_page(model: Model, device: str, dtype: torch.dtype, tensor: int = 1) -> tuple[int, int]:
-    """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model."""
+    """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model.
+
+    Where layers have states a page has room for one of these, and every layer has such a page.
+    """
     tokens = 128 if device == "cpu" and not _latent(model) else 16
     layers = model.abilities.cost.layers
+    if states := max(layer.state // layer.state_heads * -(-layer.state_heads // tensor) for layer in layers):
+        each = max(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
+        tokens *= -(-states // (each * tokens))
+        return tokens, len(layers) * each * dtype.itemsize * tokens
     numbers = sum(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
     return tokens, numbers * dtype.itemsize * tokens
 
@@ -69,8 +78,9 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
     """
     if problem := vllm_problem(model, device, dtype, tensor=tensor):
         raise ModelError(problem)
-    if (heads := model.abilities.heads) % tensor:
-        raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
+    for heads in (model.abilities.heads, *(layer.state_heads for layer in model.abilities.cost.layers if layer.state)):
+        if heads % tensor:
+            raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
     tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:
@@ -193,7 +203,7 @@ class LocalCore:
         self.engine.reset_prefix_cache()
         self._scheduler.reset_encoder_cache()  # of pictures, which `reload_weights` empties
         if not self._asleep:
-            for cache in self.runner.kv_caches:  # where weights were damaged there may be NaN in it
+            for cache in self._caches():  # where weights were damaged there may be NaN in it
                 cache.zero_()
 
     def held(self) -> Iterator[tuple[str, Tensor | None]]:
@@ -206,7 +216,7 @@ class LocalCore:
             return
         self.engine.reset_prefix_cache()
         if _on_cpu(self.runner):  # where vLLM's own sleep does nothing
-            self._stores = [(cache, cache.untyped_storage().nbytes()) for cache in self.runner.kv_caches]
+            self._stores = [(cache, cache.untyped_storage().nbytes()) for cache in self._caches()]
             for cache, _ in self._stores:  # several may share their memory
                 cache.untyped_storage().resize_(0)
         else:
@@ -234,6 +244,10 @@ class LocalCore:
         return CacheCounts(
             size, self.page_bytes, 0 if self._asleep else pages, used_pages=used, preempted=self._preempted
         )
+
+    def _caches(self) -> list[Tensor]:
+        """Keys and values of each layer, or its states."""
+        return trees.leaves(tuple(self.runner.kv_caches))
 
     def _forget(self, number: int) -> None:
         self.sampler.requests.pop(self._ids.pop(number), None)
@@ -285,6 +299,9 @@ def start_vllm(
         if model.abilities.routers is not None:
             make_expert_group(tensor)
         forget_rotations()
+        has_states = model.cell_bytes(mesh, dtype) > 0
+        if has_states:
+            compute_delta_nets()
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=not pictures,
@@ -298,7 +315,7 @@ def start_vllm(
             block_size=page_tokens,
             kv_cache_memory_bytes=cache_bytes,
             distributed_executor_backend=launcher(mesh) if mesh.world > 1 else "uni",
-            enable_prefix_caching=True,
+            enable_prefix_caching=not has_states,
             async_scheduling=False,
             disable_log_stats=True,
             enable_sleep_mode=mesh.device.type == "cuda",
@@ -307,6 +324,8 @@ def start_vllm(
             **_attention_options(model, mesh.device.type),
         )
         core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
+        if has_states:  # layers of different kinds take turns in a page's memory
+            core.page_bytes = cache_bytes // core.engine.vllm_config.cache_config.num_gpu_blocks
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
             choose_by_bias(core.runner.get_model())
