@@ -26,7 +26,7 @@ from funrl.kinds import OwnedLines
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.storage.shard_server import CheckpointError
 
-DIGITS = 12  # of a digest, that a message shows
+SHOWN_DIGITS = 12  # of a digest, that a message shows
 
 
 class PictureFiles(NamedTuple):
@@ -162,14 +162,14 @@ class SavedPictures(NamedTuple):
         now = f"{value.digest:032x}"
         if now != digest:
             raise CheckpointError(
-                f"{self.folder}: the picture {path} has changed; {_saved_as(digest)}, and is {now[:DIGITS]} now: "
+                f"{self.folder}: the picture {path} has changed; {_saved_as(digest)}, and is {now[:SHOWN_DIGITS]} now: "
                 "put the file back that the run has read"
             )
         return value.values[name]
 
 
 def _saved_as(digest: str) -> str:
-    return f"the digest of its patches was {digest[:DIGITS]}"
+    return f"the digest of its patches was {digest[:SHOWN_DIGITS]}"
 
 
 def missing_picture(folder: str | Path) -> str:
