@@ -59,7 +59,7 @@ def picture_files(job: Job) -> PictureFiles | None:
 
 
 def picture_reader(tokenizer: Any) -> Callable[[str], OwnedLines] | None:
-    """What gives the picture of a path as a tokenizer's model gets it, or raises DataError; None: it sees none."""
+    """Reader of the picture of a path as a tokenizer's model gets it, which raises DataError; None: it sees none."""
     form = None if tokenizer is None else picture_form_of(tokenizer)
     if form is None:
         return None
