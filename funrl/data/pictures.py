@@ -249,7 +249,7 @@ class Expanded(NamedTuple):
 
 
 def patches_reader(tokenizer: Any) -> ReadPatches | None:
-    """What reads a picture in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
+    """Reader of a picture in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
     form = picture_form_of(tokenizer)
     return None if form is None else _reader(form)
 

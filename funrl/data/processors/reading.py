@@ -26,7 +26,7 @@ KEPT_BYTES = 1 << 30  # patches of pictures that may be used again
 def read_ahead(
     items: Iterable[WithPictures], pictures: Callable[[WithPictures], Sequence[Any]], read: ReadPatches | None
 ) -> Iterator[tuple[WithPictures, ReadPatches | None]]:
-    """Each item, and what reads its pictures; threads read those of the next `AHEAD` items meanwhile.
+    """Each item, with a reader of its pictures; threads read those of the next `AHEAD` items meanwhile.
 
     Args:
       items: such as records.
@@ -55,7 +55,7 @@ def read_ahead(
 
 
 class PictureReader:
-    """Reads each picture once, and keeps up to `KEPT_BYTES` of patches.
+    """Reader that reads each picture once, and keeps up to `KEPT_BYTES` of patches.
 
     Args:
       read: patches of a picture.
@@ -91,7 +91,7 @@ class PictureReader:
 
 
 def picture_key(given: Any) -> Hashable:
-    """What is equal only for equal pictures: path, digest of bytes, or else the object itself."""
+    """Path of a picture, digest of its bytes, or else number of the object: equal only for equal pictures."""
     if isinstance(given, Mapping):
         inner = next((given[key] for key in ("bytes", "path", "image") if given.get(key) is not None), None)
         return picture_key(inner)

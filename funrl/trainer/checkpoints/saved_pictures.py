@@ -26,7 +26,7 @@ from funrl.kinds import OwnedLines
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.storage.shard_server import CheckpointError
 
-DIGITS = 12  # of a digest, that a message shows
+SHOWN_DIGITS = 12  # of a digest, that a message shows
 
 
 class PictureFiles(NamedTuple):
@@ -59,9 +59,9 @@ def picture_files(job: Job) -> PictureFiles | None:
 
 
 def picture_reader(tokenizer: Any) -> Callable[[str], list[OwnedLines]] | None:
-    """What gives the forms that the picture of a path can have for a tokenizer's model; None: it sees none.
+    """Reader of the forms that the picture of a path can have for a tokenizer's model; None: it sees none.
 
-    There are two where pictures beside others are not cut into tiles. Raises DataError where it cannot be read.
+    There are two where pictures beside others are not cut into tiles. It raises DataError.
     """
     form = None if tokenizer is None else picture_form_of(tokenizer)
     if form is None:
@@ -173,13 +173,13 @@ class SavedPictures(NamedTuple):
         if digest not in values:
             raise CheckpointError(
                 f"{self.folder}: the picture {path} has changed; {_saved_as(digest)}, and is "
-                f"{next(iter(values))[:DIGITS]} now: put the file back that the run has read"
+                f"{next(iter(values))[:SHOWN_DIGITS]} now: put the file back that the run has read"
             )
         return values[digest]
 
 
 def _saved_as(digest: str) -> str:
-    return f"the digest of its patches was {digest[:DIGITS]}"
+    return f"the digest of its patches was {digest[:SHOWN_DIGITS]}"
 
 
 def missing_picture(folder: str | Path) -> str:
