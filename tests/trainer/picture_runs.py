@@ -142,6 +142,28 @@ def save_square_model(folder):
     save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
 
 
+def save_tiled_model(folder):
+    """Write a directory of a tiny LLaVA-OneVision, whose tiles have 8 x 8 pixels and 4 tokens."""
+    tokenizer = character_tokenizer("abcdefgh ?\n")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>", "<video>"]})
+    tokenizer.chat_template = GEMMA_TEMPLATE.replace(GEMMA_MARKS[0], "<image>")
+    placeholder, video = tokenizer.convert_tokens_to_ids(["<image>", "<video>"])
+    config = decoder_config(
+        **{"embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head": 8, "mlp": 16, "norm_eps": 1e-6},
+        vocab=len(tokenizer),
+        attention_bias=True,
+        max_positions=256,
+        eos=(1,),
+        pad=0,
+        family="llava_onevision",
+    )
+    layout = PictureLayout(tiles=Tiles(pixels=8, states=2, canvases=((1, 1), (2, 1), (1, 3)), most=9))
+    tower = dataclasses.replace(TILED_TOWER, placeholder=placeholder, banned=(video,), layout=layout)
+    model = with_vision(decoder_model(config), tower)
+    tokenizer = with_picture_form(tokenizer, picture_form(model.config))
+    save(folder, model, model.init(torch.Generator().manual_seed(0)), tokenizer)
+
+
 def with_pictures(example, number, grids=GRIDS, tower=TOWER):
     """A prompt whose pictures are before its text."""
     own = grids[number % len(grids)]

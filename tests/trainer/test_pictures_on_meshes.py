@@ -133,7 +133,7 @@ def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["windows", "square"])
+@pytest.mark.parametrize("model", ["windows", "square", "tiled"])
 def test_adapters_learn_beside_the_decoder_alone(model):
     one = steps_on("dp1", lora_rank=2, freeze=None, **MODELS[model])
     assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)

@@ -1,27 +1,32 @@
-"""Runs of a Gemma 3 with pictures from files: prompts, demonstrations, generation and evaluation, and a saved model."""
+"""Runs of models with pictures of fixed sizes from files: squares of a Gemma 3, and tiles of a LLaVA-OneVision."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from picture_runs import save_square_model
+from picture_runs import save_square_model, save_tiled_model
 from PIL import Image
+from selection import quick
 from small_runs import GRPO, SMALL
 
 import funrl
 from funrl.algos.recipes.sft import sft
 from funrl.data.pictures import PROCESSOR
 from funrl.mesh.mesh import single
+from funrl.models.huggingface.directories import load
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.row_source import text_rows
 from funrl.trainer.settings.settings import settings_of
 
+SAVE = {"square": save_square_model, "tiled": save_tiled_model}
+SQUARES = pytest.mark.parametrize("folder", ["square"], indirect=True)
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("squares")
-    save_square_model(path / "model")
+
+@pytest.fixture(scope="module", params=quick(SAVE, ["square"]))
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    SAVE[request.param](path / "model")
     draw = np.random.default_rng(0)
     for number, size in enumerate(((16, 16), (40, 9), (5, 31))):
         pixels = draw.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
@@ -44,6 +49,7 @@ def given(folder):
     }
 
 
+@SQUARES
 def test_all_pictures_of_files_have_one_size(folder):
     job = prepare(settings_of(**SMALL | given(folder)), GRPO)
     tower = job.model.config.tower
@@ -57,6 +63,18 @@ def test_all_pictures_of_files_have_one_size(folder):
     assert batch.mask.sum(1).tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("folder", ["tiled"], indirect=True)
+def test_a_picture_alone_has_tiles_and_several_are_overviews(folder):
+    job = prepare(settings_of(**SMALL | given(folder)), GRPO)
+    tower = job.model.config.tower
+    shown = {tuple(map(tuple, x.owned.values["grids"].tolist())): x.tokens for x in job.task.prompts}
+    tokens = {grids: ids.count(tower.placeholder) for grids, ids in shown.items()}
+    assert tokens == {((16, 16),): 4 + 4 + 2, (): 0, ((0, 0), (0, 0)): 2 * (4 + 1)}
+    with pytest.raises(ValueError, match="--max_pixels=256: the model takes pictures in tiles of 8 x 8 pixels"):
+        prepare(settings_of(**SMALL | given(folder), max_pixels=256), GRPO)
+
+
+@SQUARES
 @pytest.mark.parametrize(
     "flags,words",
     [
@@ -84,7 +102,9 @@ def test_it_learns_on_two_ranks_and_what_it_saves_opens_in_transformers(folder, 
         n for (n, x), y in zip(first.named_parameters(), theirs.parameters(), strict=True) if not torch.equal(x, y)
     }
     assert any("projector" in name for name in changed) and not any("encoder" in name for name in changed)
-    assert AutoImageProcessor.from_pretrained(saved, backend="pil").size.height == 16
+    tower = load(saved)[0].config.tower
+    side = 16 if tower.layout.tiles is None else tower.layout.tiles.pixels
+    assert AutoImageProcessor.from_pretrained(saved, backend="pil").size.height == side
     assert (saved / PROCESSOR).read_text() == (folder / "model" / PROCESSOR).read_text()
 
 
