@@ -2,6 +2,7 @@
 order of files."""
 
 import collections
+import functools
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -23,7 +24,8 @@ def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
     return [case if case in names else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-def unlike_recipes() -> list[str]:
+@functools.cache
+def unlike_recipes() -> tuple[str, ...]:
     """The first recipe of those that read the same fields and have the same roles, losses and need of a filter.
 
     Others differ by formulas, which tests/algos compares with loops, by ranks and micro-batches too.
@@ -36,7 +38,7 @@ def unlike_recipes() -> list[str]:
         made = recipe(name)()
         needs = (*map(frozenset, (role_names(made), fields_read(made), made.losses)), made.filter is None)
         first.setdefault(needs, name)
-    return list(first.values())
+    return tuple(first.values())
 
 
 def starts_jax(file: Path) -> bool:

@@ -283,10 +283,11 @@ def _together(job: Job, path: str | None) -> tuple[int, int]:
         if job.directories.get(name) == path and job.settings.devices.fsdp:
             tables = stored_rules(job.settings, name), COMPUTE
             stored, compute = (decoder_of(layouts(model.shapes, model.axes, table, job.sizes)) for table in tables)
-            parts = [(tree["layers"], tree.get(VISION, {}).get("layers", ())) for tree in (stored, compute)]
-            of_decoder, of_tower = zip(*parts, strict=True)
             itemsize = job.dtype.itemsize
-            counts.append((layers_of_group(*of_decoder, itemsize), layers_of_group(*of_tower, itemsize)))
+            of_tower = 1
+            if VISION in stored:
+                of_tower = layers_of_group(stored[VISION]["layers"], compute[VISION]["layers"], itemsize)
+            counts.append((layers_of_group(stored["layers"], compute["layers"], itemsize), of_tower))
     return max(layers for layers, _ in counts), max(layers for _, layers in counts)
 
 

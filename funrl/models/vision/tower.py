@@ -127,7 +127,7 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adap
         x_PD = x_PD + _stretched_table(tower, embed["table"], pictures.grids)
     rope = _rope(tower, torch.from_numpy(indices.places_P2).to(device), dtype) if form.rotates else None
     back_M = torch.from_numpy(indices.back_M).to(device)
-    pictured, windowed = (segments_of(x, device) for x in (indices.pictures, indices.windows))
+    pictured, windowed = (sorted_segments(x, device) for x in (indices.pictures, indices.windows))
     layers = params["layers"]
     deep: list[Tensor] = []
     with regathering(layers):
@@ -252,7 +252,7 @@ class Segments(NamedTuple):
     back_P: Tensor | None
 
 
-def segments_of(lengths: np.ndarray, device: torch.device) -> Segments:
+def sorted_segments(lengths: np.ndarray, device: torch.device) -> Segments:
     """Sort segments by their lengths; those of few pictures with windows at their edges alternate otherwise."""
     runs = tuple((len(list(run)), length) for length, run in itertools.groupby(lengths.tolist()))
     if len(runs) == len({length for _, length in runs}):
@@ -269,7 +269,7 @@ def segment_attention(q_PHN: Tensor, k_PHN: Tensor, v_PHN: Tensor, segments: Seg
 
     Args:
       q_PHN, k_PHN, v_PHN: of segments end to end.
-      segments: by `segments_of`.
+      segments: by `sorted_segments`.
     """
     if segments.order_P is not None:
         q_PHN, k_PHN, v_PHN = (x.index_select(0, segments.order_P) for x in (q_PHN, k_PHN, v_PHN))
