@@ -110,7 +110,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
         group = WrittenGroup(0, written, {4: 10 + position}, [[(0, 4)]], 0.5, prompt=GroupPrompt(position, position))
         return group._replace(dropped=dropped)
 
-    generators.replace_late()
+    generators.late = True
     generators.begin_step(1, 0, 5)
     generators._taken = [TakenGroup(number, taken(number)) for number in range(3)]
     generators.keep(np.array([1]))

@@ -297,7 +297,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
         ({"place": "generate:3 train:1@1"}, "rank 0 writes the run's files"),
         ({"place": "generate:tp5"}, "--place=generate:tp5: embed: vocab has size 16, which does not divide over tp5"),
         ({"staleness": 1}, "does not depend on rollout_logp"),
-        ({"staleness": 1, "difficulty": "0.2,0.8"}, "--staleness=1 with --difficulty=0.2,0.8"),
     ],
 )
 def test_flags_that_do_not_go_with_a_placement_are_refused(settings, problem):

@@ -8,6 +8,7 @@ the number of ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
@@ -17,6 +18,7 @@ PLAN_KEY = f"{GROUPS_KEY}/plan"
 WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 AGAIN_KEY = f"{GROUPS_KEY}/again"
+CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
@@ -79,6 +81,7 @@ class GroupBoard:
         self._everywhere: int | None = None  # the newest version that all replicas are known to hold
         self._batch = 0  # whose first groups may begin with it
         self._oldest: int | None = None  # version with entries in the store
+        self._given = 0  # batches whose prompts replicas know
         self._asked = 0  # groups that were asked for again
         self._again: int | None = None  # number of such a request that this replica answers
 
@@ -111,10 +114,18 @@ class GroupBoard:
         store.delete_key(f"{GROUPS_KEY}/version/{batch - KEPT_VERSIONS}")
 
     def ask_again(self, number: int) -> None:
-        """Let a replica write a group of another prompt in the place of one that was dropped."""
+        """Let a replica write a group of another prompt instead of one that was dropped."""
         store = run_store()
         store.set(f"{AGAIN_KEY}/{self._asked}", str(number))
         self._asked = store.add(f"{AGAIN_KEY}/asked", 1)
+
+    def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
+        """Let replicas know the positions of the prompts of batches from `first` on, before these may begin."""
+        store = run_store()
+        for batch in range(self._given, first + len(positions)):
+            store.set(f"{CHOSEN_KEY}/{batch}", " ".join(map(str, positions[batch - first])))
+            store.delete_key(f"{CHOSEN_KEY}/{batch - KEPT_VERSIONS}")
+        self._given = max(self._given, first + len(positions))
 
     def horizon(self) -> tuple[int, int]:
         """The earliest time of the replicas, (turn, tick): all groups that ended before it have been delivered."""
@@ -171,6 +182,10 @@ class GroupBoard:
     def take_prompt(self) -> int:
         """Number for `GroupPlan.position_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
+
+    def prompts_of(self, batch: int) -> list[int]:
+        """Positions of the prompts of a batch that may begin, where the ranks that train choose them."""
+        return [int(position) for position in run_store().get(f"{CHOSEN_KEY}/{batch}").split()]
 
     def take_replacement(self, batch: int) -> int:
         """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""

@@ -140,11 +140,8 @@ def rl_job(
     model = roles.first
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), fields["stop"], model.config)
     check_budget(settings, task, sampling.max_new_tokens)
-    if settings.asynchrony.staleness and task.curriculum is not None:
-        raise SettingsError(
-            f"--staleness={settings.asynchrony.staleness}: a curriculum chooses prompts when the step before has "
-            "ended; leave one out"
-        )
+    if settings.asynchrony.staleness:
+        _check_weighed(settings, algorithm, task)
     if settings.asynchrony.clock == "tokens":
         with blaming("clock=tokens"):
             answer_delay(task.environment)
@@ -250,6 +247,30 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
         with blaming(f"place={settings.devices.place}"):
             check_devices(placement.launched, device)
     return sizes, device
+
+
+def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None:
+    """Refuse weights of prompts that are chosen ahead where other prompts may come between. Raises: SettingsError."""
+    given = {
+        f"--difficulty={settings.examples.difficulty}": settings.examples.difficulty is not None,
+        "a curriculum": task.curriculum is not None,
+    }
+    weights = next((name for name, there in given.items() if there), None)
+    if weights is None:
+        return
+    filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
+    problem = None
+    if settings.devices.joined:
+        problem = "generators that join: they take the next prompts of the order; give ranks that generate: generate:2"
+    elif settings.asynchrony.window > 1:
+        problem = f"--window={settings.asynchrony.window}: the batches that it joins are chosen apart; leave it out"
+    elif filters and settings.sampling.max_refills > 1:
+        problem = (
+            f"--max_refills={settings.sampling.max_refills}: what takes the place of a prompt that a filter drops is "
+            "not chosen by weights; give --max_refills=1"
+        )
+    if problem is not None:
+        raise SettingsError(f"--staleness={settings.asynchrony.staleness} with {weights} and {problem}")
 
 
 def judge_of(settings: Settings, task: Task, devices: Devices) -> JudgeJob | None:

@@ -55,7 +55,7 @@ from funrl.trainer.sources.completion_scores import (
     with_completion_scores,
     with_step_scores,
 )
-from funrl.trainer.sources.curriculum import weighing
+from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.evaluation import source_of, verdicts
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
@@ -63,7 +63,7 @@ from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.prompts import Generation, PromptEvaluation, PromptSchedule, RowSelection, prompt_source
+from funrl.trainer.sources.prompts import Generation, PromptEvaluation, RowSelection, prompt_source
 from funrl.trainer.sources.source import Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock

@@ -161,6 +161,11 @@ class Generators:
         del position, steps
         self.step = step
 
+    def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
+        """The source's state and no metrics: the prompts of a step are chosen when it begins."""
+        del step, steps
+        return state, {}
+
     def log(self) -> list[tuple[Any, ...]] | None:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None

@@ -9,15 +9,20 @@ replacements, in equal parts where their engines are the clock.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.data.order import take_next
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
+from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.prompts import BASELINE_SEED
+from funrl.trainer.sources.prompts import BASELINE_SEED, Generation
 from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
 
@@ -87,6 +92,7 @@ class GroupPrompts:
     Attributes:
       replaced: whether a prompt may be replaced.
       filters: whether this replica filters what it writes. Else the ranks that train ask for what replaces a prompt.
+      weighed: whether the ranks that train choose the prompts of each batch, by weights.
     """
 
     def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
@@ -101,6 +107,7 @@ class GroupPrompts:
         """
         self.replaced = most > 1
         self.filters = self.replaced
+        self.weighed = False
         self._rule = rule
         self._most = most
         self._board = board
@@ -113,7 +120,16 @@ class GroupPrompts:
         if self.replaced:
             return self._next(plan)
         places = self._rule.places
+        if self.weighed:
+            batch, place = divmod(number, places)
+            position = self._board.prompts_of(batch)[place]
+            return GroupPrompt(position, first=position)
         return GroupPrompt(plan.position + number, plan.position + number // places * places)
+
+    def follow(self, generation: Generation) -> None:
+        """Take prompts as the ranks that train choose them, and leave a filter to these where models reward groups."""
+        self.weighed = generation.schedule.weighing is not UNWEIGHTED
+        self.filters &= generation.rescore is None
 
     def take_again(self) -> int | None:
         """The place of a group that the ranks that train have dropped, for another prompt; None: there is none."""
@@ -148,6 +164,37 @@ class GroupPrompts:
             self._taken += 1
         position = plan.position_of(ticket)
         return GroupPrompt(position, first=position)
+
+
+class ChosenPrompts(NamedTuple):
+    """Prompts of batches that weights have chosen ahead of their training.
+
+    Attributes:
+      positions: [n P] in the order of prompts, of the next batch and of those after it.
+      end: position after the last one.
+    """
+
+    positions: Tensor
+    end: int = 0
+
+    def extended(self, schedule: PromptSchedule, memory: Any, steps: Sequence[int]) -> tuple[ChosenPrompts, Any, Any]:
+        """The prompts with those of further batches, the memory of the weights, and metrics of the last batch.
+
+        Args:
+          schedule: of the prompts, with their weights.
+          memory: of the weights.
+          steps: that are chosen, from the next one on; those of `positions` are left out.
+        """
+        prompts, places, seed, weighing = schedule
+        positions, end = self
+        metrics: dict[str, float] = {}
+        for step in steps[len(positions) // places :]:
+            weights, memory, metrics = weighing.weights(memory, step)
+            taken = take_next(prompts, places, seed, position=end, weights=weights)
+            metrics["curriculum/passed_over"] = taken.end - end - places
+            positions = torch.cat([positions, torch.from_numpy(taken.positions)])
+            end = taken.end
+        return ChosenPrompts(positions, end), memory, metrics
 
 
 def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) -> list[int]:

@@ -6,9 +6,8 @@ chooses the groups of a batch by their numbers. The others learn its choice thro
 
 from __future__ import annotations
 
-import collections
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.asynchrony.token_clock import EndedGroups
-from funrl.batch import declare
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.mesh.collectives import from_first_rank
@@ -30,23 +28,21 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.generators import ORIGIN, Generators
-from funrl.trainer.placement.group_prompts import positions_left
-from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, join_groups
+from funrl.trainer.placement.generators import Generators
+from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
+from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows, tokens_of_versions
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     SendGroupsRequest,
     WrittenGroup,
-    WrittenRows,
-    blank_batch,
-    origins_of,
 )
+from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.prompts import PromptSchedule
+from funrl.trainer.sources.prompts import Generation
 from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows, rows_of
+from funrl.trainer.steps.step_rows import Rows
 
 REPLICAS = "replicas"  # in service together, as `Admission` names generators
 
@@ -79,6 +75,8 @@ class GroupGenerators(Generators):
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
       replaces: whether other prompts take the places of those that the filter drops.
+      weighed: whether weights choose the prompts of batches; see `choose`.
+      chosen: the prompts of the next batches, if so. A resumed run needs them.
       late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
       rewards_baselines: whether models reward greedy completions too, once these are on the ranks that train.
       left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
@@ -119,6 +117,8 @@ class GroupGenerators(Generators):
         self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
+        self.weighed = False
+        self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board_holds
@@ -135,10 +135,37 @@ class GroupGenerators(Generators):
         self.paced = True
         self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
 
-    def replace_late(self) -> None:
-        """Ask for further groups once models have scored those of a batch, of which the filter drops some."""
-        self.late = True
-        self.refills = False
+    def follow(self, generation: Generation) -> None:
+        """Take groups as a source needs them.
+
+        Args:
+          generation: of the source; models reward groups by its `rescore`.
+        """
+        rescored = generation.rescore is not None
+        self.weighed = generation.schedule.weighing is not UNWEIGHTED
+        self.replaces = generation.selection.rounds > 1
+        self.rewards_baselines = rescored and generation.greedy_baseline
+        self.late = self.replaces and rescored
+        self.refills = not self.late
+
+    def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
+        """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
+
+        All results of the steps before are: those that groups of the last of these batches may depend on.
+
+        Args:
+          state: of the source.
+          step: number of the step.
+          steps: of the run.
+
+        Returns: the state with what the weights remember, and metrics of the last choice.
+        """
+        if not self.weighed:
+            return state, {}
+        ahead = int(self._admission.rule.staleness)
+        to_come = range(step, min(step + ahead, steps) + 1)
+        self.chosen, memory, metrics = self.chosen.extended(self._schedule, state["curriculum"], to_come)
+        return {**state, "curriculum": memory}, metrics
 
     def begin_step(self, step: int, position: int, steps: int) -> None:
         """Begin to take the batch of a step.
@@ -165,12 +192,14 @@ class GroupGenerators(Generators):
                 self._board.open(self.plan)
         self._batch = step - self.plan.step
         if self.mesh.rank == 0:
+            self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
             publish = self._board.announce if self.paced else self._board.train
             publish(self._batch, self.engine.version or 0)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The state with groups that have overtaken others and prompts that were passed over; see `Generators`."""
         further = {"overtaken": self.overtaken_W} if len(self.overtaken_W) else {}
+        further |= {"chosen": self.chosen._asdict()} if self.weighed else {}
         return {**state, **further, "left": self.left} if self.replaces else {**state, **further}
 
     def restored(self, state: trees.Tree) -> trees.Tree:
@@ -179,7 +208,9 @@ class GroupGenerators(Generators):
             self.overtaken_W = state["overtaken"].cpu()
         if "left" in state:
             self.left = state["left"].cpu()
-        return {name: value for name, value in state.items() if name not in ("overtaken", "left")}
+        if "chosen" in state:
+            self.chosen = ChosenPrompts(state["chosen"]["positions"].cpu(), state["chosen"]["end"])
+        return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
 
     def overtaking(self) -> list[int]:
         """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
@@ -206,6 +237,7 @@ class GroupGenerators(Generators):
             if group.problem is not None:
                 raise RewardError(group.problem)
         assert len(self._taken) == len(places)
+        self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         prompts, _, seed, _ = self._schedule
         positions = [group.prompt.position for _, group in self._taken if group.prompt is not None]
         if self.replaces:
@@ -217,7 +249,7 @@ class GroupGenerators(Generators):
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of the groups that `order` has taken; see `Elsewhere`."""
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
-        done, rows = self._joined(written, sampling.samples)
+        done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
         return done, self._moved_early(rows) if self.early else rows
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
@@ -226,7 +258,7 @@ class GroupGenerators(Generators):
         for number, group in (self._taken[place] for place in groups.tolist()):
             assert group.written is not None
             written.append((number, group.generator, group.baseline, len(group.written.owner)))
-        rows = self._joined(written, samples=1)[1]
+        rows = joined_rows(written, self.generating, self.mesh.device, samples=1)[1]
         return self._moved_early(rows) if self.rewards_baselines else rows
 
     def _moved_early(self, rows: Rows) -> Rows:
@@ -234,24 +266,6 @@ class GroupGenerators(Generators):
         group_B = rows.batch.group.cpu().numpy()
         ranks = self.mesh.size(self.mesh.row_axes)
         return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
-
-    def _joined(
-        self, written: Sequence[tuple[int, int, WrittenRows | None, int]], samples: int
-    ) -> tuple[Rollout, Rows]:
-        """Rows of groups, given as number, replica, rows and the number of the first of them, as one rollout."""
-        device = self.mesh.device
-        parts = []
-        facts = list[Mapping[str, Any]]()
-        for number, generator, own, first in written:
-            assert own is not None
-            batch = declare(blank_batch(own, device), ORIGIN)
-            rows = len(own.owner)
-            batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows) + first).to(device))
-            parts.append(rows_of(batch, np.full(rows, generator), self.generating))
-            owner = np.full(len(own.rollout["owner"]), generator)
-            here = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in own.rollout.items()}
-            facts.append({**here, "owner": owner})
-        return join_groups(facts, parts, self.generating, samples=samples)
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
@@ -307,7 +321,10 @@ class GroupGenerators(Generators):
         """Metrics of the newest batch and of the weights that were sent before it."""
         sender = self.engine.sender
         sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
-        return self._metrics_of(self.batch_groups()) | sent
+        groups = self.batch_groups()
+        waited = sum(group.waited_s for group in groups) / self._board.replicas
+        waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
+        return waits | age_metrics(tokens_of_versions(groups), self.engine.version or 0) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""
@@ -425,12 +442,3 @@ class GroupGenerators(Generators):
         if batch is not None and (held is None or batch > held):
             self._admission = self._admission.version_held(REPLICAS, batch)
             _, self._admission = self._admission.submit(self.plan.count)
-
-    def _metrics_of(self, groups: Sequence[WrittenGroup]) -> dict[str, float]:
-        """Metrics of the groups of a batch."""
-        tokens: collections.Counter[int] = collections.Counter()
-        for group in groups:
-            tokens.update(group.tokens)
-        waited = sum(group.waited_s for group in groups) / self._board.replicas
-        waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
-        return waits | age_metrics(tokens, self.engine.version or 0)

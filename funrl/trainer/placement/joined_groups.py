@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import torch
 
 from funrl.algos.advantages.units import units_of
+from funrl.batch import declare
 from funrl.mesh.mesh import Mesh
-from funrl.trainer.placement.messages import WrittenGroup
+from funrl.trainer.placement.generators import ORIGIN
+from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, blank_batch, origins_of
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows, join_rows
+from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
 
 
 def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
@@ -26,6 +29,39 @@ def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
     count = 0 if failed is None else int(failed.sum())
     prompt = DroppedPrompt(lost.prompt.position, count, facts["entries"], facts["episodes"])
     return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
+
+
+def joined_rows(
+    written: Sequence[tuple[int, int, WrittenRows | None, int]], mesh: Mesh, device: torch.device, *, samples: int
+) -> tuple[Rollout, Rows]:
+    """Rows that other ranks have, as one rollout.
+
+    Args:
+      written: of each group its number, replica, rows and the number of the first of them.
+      mesh: of the ranks that have them.
+      device: of this rank.
+      samples: of a group.
+    """
+    parts = []
+    facts = list[Mapping[str, Any]]()
+    for number, generator, own, first in written:
+        assert own is not None
+        batch = declare(blank_batch(own, device), ORIGIN)
+        rows = len(own.owner)
+        batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows) + first).to(device))
+        parts.append(rows_of(batch, np.full(rows, generator), mesh))
+        owner = np.full(len(own.rollout["owner"]), generator)
+        here = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in own.rollout.items()}
+        facts.append({**here, "owner": owner})
+    return join_groups(facts, parts, mesh, samples=samples)
+
+
+def tokens_of_versions(groups: Sequence[WrittenGroup]) -> dict[int, int]:
+    """Sampled tokens of some groups, by the versions that sampled them."""
+    tokens: collections.Counter[int] = collections.Counter()
+    for group in groups:
+        tokens.update(group.tokens)
+    return dict(tokens)
 
 
 def join_groups(

@@ -33,6 +33,7 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.joined_groups import age_metrics, join_groups
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
@@ -41,6 +42,7 @@ from funrl.trainer.sources.source import DroppedPrompt, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 
+WEIGHING_METRICS = ("curriculum/", "difficulty/")
 Versions = Callable[[], Mapping[str, int]]
 
 
@@ -94,11 +96,13 @@ class LoggedGroups(NamedTuple):
       by_step: those of each step's batch.
       episodes: by their seeds, of a run with an environment.
       joined: whether generators of other jobs wrote them. A step then also has the groups that its filter drops.
+      weights: metrics of the weights that chose prompts, by step; the choice is not made again.
     """
 
     by_step: Mapping[int, Sequence[LoggedGroup]]
     episodes: Mapping[int, LoggedEpisode] = {}
     joined: bool = False
+    weights: Mapping[int, dict[str, float]] = {}
 
 
 def read_groups(run_dir: str | Path) -> LoggedGroups | None:
@@ -110,15 +114,18 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
     folder = Path(run_dir) / ROLLOUTS
     by_step = {}
     episodes = {}
+    weights = {}
     for step in saved_steps(folder):
         record = open_rows(folder, step).record
         groups = record.get("groups")
         if groups is None:
             return None
         by_step[step] = [_logged_group(*group) for group in groups]
+        drawn = record["metrics"]["drawn"]
+        weights[step] = {name: value for name, value in drawn.items() if name.startswith(WEIGHING_METRICS)}
         if "agents" in record:
             episodes |= {logged.seed: logged for logged in read_episodes(folder, step)}
-    return LoggedGroups(by_step, episodes) if by_step else None
+    return LoggedGroups(by_step, episodes, weights) if by_step else None
 
 
 def _logged_group(*fields: Any) -> LoggedGroup:
@@ -369,12 +376,12 @@ def logged_source(
         return {name: engine.version or 0 for name, engine in {"": generator.engine, **generator.further}.items()}
 
     writer = LoggedWriter(generation, log, versions)
-    source = prompt_source(generation._replace(elsewhere=writer), clock, show)
+    source = prompt_source(generation._replace(elsewhere=writer, schedule=as_chosen(generation.schedule)), clock, show)
 
     @awake(parts.generator.serving)
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         writer.begin_step(step)
         rows, state, metrics = source.next_rows(state, step)
-        return rows, state, metrics | writer.metrics()
+        return rows, state, log.weights.get(step, {}) | metrics | writer.metrics()
 
     return source._replace(next_rows=at_step)

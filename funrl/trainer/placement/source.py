@@ -24,7 +24,7 @@ from funrl.trainer.placement.groups import GroupGenerators, admission_rule
 from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import scored_in_order
-from funrl.trainer.sources.curriculum import UNWEIGHTED
+from funrl.trainer.sources.curriculum import UNWEIGHTED, as_chosen
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import Generation, prompt_source
@@ -55,8 +55,9 @@ def placed_source(
         names = scorers_of(job.settings)
         generation = generation._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
     early = rescored or needs_tokens(job, generation)
-    begin_evaluation = None
     schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
+    own = generation._replace(schedule=schedule)
+    begin_evaluation = None
     if not job.settings.asynchrony.staleness:
         generators = Generators(engine, parts.mesh, show, early=early)
     else:
@@ -69,18 +70,16 @@ def placed_source(
             early=early,
             schedule=schedule,
         )
-        generators.replaces = generation.selection.rounds > 1
-        if rescored and generators.replaces:
-            generators.replace_late()
-        generators.rewards_baselines = rescored and generation.greedy_baseline
+        generators.follow(generation)
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()
         if generation.schedule.weighing is UNWEIGHTED:  # a curriculum may read its metrics before the next step
             begin_evaluation = generators.begin_evaluation
+        own = own._replace(schedule=as_chosen(schedule))
     if rewards.scorers:
         generators.serve_until = rewards.serve_until
-    source = prompt_source(generation._replace(elsewhere=generators, schedule=schedule), clock, show)
+    source = prompt_source(own._replace(elsewhere=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
@@ -89,10 +88,10 @@ def placed_source(
         begin_evaluation = timed_evaluation(begin_evaluation, clock)
 
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        state = generators.restored(state)
+        state, chosen = generators.choose(generators.restored(state), step, job.settings.run.steps)
         generators.begin_step(step, state["prompts_consumed"], job.settings.run.steps)
         rows, state, metrics = next_rows(state, step)
-        return rows, generators.saved(state), metrics | generators.metrics()
+        return rows, generators.saved(state), chosen | metrics | generators.metrics()
 
     return source._replace(
         init=lambda: generators.saved(init()),

@@ -118,7 +118,7 @@ class GroupWriter:
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         own = self._replica if self.paced else None
         self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board, own)
-        self._prompts.filters &= generation.rescore is None
+        self._prompts.follow(generation)
         self._loop = asyncio.new_event_loop()
         self.beside = ProgramBeside(self.resident, self._loop)
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}

@@ -34,11 +34,6 @@ def check_placement(settings: Settings, place: str) -> None:
     check_placed_engine(settings, place)
     if flags.joined:
         check_joined(settings, place)
-    if settings.asynchrony.staleness and settings.examples.difficulty is not None:
-        raise SettingsError(
-            f"--staleness={settings.asynchrony.staleness} with --difficulty={settings.examples.difficulty}: pass rates "
-            "of a step choose the prompts of the next, so that none is generated before; leave one out"
-        )
     most = settings.sampling.new_tokens_per_step
     staleness = settings.asynchrony.staleness
     if most is not None and staleness and not flags.joined:

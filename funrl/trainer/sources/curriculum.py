@@ -57,6 +57,27 @@ class Weighing(NamedTuple):
 UNWEIGHTED = Weighing()
 
 
+class PromptSchedule(NamedTuple):
+    """Prompts to train on, and their order.
+
+    Attributes:
+      prompts: all of them.
+      batch: prompts of a batch.
+      seed: of everything random.
+      weighing: weights of the prompts before each step.
+    """
+
+    prompts: Sequence[Example]
+    batch: int = 128
+    seed: int = 0
+    weighing: Weighing = UNWEIGHTED
+
+
+def as_chosen(schedule: PromptSchedule) -> PromptSchedule:
+    """The schedule without weights, of prompts that others have chosen by them; it measures what the weights read."""
+    return schedule._replace(weighing=schedule.weighing._replace(weights=UNWEIGHTED.weights))
+
+
 def weighing(
     prompts: Sequence[Example],
     function: Callable[..., Any] | None,

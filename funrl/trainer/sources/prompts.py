@@ -17,7 +17,7 @@ from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.curriculum import UNWEIGHTED, Weighing
+from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
 from funrl.trainer.sources.episode_rows import (
     EpisodeSetup,
@@ -39,22 +39,6 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, 
 WriteRows = Callable[..., tuple[Rollout, Rows]]
 EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither has it
-
-
-class PromptSchedule(NamedTuple):
-    """Prompts to train on, and their order.
-
-    Attributes:
-      prompts: all of them.
-      batch: prompts of a batch.
-      seed: of everything random.
-      weighing: weights of the prompts before each step.
-    """
-
-    prompts: Sequence[Example]
-    batch: int = 128
-    seed: int = 0
-    weighing: Weighing = UNWEIGHTED
 
 
 class RowSelection(NamedTuple):
@@ -165,7 +149,7 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
             if not sampled and generation.shows(step):
                 show.samples(step, first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
-            measured = weighing.measured(measured, taken.places, done.scores, done.failed)
+            measured = weighing.measured(measured, places, done.scores, done.failed)
             replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
             failed += failed_rows(rows) + sum(prompt.failed for prompt in replaced)
             totals += [*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)]
