@@ -125,7 +125,7 @@ def read_groups(run_dir: str | Path) -> LoggedGroups | None:
         weights[step] = {name: value for name, value in drawn.items() if name.startswith(WEIGHING_METRICS)}
         if "agents" in record:
             episodes |= {logged.seed: logged for logged in read_episodes(folder, step)}
-    return LoggedGroups(by_step, episodes, weights) if by_step else None
+    return LoggedGroups(by_step, episodes, weights=weights) if by_step else None
 
 
 def _logged_group(*fields: Any) -> LoggedGroup:
