@@ -300,7 +300,7 @@ def start_vllm(
             make_expert_group(tensor)
         forget_rotations()
         has_states = model.cell_bytes(mesh, dtype) > 0
-        if has_states:
+        if has_states and mesh.device.type == "cpu":
             compute_delta_nets()
         args = EngineArgs(
             model=folder,
