@@ -308,8 +308,8 @@ class _SingleTurn:
 def seen_fields(function: Callable[..., Any], example: Example, messages: Sequence[Message]) -> dict[str, Any]:
     """The fields of an example; where the function takes `images`, all pictures of the messages, if they have any."""
     pictures = inner_pictures([*messages])
-    taken = inspect.signature(function).parameters.values() if pictures else ()
-    takes = any(one.name == "images" or one.kind is inspect.Parameter.VAR_KEYWORD for one in taken)
+    parameters = inspect.signature(function).parameters.values() if pictures else ()
+    takes = any(x.name == "images" or x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters)
     return {**example.fields, **({"images": pictures} if takes else {})}
 
 
