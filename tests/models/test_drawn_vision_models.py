@@ -142,7 +142,7 @@ def drawn_llava(number: int) -> Any:
     }
     tower_heads = pick.choice([1, 2, 3])
     patch = pick.choice([2, 3, 4])
-    pixels = patch * pick.choice([1, 2, 3, 4]) + pick.randint(0, patch - 1)
+    pixels = patch * pick.choice([2, 3, 4]) + pick.randint(0, patch - 1)  # transformers has no lines of 0 states
     vision = {
         "num_hidden_layers": pick.choice([1, 2, 3]),
         "num_attention_heads": tower_heads,

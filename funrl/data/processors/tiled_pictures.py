@@ -46,7 +46,8 @@ def cut_into_tiles(picture: Any, tiles: Tiles, alone: bool) -> tuple[list[Any], 
     canvas = canvas_of(size, tiles)
     rows, columns = canvas.tiles
     whole = Image.new("RGB", (columns * side, rows * side))
-    whole.paste(picture.resize(canvas.size[::-1], way), canvas.begin[::-1])
+    (height, width), (top, left) = canvas.size, canvas.begin
+    whole.paste(picture.resize((width, height), way), (left, top))
     corners = [(column * side, row * side) for row in range(rows) for column in range(columns)]
     parts = [whole.crop((x, y, x + side, y + side)) for x, y in corners]
     return [picture.resize((side, side), way), *parts], size

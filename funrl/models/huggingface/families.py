@@ -118,7 +118,7 @@ FAMILIES: Mapping[str, HFFamily] = {
     "qwen2": _QWEN2,
     "qwen2_5_vl": seeing(
         _QWEN2._replace(
-            defaults=_QWEN2.defaults | qwen2_5_vl.VL_DEFAULTS,
+            defaults={**_QWEN2.defaults, **qwen2_5_vl.VL_DEFAULTS},
             read=qwen2_5_vl.read_qwen2_5_vl,
             rope_types=("default",),
         ),
