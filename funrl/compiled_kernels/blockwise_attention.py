@@ -10,13 +10,15 @@ block, so memory is linear in the row, and with a window the number of steps doe
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK_TOKENS = 512  # tokens
+LEAST_HEAD = 64  # numbers of a head for a kernel, which fills heads up to 128
 
 
 def blockwise_attention(
@@ -107,12 +109,98 @@ class _Blockwise(torch.autograd.Function):
     def backward(ctx, d_out, _):
         q, k, v, offsets, out, lse = ctx.saved_tensors
         with torch.no_grad():
-            d_out = torch.where(_real(offsets, q), d_out, 0)
-            mean = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
-            q_b, k_b, v_b, d_b, mean_b = _blocks((q, k, v, d_out, mean), k.shape[1], ctx.options)
-            low = _first_seen(offsets, q, k.shape[1], ctx.options)
-            sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, ctx.options)
-            return *(_tokens(x, like) for x, like in zip(sums, (q, k, v), strict=True)), None, None
+            return *_backward((q, k, v), offsets, (out, lse), d_out, ctx.options), None, None
+
+
+def _backward(
+    inputs: tuple[Tensor, Tensor, Tensor],
+    offsets: Tensor,
+    saved: tuple[Tensor, Tensor],
+    d_out: Tensor,
+    options: _Options,
+) -> tuple[Tensor, ...]:
+    """Gradients by queries, keys and values, which are `inputs`, of the result and the log-sum-exp in `saved`."""
+    q = inputs[0]
+    kv_heads = inputs[1].shape[1]
+    out, lse = saved
+    d_out = torch.where(_real(offsets, q), d_out, 0)
+    mean = (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+    q_b, k_b, v_b, d_b, mean_b = _blocks((*inputs, d_out, mean), kv_heads, options)
+    low = _first_seen(offsets, q, kv_heads, options)
+    sums = _gradients(q_b, k_b, v_b, d_b, mean_b, lse, low, options)
+    return tuple(_tokens(x, like) for x, like in zip(sums, inputs, strict=True))
+
+
+def kernel_attention(
+    q_1THN: Tensor, k_1TKN: Tensor, v_1TKN: Tensor, offsets: Tensor, window: int | None = None, **how: Any
+) -> Tensor:
+    """`blockwise_attention` as one operator, which a program for a TPU computes by a kernel of Pallas.
+
+    In float64, which the kernel does not take, and of heads below `LEAST_HEAD`, it is not one.
+
+    Args:
+      q_1THN, k_1TKN, v_1TKN, offsets, window: as there.
+      how: `longest`, `scale` and `cap`, as there.
+    """
+    if q_1THN.dtype == torch.float64 or q_1THN.shape[-1] < LEAST_HEAD:
+        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, **how)
+    numbers = [window or 0, how.get("scale") or q_1THN.shape[-1] ** -0.5, how.get("cap") or 0.0]
+    return _SegmentAttention.apply(q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, numbers).unsqueeze(0)
+
+
+# By what `varlen_attention` is given as `blockwise`.
+STATIC_FORMS: Mapping[bool | str, Callable[..., Tensor]] = {True: blockwise_attention, "kernel": kernel_attention}
+
+
+def _of_segments(q: Tensor, numbers: Sequence[float]) -> _Options:
+    T = len(q)
+    window = int(numbers[0]) or T
+    return _Options(min(BLOCK_TOKENS, T), window, min(window, T), *numbers[1:])
+
+
+# `numbers` are window, scale and cap: torch.library takes tensors and numbers, no records.
+@torch.library.custom_op("funrl::segment_attention", mutates_args=())
+def _segment_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, numbers: Sequence[float]) -> Tensor:
+    return _Blockwise.forward(q, k, v, offsets, _of_segments(q, numbers))[0]
+
+
+@_segment_attention.register_fake
+def _(q, k, v, offsets, numbers):
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("funrl::segment_attention_backward", mutates_args=())
+def _segment_attention_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, numbers: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor]:
+    options = _of_segments(q, numbers)
+    saved = _Blockwise.forward(q, k, v, offsets, options)
+    d_q, d_k, d_v = _backward((q, k, v), offsets, saved, d_out, options)
+    return d_q, d_k, d_v
+
+
+@_segment_attention_backward.register_fake
+def _(d_out, q, k, v, offsets, numbers):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _SegmentAttention(torch.autograd.Function):
+    """The operator with its gradient; its backward pass computes the weights again, and nothing else is saved."""
+
+    @staticmethod
+    def forward(q, k, v, offsets, numbers):
+        return _segment_attention(q, k, v, offsets, numbers)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:4])
+        ctx.numbers = inputs[4]
+
+    @staticmethod
+    def backward(ctx, d_out):
+        with torch.no_grad():
+            grads = _segment_attention_backward(d_out, *ctx.saved_tensors, ctx.numbers)
+        return *grads, None, None
 
 
 def _gradients(q_b, k_b, v_b, d_b, mean, lse, low, options: _Options) -> tuple[Tensor, Tensor, Tensor]:

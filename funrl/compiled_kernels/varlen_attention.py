@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from funrl.compiled_kernels.attention import (
     attention_reference,
     sink_gradient,
 )
-from funrl.compiled_kernels.blockwise_attention import blockwise_attention
+from funrl.compiled_kernels.blockwise_attention import STATIC_FORMS
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.flash_kernel import FLASH_HEAD, flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
@@ -58,7 +58,7 @@ def varlen_attention(
     longest: int | None = None,
     scale: float | None = None,
     cap: float | None = None,
-    blockwise: bool = False,
+    blockwise: bool | Literal["kernel"] = False,
     sinks_H: Tensor | None = None,
     mutual_RM: Tensor | None = None,
 ) -> Tensor:
@@ -78,7 +78,7 @@ def varlen_attention(
         without one T, which is slower.
       scale: None: 1 / sqrt(N).
       cap: logits x become cap tanh(x / cap) before the softmax; None: they stay.
-      blockwise: compute it as on XLA on every device: for programs that are traced here and run there.
+      blockwise: compute it as on XLA on every device, for programs that are traced; "kernel": by `kernel_attention`.
       sinks_H: logit of each head of a further key, which every token sees and whose value is 0.
       mutual_RM: int64, tokens of groups within segments that see later ones of their group too. The whole matrix of
         weights is made where wide tensors on CUDA have sinks or groups, and for groups with a cap.
@@ -99,7 +99,7 @@ def varlen_attention(
         out_1THN = attention(q_1THN, k_1TKN, v_1TKN, seen_1TT, scale=scale, cap=cap or None, sinks_H=sinks_H)
         return _without_padding(out_1THN[0], offsets).unsqueeze(0)
     if blockwise:
-        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, longest, scale, cap)
+        return STATIC_FORMS[blockwise](q_1THN, k_1TKN, v_1TKN, offsets, window, longest=longest, scale=scale, cap=cap)
     tensors = (q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, sinks_H, mutual_RM)
     numbers = (window or 0, longest or q_1THN.shape[1], scale or 0.0, cap or 0.0)
     return _VarlenAttention.apply(*tensors, *numbers)[0].unsqueeze(0)

@@ -162,12 +162,28 @@ def equations_of(jaxpr: Any, turns: int = 1) -> Iterator[tuple[Any, int]]:
     """The equations of a program and of the functions that it calls, each with how often it is computed."""
     for equation in jaxpr.eqns:
         yield equation, turns
-        inside = turns * equation.params["length"] if equation.primitive.name == "scan" else turns
+        inside = turns * _repetitions(equation)
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 inner = getattr(part, "jaxpr", part)
                 if hasattr(inner, "eqns"):
                     yield from equations_of(inner, inside)
+
+
+def _repetitions(equation: Any) -> int:
+    """Times that an equation computes the functions that it calls.
+
+    Of splash attention those are the blocks on and below the diagonal; with a window it skips more.
+    """
+    if equation.primitive.name == "scan":
+        return equation.params["length"]
+    if equation.primitive.name != "pallas_call":
+        return 1
+    grid = equation.params["grid_mapping"].grid
+    if not equation.params["name"].startswith("splash"):
+        return math.prod(grid)
+    heads, rows, columns = grid
+    return heads * rows * (columns + 1) // 2
 
 
 def product_flops(equation: Any) -> int:

@@ -21,8 +21,8 @@ BACKWARD = "funrl_xla.layer_backward"
 MOST_KINDS = 16  # calls of a turn
 _SAME = ("aten.alias", "aten.detach")
 
-Place = tuple[int, int]  # number of the call in a turn, and of its operand
-Result = tuple[int, int]  # number of the call in a turn, and of its result
+OperandPlace = tuple[int, int]  # number of the call in a turn, and of its operand
+CallResult = tuple[int, int]  # number of the call in a turn, and of its result
 
 
 class Chain(NamedTuple):
@@ -38,11 +38,11 @@ class Chain(NamedTuple):
     """
 
     turns: tuple[tuple[fx.Node, ...], ...]
-    inner: dict[Place, Result]
-    carried: dict[Place, Result]
-    shared: tuple[Place, ...]
-    own: tuple[Place, ...]
-    outputs: tuple[Result, ...]
+    inner: dict[OperandPlace, CallResult]
+    carried: dict[OperandPlace, CallResult]
+    shared: tuple[OperandPlace, ...]
+    own: tuple[OperandPlace, ...]
+    outputs: tuple[CallResult, ...]
 
 
 def is_layer(node: fx.Node) -> bool:
@@ -53,7 +53,7 @@ def is_layer(node: fx.Node) -> bool:
     )
 
 
-def is_same(node: fx.Node) -> bool:
+def changes_nothing(node: fx.Node) -> bool:
     """True of an operator that changes nothing."""
     return node.op == "call_function" and node.target is not operator.getitem and operator_name(node) in _SAME
 
@@ -119,11 +119,11 @@ def _linked(turns: Sequence[tuple[fx.Node, ...]]) -> Chain | None:
 
 
 def _links(
-    column: dict[Place, fx.Node],
+    column: dict[OperandPlace, fx.Node],
     before: Sequence[fx.Node],
     turn: Sequence[fx.Node],
     dependents: set[fx.Node],
-) -> tuple[dict[Place, Result], dict[Place, Result]] | None:
+) -> tuple[dict[OperandPlace, CallResult], dict[OperandPlace, CallResult]] | None:
     """Operands of a turn that the turn before has made, and that it has made itself; None: others depend on the chain.
 
     Args:
@@ -131,8 +131,8 @@ def _links(
       before, turn: the calls.
       dependents: nodes that depend on the first turn.
     """
-    carried: dict[Place, Result] = {}
-    inner: dict[Place, Result] = {}
+    carried: dict[OperandPlace, CallResult] = {}
+    inner: dict[OperandPlace, CallResult] = {}
     for place, node in column.items():
         call, number = _made_by(node)
         if call in turn:
@@ -144,31 +144,31 @@ def _links(
     return carried, inner
 
 
-def _outputs(turns: Sequence[tuple[fx.Node, ...]], carried: set[Result]) -> tuple[Result, ...]:
+def _outputs(turns: Sequence[tuple[fx.Node, ...]], carried: set[CallResult]) -> tuple[CallResult, ...]:
     """Results that nodes outside use, for which those of all turns are kept."""
     calls = {call for turn in turns for call in turn}
-    found: dict[Result, None] = {}
+    outputs: dict[CallResult, None] = {}
     for turn in turns:
         for i, call in enumerate(turn):
             for node in call.users:
                 result = i, _made_by(node)[1]
                 is_last = turn is turns[-1] and result in carried
                 if not is_last and any(user not in calls for user in _users(node)):
-                    found[result] = None
-    return tuple(found)
+                    outputs[result] = None
+    return tuple(outputs)
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     """Nodes that use a value, also by operators that change nothing."""
     for user in node.users:
-        if is_same(user):
+        if changes_nothing(user):
             yield from _users(user)
         else:
             yield user
 
 
 def _made_by(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """The call that a value is a result of, and the result's number; None: it is none of a call."""
+    """The call that a value is a result of, and the result's number; None: it is no such result."""
     if node.op == "call_function" and node.target is operator.getitem:
         return node.args[0], node.args[1]  # type: ignore[return-value]
     return None, 0
@@ -181,7 +181,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 def source(node: fx.Node) -> fx.Node:
     """The node that a value is from, less operators that change nothing."""
-    while is_same(node):
+    while changes_nothing(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch import Tensor, fx
 
-from funrl.xla.chains import LAYER, Chain, Place, chains_of, is_layer, is_same, operands_of
+from funrl.xla.chains import LAYER, Chain, OperandPlace, chains_of, changes_nothing, is_layer, operands_of
 from funrl.xla.errors import XlaError
 from funrl.xla.layers import PROGRAMS
 from funrl.xla.operators.result import JAX_DTYPES, JaxArray, OperatorResult
@@ -83,7 +83,7 @@ class _Run:
             return
         if node.op == "get_attr":
             self.values[node] = _constant(getattr(self.graph, str(node.target)))
-        elif is_same(node):
+        elif changes_nothing(node):
             self.values[node] = self.values[node.args[0]]  # type: ignore[index]
         elif (index := _index_of_argument(node)) is not None:
             stack = self.value(node.args[0])  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ class _Run:
         return jnp.stack([self.value(node) for node in nodes]), False
 
 
-def _operands_of_call(operands: dict[Place, JaxArray], call: int) -> list[JaxArray]:
+def _operands_of_call(operands: dict[OperandPlace, JaxArray], call: int) -> list[JaxArray]:
     """Operands of one call of a turn, in order."""
     return [operands[call, k] for k in sorted(k for i, k in operands if i == call)]
 

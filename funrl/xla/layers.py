@@ -107,12 +107,13 @@ class _LayerCall(torch.autograd.Function):
         return None, *(next(own) if needed else None for needed in layer.needs)
 
 
-def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
+def as_one_operator(layer: Layer, remat: str = "none", kernels: bool = False) -> Layer:
     """A layer whose calls are one operator in a program that is traced; attention is computed by blocks.
 
     Args:
       layer: `Model.layer`.
       remat: what the backward pass computes again: "none", or "full", which saves what enters the layer.
+      kernels: attention of packed rows is by a kernel of Pallas, for TPUs.
 
     Raises:
       ValueError: `remat` is another word.
@@ -121,7 +122,7 @@ def as_one_operator(layer: Layer, remat: str = "none") -> Layer:
         raise ValueError(f"remat is {remat!r}, on XLA it is one of {', '.join(REMAT)}")
 
     def call(config: Any, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Any:
-        context = context._replace(blockwise=True)
+        context = context._replace(blockwise="kernel" if kernels else True)
         fields = {name: value for name, value in context._asdict().items() if _holds_tensors(value)}
         indices = {axis: index for axis, index in (mesh.indices or {}).items() if isinstance(index, Tensor)}
         tree = (params, x_BTD, fields, indices)

@@ -161,7 +161,7 @@ class Context(NamedTuple):
       routes_BTK: the experts that tokens go to; None: as the router says.
       split: whether the hidden states are a part of the tokens that the rest is of; see `split_residual`.
       blockwise: compute attention of static shapes, as on XLA: by blocks, or of equally many tokens of each row of
-        pages.
+        pages. "kernel": packed rows by one operator, as `varlen_attention` says.
       mutual_RM: as in `Inputs`, of packed rows and of pages; the mask has them already.
       stream_BTD: for an mlp, the residual stream that its hidden states are the norm of.
       keys_values: keys and values of an earlier layer that this one attends to; `kv_cache` is that layer's then. None:
@@ -181,7 +181,7 @@ class Context(NamedTuple):
     form: str = "auto"
     routes_BTK: Tensor | None = None
     split: bool = False
-    blockwise: bool = False
+    blockwise: bool | Literal["kernel"] = False
     mutual_RM: Tensor | None = None
     stream_BTD: Tensor | None = None
     keys_values: KeysValues | None = None

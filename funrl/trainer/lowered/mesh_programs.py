@@ -70,7 +70,8 @@ class MeshPlace:
     def placed(self, name: str, mesh: Mesh) -> Placed:
         """The model of a role on the mesh."""
         placed = self.on_mesh.place(name, mesh)
-        return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, self.on_mesh.remat))
+        kernels = self.copies.mesh.devices.flat[0].platform == "tpu"
+        return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, self.on_mesh.remat, kernels))
 
     def at_origin(self, name: str) -> Role:
         """A role as the rank at the origin has it, for its layouts."""

@@ -33,7 +33,7 @@ class CacheStacks(NamedTuple):
 
 
 class LayerNumbers(NamedTuple):
-    """A cache as `Model.apply` takes it, which has the number of each layer in the place of its tensors."""
+    """A cache as `Model.apply` takes it, which has the number of each layer instead of its tensors."""
 
     pages: tuple[tuple[int], ...]
     cells: tuple[tuple[()], ...]
@@ -90,7 +90,7 @@ class StackedCache:
 
     @property
     def numbers(self) -> LayerNumbers:
-        """What `Model.apply` is given as its cache, beside `layer`."""
+        """The cache for `Model.apply`, beside `layer`."""
         layers = range(len(self._stacks._places))
         return LayerNumbers(tuple((n,) for n in layers), ((),) * len(layers))
 

@@ -7,7 +7,7 @@ named without their overload: those of one name mean the same.
 
 from __future__ import annotations
 
-from funrl.xla.operators import collectives, foreach, indexing, pointwise, products, reductions, shapes
+from funrl.xla.operators import attention, collectives, foreach, indexing, pointwise, products, reductions, shapes
 from funrl.xla.operators.result import Lowering
 
 LOWERINGS: dict[str, Lowering] = {
@@ -16,6 +16,7 @@ LOWERINGS: dict[str, Lowering] = {
     **shapes.SHAPES,
     **indexing.INDEXING,
     **products.MATRIX_PRODUCTS,
+    **attention.FOR_TPU,
     **foreach.LIST_LOWERINGS,
     **collectives.BETWEEN_DEVICES,
 }
