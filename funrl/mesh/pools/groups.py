@@ -122,7 +122,7 @@ class GroupBoard:
     def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
         """Let replicas know the positions of the prompts of batches from `first` on, before these may begin."""
         store = run_store()
-        for batch in range(self._given, first + len(positions)):
+        for batch in range(max(first, self._given), first + len(positions)):
             store.set(f"{CHOSEN_KEY}/{batch}", " ".join(map(str, positions[batch - first])))
             store.delete_key(f"{CHOSEN_KEY}/{batch - KEPT_VERSIONS}")
         self._given = max(self._given, first + len(positions))
