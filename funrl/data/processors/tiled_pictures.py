@@ -36,7 +36,8 @@ def cut_into_tiles(picture: Any, tiles: Tiles, alone: bool) -> tuple[list[Any], 
 
     from funrl.models.vision.tiles import NO_TILES, canvas_of
 
-    side, way = tiles.pixels, Image.Resampling.BICUBIC
+    side = tiles.pixels
+    way = Image.Resampling.BICUBIC
     if not alone:
         longest = max(picture.size)
         whole = Image.new("RGB", (longest, longest), (127, 127, 127))
@@ -46,7 +47,8 @@ def cut_into_tiles(picture: Any, tiles: Tiles, alone: bool) -> tuple[list[Any], 
     canvas = canvas_of(size, tiles)
     rows, columns = canvas.tiles
     whole = Image.new("RGB", (columns * side, rows * side))
-    (height, width), (top, left) = canvas.size, canvas.begin
+    height, width = canvas.size
+    top, left = canvas.begin
     whole.paste(picture.resize((width, height), way), (left, top))
     corners = [(column * side, row * side) for row in range(rows) for column in range(columns)]
     parts = [whole.crop((x, y, x + side, y + side)) for x, y in corners]

@@ -23,7 +23,7 @@ _LEAST_RATIO = 1.1  # of sides, from which a grid of states is interpolated
 
 
 class Canvas(NamedTuple):
-    """Where the pixels of a picture are on its canvas.
+    """The place of the pixels of a picture on its canvas.
 
     Attributes:
       tiles: rows and columns of tiles.
@@ -88,7 +88,8 @@ def canvas_of(size: Size, tiles: Tiles) -> Canvas:
     sides = [(rows * tiles.pixels, columns * tiles.pixels) for rows, columns in tiles.canvases]
 
     def kept(number: int) -> tuple[int, int]:
-        (height, width), canvas = size, sides[number]
+        height, width = size
+        canvas = sides[number]
         scale = min(canvas[1] / width, canvas[0] / height)
         pixels = min(int(width * scale) * int(height * scale), width * height)
         return pixels, pixels - math.prod(canvas)
@@ -101,8 +102,10 @@ def canvas_of(size: Size, tiles: Tiles) -> Canvas:
 
 def scaled_size(size: Size, canvas: Size) -> Size:
     """Height and width of a picture in its proportions, as large as a canvas has room for."""
-    (height, width), (most_height, most_width) = size, canvas
-    by_width, by_height = most_width / width, most_height / height
+    height, width = size
+    most_height, most_width = canvas
+    by_width = most_width / width
+    by_height = most_height / height
     if by_width < by_height:
         return min(math.ceil(height * by_width), most_height), most_width
     return most_height, min(math.ceil(width * by_height), most_width)
@@ -127,7 +130,8 @@ def token_states(size: Size, tiles: Tiles) -> TokenStates:
     if ratio > _LEAST_RATIO:
         entries_HW4, shares_HW4 = _interpolated(numbers_HW, (max(1, int(height // ratio)), max(1, int(width // ratio))))
     else:
-        entries_HW4, shares_HW4 = _alone(numbers_HW), _first_only(height, width)
+        entries_HW4 = _alone(numbers_HW)
+        shares_HW4 = _first_only(height, width)
     lines = (len(entries_HW4), 1)
     entries_HW4 = np.concatenate([entries_HW4, _alone(np.full(lines, NEWLINE))], 1)
     shares_HW4 = np.concatenate([shares_HW4, _first_only(*lines)], 1)
@@ -147,7 +151,8 @@ def _first_only(*shape: int) -> np.ndarray:
 
 def _grid_of_tiles(rows: int, columns: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """For each state of a canvas the number of its tile, and its own in that tile."""
-    row_H1, column_W = np.arange(rows * side)[:, None], np.arange(columns * side)
+    row_H1 = np.arange(rows * side)[:, None]
+    column_W = np.arange(columns * side)
     return row_H1 // side * columns + column_W // side, row_H1 % side * side + column_W % side
 
 

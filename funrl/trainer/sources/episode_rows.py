@@ -255,11 +255,12 @@ def _run_everywhere(
     setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
 ) -> EpisodeRun:
     """Run this replica's episodes; one that cannot work ends the run on every rank."""
-    policy = policy_setup(setup, sampling)
     run = EpisodeRun([], 0.0, 0.0, (), 0)
     problem = None
     try:
-        run = setup.run(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
+        run = setup.run(
+            engine.engine, engine.mesh, setup.environment, groups, policy_setup(setup, sampling), setup.limits
+        )
     except (RunEndingError, FirstRankError) as error:
         problem = str(error)
     raise_everywhere(problem, (), engine.mesh)
