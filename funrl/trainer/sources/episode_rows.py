@@ -120,8 +120,7 @@ class Transcript(NamedTuple):
       number: of the episode.
       tokens: [T] int64.
       written: token ids without the one that ended the last turn.
-      episode: the episode itself.
-      pictures: as in `RowForm`.
+      episode, pictures: the episode itself, and as in `RowForm`.
     """
 
     number: int
@@ -256,11 +255,10 @@ def _run_everywhere(
 ) -> EpisodeRun:
     """Run this replica's episodes; one that cannot work ends the run on every rank."""
     run = EpisodeRun([], 0.0, 0.0, (), 0)
+    given = engine.engine, engine.mesh, setup.environment, groups, policy_setup(setup, sampling), setup.limits
     problem = None
     try:
-        run = setup.run(
-            engine.engine, engine.mesh, setup.environment, groups, policy_setup(setup, sampling), setup.limits
-        )
+        run = setup.run(*given)
     except (RunEndingError, FirstRankError) as error:
         problem = str(error)
     raise_everywhere(problem, (), engine.mesh)
