@@ -23,7 +23,7 @@ _LEAST_RATIO = 1.1  # of sides, from which a grid of states is interpolated
 
 
 class Canvas(NamedTuple):
-    """Where the pixels of a picture are on its canvas.
+    """Place of the pixels of a picture on its canvas.
 
     Attributes:
       tiles: rows and columns of tiles.
