@@ -62,7 +62,7 @@ class SavedRows(NamedTuple):
     record: dict[str, Any]
     table: dict[str, Tensor]
     schema: Schema
-    read: Callable[[str], OwnedLines] | None = None
+    read: Callable[[str], list[OwnedLines]] | None = None
 
     def owner(self, stage: str) -> np.ndarray:
         """[B] the row rank that wrote each row."""
@@ -295,7 +295,7 @@ def open_rows(
     folder: str | Path,
     step: int,
     fields: Mapping[str, Field] = FIELDS,
-    read: Callable[[str], OwnedLines] | None = None,
+    read: Callable[[str], list[OwnedLines]] | None = None,
 ) -> SavedRows:
     """The rows of a step.
 
