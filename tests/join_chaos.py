@@ -34,12 +34,6 @@ from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.mesh import single
 from funrl.rollout.joined.office import Office
 
-STEPS = flags.DEFINE_integer("steps", 60, "steps of the run", lower_bound=2)
-KILLS = flags.DEFINE_integer("kills", 50, "generators that are killed", lower_bound=0)
-OUTAGES = flags.DEFINE_integer("outages", 5, "kills after which the run has no generator for a moment", lower_bound=0)
-STOPS = flags.DEFINE_boolean("stops", True, "stop a generator once")
-STALENESS = flags.DEFINE_integer("staleness", 0, "of the run", lower_bound=0)
-SEED = flags.DEFINE_integer("chaos_seed", 0, "of the moments")
 LIMIT_S = 30.0  # to name a generator that is stopped
 RUN_S = 3600.0  # of the whole run
 IN_SERVICE = 3
@@ -303,13 +297,25 @@ def compare(folder: Path) -> int:
     return len(run["arrived"])
 
 
+def define_flags() -> None:
+    """Define those of the program; a test that imports this file beside others has none of them."""
+    flags.DEFINE_integer("steps", 60, "steps of the run", lower_bound=2)
+    flags.DEFINE_integer("kills", 50, "generators that are killed", lower_bound=0)
+    flags.DEFINE_integer("outages", 5, "kills after which the run has no generator for a moment", lower_bound=0)
+    flags.DEFINE_boolean("stops", True, "stop a generator once")
+    flags.DEFINE_integer("staleness", 0, "of the run", lower_bound=0)
+    flags.DEFINE_integer("chaos_seed", 0, "of the moments")
+
+
 def main(_: list[str]) -> None:
     """Kill generators, and say how it went."""
+    given = flags.FLAGS
     folder = Path(tempfile.mkdtemp(prefix="funrl-join-"))
-    plan = Plan(STEPS.value, KILLS.value, OUTAGES.value, STOPS.value, SEED.value, STALENESS.value)
+    plan = Plan(given.steps, given.kills, given.outages, given.stops, given.chaos_seed, given.staleness)
     print(survive(folder, plan))
     shutil.rmtree(folder)
 
 
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
