@@ -132,7 +132,7 @@ def _backward(
 
 
 def kernel_attention(
-    q_1THN: Tensor, k_1TKN: Tensor, v_1TKN: Tensor, offsets: Tensor, window: int | None = None, **how: Any
+    q_1THN: Tensor, k_1TKN: Tensor, v_1TKN: Tensor, offsets: Tensor, window: int | None = None, **options: Any
 ) -> Tensor:
     """`blockwise_attention` as one operator, which a program for a TPU computes by a kernel of Pallas.
 
@@ -140,11 +140,11 @@ def kernel_attention(
 
     Args:
       q_1THN, k_1TKN, v_1TKN, offsets, window: as there.
-      how: `longest`, `scale` and `cap`, as there.
+      options: `longest`, `scale` and `cap`, as there.
     """
     if q_1THN.dtype == torch.float64 or q_1THN.shape[-1] < LEAST_HEAD:
-        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, **how)
-    numbers = [window or 0, how.get("scale") or q_1THN.shape[-1] ** -0.5, how.get("cap") or 0.0]
+        return blockwise_attention(q_1THN, k_1TKN, v_1TKN, offsets, window, **options)
+    numbers = [window or 0, options.get("scale") or q_1THN.shape[-1] ** -0.5, options.get("cap") or 0.0]
     return _SegmentAttention.apply(q_1THN[0], k_1TKN[0], v_1TKN[0], offsets, numbers).unsqueeze(0)
 
 

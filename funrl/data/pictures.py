@@ -23,7 +23,7 @@ from einops import rearrange
 
 from funrl.data.json_lines import DataError
 from funrl.data.processors.form import PictureForm, fixed_size, picture_parts
-from funrl.data.processors.reading import ReadPatches
+from funrl.data.processors.reading import Reading, ReadPatches
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.kinds import OwnedLines
@@ -248,10 +248,10 @@ class Expanded(NamedTuple):
     owned: OwnedLines
 
 
-def patches_reader(tokenizer: Any) -> ReadPatches | None:
-    """Reader of a picture in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
+def reading_of(tokenizer: Any) -> Reading | None:
+    """The way to read pictures in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
     form = picture_form_of(tokenizer)
-    return None if form is None else _reader(form)
+    return None if form is None else Reading(_reader(form), form.counts_as_alone)
 
 
 def _reader(form: PictureForm) -> ReadPatches:
@@ -259,7 +259,11 @@ def _reader(form: PictureForm) -> ReadPatches:
 
 
 def expand_placeholders(
-    tokens: Sequence[int], pictures: Sequence[Any], form: PictureForm, read: ReadPatches | None = None
+    tokens: Sequence[int],
+    pictures: Sequence[Any],
+    form: PictureForm,
+    read: ReadPatches | None = None,
+    together: Sequence[int] | None = None,
 ) -> Expanded:
     """Token ids with all placeholders.
 
@@ -268,6 +272,7 @@ def expand_placeholders(
       pictures: as the record has them.
       form: of the model.
       read: patches of a picture; None: `patches_of`.
+      together: for each picture the number of those that it stands with; None: all stand together.
 
     Raises:
       DataError: there are other placeholders than pictures, or a picture cannot be used.
@@ -291,8 +296,8 @@ def expand_placeholders(
             "may not hold the placeholder by itself"
         )
     read = read or _reader(form)
-    alone = len(pictures) == 1
-    seen = [read(picture, alone) for picture in pictures]
+    together = together or [len(pictures)] * len(pictures)
+    seen = [read(x, form.counts_as_alone(count)) for x, count in zip(pictures, together, strict=True)]
     counts = iter([picture_tokens(grid, tower) for _, grid in seen])
     ids = [i for token in tokens for i in [token] * (next(counts) if token == tower.placeholder else 1)]
     none = np.zeros((0, CHANNELS, tower.patch, tower.patch), dtype=np.uint8)

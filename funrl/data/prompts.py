@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.order import places_in_order
-from funrl.data.pictures import expand_placeholders, patches_reader, picture_form_of, pictures_of
+from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of, reading_of
 from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
 from funrl.data.records import FORMATS, read_records, source_problem
@@ -103,7 +103,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat
     """Tokenize prompts, except those that are few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
     wanted = [prompt for prompt in prompts if prompt.prompt not in shown]
-    ahead = read_ahead(wanted, lambda prompt: _pictures(prompt, tokenizer), patches_reader(tokenizer))
+    ahead = read_ahead(wanted, lambda prompt: _pictures(prompt, tokenizer), reading_of(tokenizer))
     examples = [encode(prompt, tokenizer, form, read) for prompt, read in ahead]
     if not examples:
         raise PromptError(f"{prompts[0].source}: all of its prompts are examples of --few_shot; give another file")

@@ -13,7 +13,7 @@ from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.order import Reordered
-from funrl.data.pictures import patches_reader, pictures_of
+from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, TextFile, shortened
@@ -57,8 +57,8 @@ def examples_ahead(examples: Sequence[Any], places: Iterable[int]) -> Iterator[A
       DataError: as `TextFile`, when it comes to the example.
     """
     files = [_file_of(examples, place) for place in places]
-    read = next((patches_reader(file.tokenizer) for file, _ in files if isinstance(file, TextFile)), None)
-    for (file, index), ready in read_ahead(files, _unread_pictures, read):
+    reading = next((reading_of(file.tokenizer) for file, _ in files if isinstance(file, TextFile)), None)
+    for (file, index), ready in read_ahead(files, _unread_pictures, reading):
         yield file.example(index, ready) if isinstance(file, TextFile) else file[index]
 
 

@@ -71,7 +71,7 @@ def _data_url(part: dict[str, Any], field: str) -> str:
 
 
 async def seen_messages(messages: Sequence[Message], form: PictureForm | None) -> list[Message]:
-    """Messages whose parts hold their pictures decoded, in the size in which the model takes them.
+    """Messages whose parts hold their pictures decoded, in the size in which the model takes them; tiles are cut later.
 
     Args:
       messages: new ones of a conversation.

@@ -222,7 +222,8 @@ class MeshProgram:
         self, args: tuple[trees.Tree, ...], given: Sequence[PartitionSpec], donated: Sequence[int] = ()
     ) -> list[jax.Array]:
         """The arguments on the devices; copies of the leaves of these numbers are not kept."""
-        send = [self.copies.donated if i in set(donated) else self.copies.sent for i in range(len(given))]
+        given_away = set(donated)
+        send = [self.copies.donated if i in given_away else self.copies.sent for i in range(len(given))]
         triples = zip(trees.leaves(args), given, send, strict=True)
         return [x if isinstance(x, jax.Array) else send(x, spec) for x, spec, send in triples]
 

@@ -27,7 +27,7 @@ from funrl.data.pictures import (
     with_picture_form,
 )
 from funrl.data.processors.form import fitting_size
-from funrl.data.processors.reading import read_ahead
+from funrl.data.processors.reading import Reading, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode, encode_prompts
 from funrl.data.supervised import join_files, load_examples, text_example
@@ -169,10 +169,25 @@ def test_threads_read_each_picture_once_ahead_of_its_use():
         return np.zeros((4, 1), np.uint8), (2, 2)
 
     items = ["a", "b", "a", "absent", *"bca" * 30]
-    for item, ready in read_ahead(items, lambda item: [item], read):
+    for item, ready in read_ahead(items, lambda item: [item], Reading(read, lambda count: count == 1)):
         with pytest.raises(DataError, match="not there") if item == "absent" else contextlib.nullcontext():
             assert ready is not None and ready(item, True)[1] == (2, 2)
     assert sorted(reads) == [(name, "pictures") for name in ("a", "absent", "b", "c")]
+
+
+def test_pictures_that_are_objects_are_read_when_they_are_used():
+    """A column of `datasets` makes them anew at each access, so their numbers may be those of others."""
+    threads = set()
+
+    def read(given, alone):
+        threads.add(threading.current_thread())
+        return np.full((4, 1), given.size[0], np.uint8), (2, 2)
+
+    sizes = [8 + n % 5 for n in range(100)]
+    reading = Reading(read, lambda count: True)
+    for size, ready in read_ahead(sizes, lambda size: [picture((size, 8))], reading):
+        assert ready is not None and ready(picture((size, 8)), True)[0][0, 0] == size
+    assert threads == {threading.main_thread()}
 
 
 def test_prompts_and_demonstrations_share_the_pictures_of_a_file(tmp_path):

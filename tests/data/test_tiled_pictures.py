@@ -18,10 +18,12 @@ from funrl.data.pictures import (
 )
 from funrl.data.prompts import Prompt, encode
 from funrl.data.tokenizer import character_tokenizer
+from funrl.environments.forms.picture_parts import expanded_tokens
 from funrl.models import decoder_config
 from funrl.models.errors import ModelError
 from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm, with_tower
 from funrl.models.vision.grids import picture_tokens
+from funrl.models.vision.inputs import GRIDS
 from funrl.models.vision.tiles import NO_TILES, Tiles
 from funrl.models.vision.tower import normalized
 
@@ -98,6 +100,19 @@ def test_several_pictures_of_a_prompt_are_overviews_as_in_transformers(tokenizer
     pictures = [picture(size, number) for number, size in enumerate(SIZES[2:5])]
     check(theirs, pictures, tokenizer.picture_form, alone=False)
     assert patches_of(pictures[0], tokenizer.picture_form, alone=False)[1] == NO_TILES
+
+
+def test_a_conversation_has_the_tokens_of_its_turns(tokenizer):
+    """A picture that comes by itself is cut, whatever pictures come after the reply."""
+    pictures = [picture(size, number) for number, size in enumerate(((20, 30), (14, 14), (9, 5)))]
+    parts = [[{"type": "image", "image": x} for x in given] for given in (pictures[:1], pictures[1:])]
+    asked = [[{"role": "user", "content": content}] for content in parts]
+    reply = {"role": "assistant", "content": "a"}
+    placeholder = tokenizer.picture_form.tower.placeholder
+    turns = [expanded_tokens([placeholder] * n, asked[n - 1], tokenizer) for n in (1, 2)]
+    tokens, owned = expanded_tokens([placeholder] * 3, [*asked[0], reply, *asked[1]], tokenizer)
+    assert tokens == turns[0][0] + turns[1][0]
+    assert owned.values[GRIDS].tolist() == [[30, 20], [*NO_TILES], [*NO_TILES]]
 
 
 def test_tokens_of_prompts_are_those_of_transformers(tokenizer, theirs):

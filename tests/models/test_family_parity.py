@@ -32,11 +32,11 @@ def test_config_round_trip_through_transformers(name):
     assert config_from_hf(theirs) == config
 
 
-PACKED = (  # one of each kind of positions, windows, mixers and experts
-    "llama dynamic", "phi3 longrope", "phi3 partial rotary", "gemma", "olmo3", "exaone4", "ministral3 window",
-    "ernie4_5", "qwen2_moe window", "glm4_moe", "minimax_m2", "gpt_oss", "gpt_oss full", "qwen3_5", "qwen3_5_moe",
-    "gemma4 vectors", "gemma4 experts",
-)  # fmt: skip
+PACKED = [  # one of each kind of positions, windows, mixers and experts
+    *("llama dynamic", "phi3 longrope", "phi3 partial rotary", "gemma", "olmo3", "exaone4", "ministral3 window"),
+    *("ernie4_5", "qwen2_moe window", "glm4_moe", "minimax_m2", "gpt_oss", "gpt_oss full", "qwen3_5", "qwen3_5_moe"),
+    *("gemma4 vectors", "gemma4 experts"),
+]
 
 
 @pytest.mark.parametrize("name", quick(PACKED, ["gpt_oss full"]))

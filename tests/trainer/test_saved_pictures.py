@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from picture_runs import save_seeing_model
+from picture_runs import save_seeing_model, save_tiled_model
 from PIL import Image
 from safetensors.torch import load_file
 from small_runs import GRPO, SMALL, Quiet
@@ -13,7 +13,9 @@ from test_picture_jobs import data_url, write
 from test_replay import unlike
 
 from funrl.cli.replay import missing_picture
+from funrl.data.pictures import picture_form_of
 from funrl.mesh.mesh import single
+from funrl.models.vision.inputs import GRIDS, single_pictures
 from funrl.trainer.checkpoints.saved_pictures import picture_reader
 from funrl.trainer.checkpoints.saved_rows import open_rows, read_rows
 from funrl.trainer.jobs.prepare import prepare
@@ -26,6 +28,21 @@ from funrl.trainer.storage.shard_server import CheckpointError
 def draw(path, seed, size=(16, 8)):
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
+
+
+def test_pictures_in_tiles_are_known_alone_and_beside_others(tmp_path):
+    save_tiled_model(tmp_path / "model")
+    path = str(tmp_path / "a.png")
+    draw(path, 0, (16, 8))
+    (tmp_path / "reward.py").write_text("def score(prompt, completion, **fields):\n    return 1.0\n")
+    records = [{"prompt": "a ?", "images": [path] * n} for n in (1, 2)] * 8
+    given = {"model": str(tmp_path / "model"), "prompts": write(tmp_path / "prompts.jsonl", records)}
+    job = prepare(settings_of(**SMALL | given | {"reward": f"{tmp_path / 'reward.py'}:score"}), GRPO)
+    tower = picture_form_of(job.tokenizer).tower
+    counts = {len(example.owned.values[GRIDS]): example.owned.values for example in job.task.prompts}
+    seen = [single_pictures(tower, counts[n])[0].digest for n in (1, 2)]
+    digests = [value.digest for value in picture_reader(job.tokenizer)(path)]
+    assert digests == seen and seen[0] != seen[1]
 
 
 def test_a_replay_reads_the_files_and_compares_them_with_their_digests(tmp_path):

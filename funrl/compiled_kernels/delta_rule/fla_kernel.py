@@ -11,7 +11,6 @@ which issue 640 is the fault of Triton below 3.7.1 on Hopper.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 import re
@@ -106,8 +105,10 @@ def known_fault(capability: tuple[int, int], triton: str, tilelang: bool) -> str
 def _fault_here() -> str | None:
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return None
+    import triton  # type: ignore[import-not-found]
+
     tilelang = importlib.util.find_spec("tilelang") is not None
-    return known_fault(torch.cuda.get_device_capability(), importlib.metadata.version("triton"), tilelang)
+    return known_fault(torch.cuda.get_device_capability(), triton.__version__, tilelang)
 
 
 def trial_error(device: str) -> float:

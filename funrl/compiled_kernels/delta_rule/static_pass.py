@@ -60,7 +60,7 @@ def static_delta_net_pass(inputs: DeltaInputs, cells: tuple[Tensor, Tensor], cel
         state_RHNM = parts.whole[:, -1, :, None, None] * chunk_states[:, -1] + parts.keys[:, -1].mT @ values[:, -1]
     last_W = held_RT.sum(1, keepdim=True) + torch.arange(before, device=first_R.device)
     tail_RWD = window_RTD.gather(1, last_W.unsqueeze(-1).expand_as(tail_RWD))
-    # A cell has what is behind the last row of its sequence, from whichever row it is written.
+    # All rows of a sequence write the state after its last row, so the order in which they write does not count.
     number_R = (~goes_on_R).cumsum(0)
     last_R = (number_R.unsqueeze(0) <= number_R.unsqueeze(1)).sum(1) - 1
     states.index_copy_(0, cells_R, state_RHNM.index_select(0, last_R))

@@ -37,6 +37,10 @@ class PictureForm(NamedTuple):
         """Pixels that both sides are multiples of."""
         return self.tower.patch * self.tower.merge
 
+    def counts_as_alone(self, together: int) -> bool:
+        """True if a picture that stands with others, itself among them, is cut into tiles, or none is cut."""
+        return together == 1 or self.tower.layout.tiles is None
+
 
 class FixedSize(NamedTuple):
     """Ways of models whose pictures have the sizes that config.json gives, so that no bound on pixels changes them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +52,17 @@ def expanded_tokens(
             f"the chat template has no place for the pictures of {shown!r:.200}; give one that has "
             "(--chat_template=FILE)"
         )
-    ids, owned = expand_placeholders(tokens, pictures, form)
+    ids, owned = expand_placeholders(tokens, pictures, form, together=_together(messages))
     return ids, None if owned.empty else owned
+
+
+def _together(messages: Sequence[Message]) -> list[int]:
+    """For each picture the number of those between the same replies: so many come at once in a conversation."""
+    counts = []
+    for _, run in itertools.groupby(messages, lambda message: message.get("role") == "assistant"):
+        count = len(inner_pictures(list(run)))
+        counts += [count] * count
+    return counts
 
 
 def collapsed_tokens(node: Node, tokenizer: Any) -> Sequence[int]:

@@ -19,6 +19,7 @@ WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 AGAIN_KEY = f"{GROUPS_KEY}/again"
 CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
+KEPT_REQUESTS = 1000  # for further groups, of which the store knows that a replica has taken them
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
@@ -83,7 +84,7 @@ class GroupBoard:
         self._oldest: int | None = None  # version with entries in the store
         self._given = 0  # batches whose prompts replicas know
         self._asked = 0  # groups that were asked for again
-        self._again: int | None = None  # number of such a request that this replica answers
+        self._seen = 0  # requests for groups that this replica has seen
 
     @property
     def everywhere(self) -> int:
@@ -167,17 +168,17 @@ class GroupBoard:
     def take_again(self) -> int | None:
         """Number of a group that `ask_again` asks for, which no other replica gets; None: there is none."""
         store = run_store()
-        if self._again is None:
-            if store.add(f"{AGAIN_KEY}/taken", 0) >= store.add(f"{AGAIN_KEY}/asked", 0):
-                return None
-            self._again = store.add(f"{AGAIN_KEY}/taken", 1) - 1
-        key = f"{AGAIN_KEY}/{self._again}"
-        if not store.check([key]):  # another replica was quicker: this one has the next
-            return None
-        self._again = None
-        number = int(store.get(key))
-        store.delete_key(key)
-        return number
+        asked = store.add(f"{AGAIN_KEY}/asked", 0)
+        self._seen = max(self._seen, asked - KEPT_REQUESTS)  # others have answered those before
+        while self._seen < asked:
+            key = f"{AGAIN_KEY}/{self._seen}"
+            self._seen += 1
+            if store.add(f"{key}/taken", 1) == 1:
+                store.delete_key(f"{AGAIN_KEY}/{self._seen - 1 - 2 * KEPT_REQUESTS}/taken")
+                number = int(store.get(key))
+                store.delete_key(key)
+                return number
+        return None
 
     def take_prompt(self) -> int:
         """Number for `GroupPlan.position_of`, which no other replica gets."""

@@ -103,7 +103,7 @@ def tower_indices(grids: Iterable[Grid], tower: TowerConfig) -> TowerIndices:
     return TowerIndices(*map(np.concatenate, zip(*shifted, strict=True)))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _token_places_of(grid: Grid, tower: TowerConfig) -> TokenPlaces:
     number_M = np.arange(picture_tokens(grid, tower))
     if tower.layout.tiles is not None:  # its tokens follow one another like those of a text

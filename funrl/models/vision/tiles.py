@@ -74,7 +74,7 @@ class Tiles:
 
     def tokens(self, size: Size) -> int:
         """Number of tokens of a picture."""
-        return len(token_states(size, self).entries_M4)
+        return _tokens_of(size, self)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,7 +111,12 @@ def scaled_size(size: Size, canvas: Size) -> Size:
     return most_height, min(math.ceil(width * by_height), most_width)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=65536)
+def _tokens_of(size: Size, tiles: Tiles) -> int:
+    return len(token_states(size, tiles).entries_M4)
+
+
+@functools.lru_cache(maxsize=64)  # half a megabyte each
 def token_states(size: Size, tiles: Tiles) -> TokenStates:
     """States that the tokens of a picture are made of: those of the overview, then row by row those of all tiles.
 

@@ -136,21 +136,25 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adap
             x_PD = _layer(tower, adapt(layer), x_PD, rope=rope, segments=segments)
             if i in form.deep_layers:
                 deep.append(x_PD)
-    hidden = [_merge(tower, adapt(params["merger"]), x_PD)]
+    merger = params["merger"]  # once: what is sharded is gathered where it is looked up
+    hidden = [_merge(tower, adapt(merger), x_PD)]
     if deep:
         mergers = params["deep_mergers"]
         with regathering(mergers):
-            hidden += [_merge(tower, adapt(merger), x, deep=True) for merger, x in zip(mergers, deep, strict=True)]
+            hidden += [_merge(tower, adapt(other), x, deep=True) for other, x in zip(mergers, deep, strict=True)]
     hidden_LMD = torch.stack([x_MD[back_M] for x_MD in hidden])
-    return hidden_LMD if tower.layout.tiles is None else _arranged(tower, params["merger"], hidden_LMD, pictures.grids)
+    return hidden_LMD if tower.layout.tiles is None else _arranged(tower, merger, hidden_LMD, pictures.grids)
 
 
 def _arranged(tower: TowerConfig, params: trees.Tree, hidden_LND: Tensor, grids: tuple[Grid, ...]) -> Tensor:
     """Hidden states [L, M, D] of tokens, of the states of all tiles and of the newline."""
-    newline_L1D = params["newline"].expand(len(hidden_LND), 1, -1)
-    entries_M4, shares_M4 = (torch.from_numpy(x).to(hidden_LND.device) for x in arranged_states(grids, tower))
-    four_LM4D = torch.cat([hidden_LND, newline_L1D], 1)[:, entries_M4]  # the last one is the newline
-    return (four_LM4D * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
+    states_LND = torch.cat([hidden_LND, params["newline"].expand(len(hidden_LND), 1, -1)], 1)
+    of_tokens = arranged_states(grids, tower)
+    interpolated = of_tokens[1][:, 1:].any()
+    entries_M4, shares_M4 = (torch.from_numpy(x).to(hidden_LND.device) for x in of_tokens)
+    if not interpolated:
+        return states_LND[:, entries_M4[:, 0]]  # -1 is the newline
+    return (states_LND[:, entries_M4] * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
 
 
 def _unadapted(params: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,30 +11,34 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import torch
+
 from funrl.data.prompts import Example
 from funrl.environments.environment import Environment
 from funrl.environments.run import EpisodeGroup, EpisodeLimits, EpisodeRun, episode_groups, run_episodes, run_of_replica
-from funrl.mesh.collectives import from_first
+from funrl.mesh.collectives import AXES, gather_objects, pmax
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.sums import own_range
 from funrl.processes.heartbeat import beside_the_program
+from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import Engine
-from funrl.rollout.joined.engine import JoinedEngine
+from funrl.rollout.joined.engine import JoinedEngine, NoGeneratorError
 from funrl.rollout.policy import PolicySetup, RunEndingError
 from funrl.rollout.requests import request_seed
-from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup
 
+_ENDING = (RunEndingError, SyncError, NoGeneratorError)  # errors that end a run alike on all ranks
+
 
 class LoggedPrompt(NamedTuple):
-    """A group of episodes in the log of a step: the first fields of a `LoggedGroup`, whose turns know their versions.
+    """A group of episodes in the log of a step: the first fields of a `LoggedGroup`.
 
     Attributes:
       position: of its prompt in the order of prompts.
       first: position from which the samples are numbered.
-      generator, switches, tokens: nothing.
+      generator, switches, tokens: 0 or empty, for each turn records its own versions.
     """
 
     position: int
@@ -98,7 +102,7 @@ class EpisodesAhead:
         """`run_episodes`, or the episodes of these groups that have been run ahead. Collective.
 
         Raises:
-          FirstRankError: on a tensor rank that did not run them, where they have failed.
+          RunEndingError, SyncError, NoGeneratorError: on all ranks, where those of one replica have failed so.
         """
         self._engine.finish_ahead()
         key = groups[0].seeds[0]
@@ -106,15 +110,13 @@ class EpisodesAhead:
         if key not in self._begun:
             return run_episodes(engine, mesh, environment, groups, policy, limits)
         future = self._begun.pop(key)
-        problem = ""
         run = None
+        failure = None
         try:
             run = None if future is None else future.result()
-        except RunEndingError as error:
-            problem = str(error)
-        problem = from_first(problem, mesh, "tensor")
-        if problem:
-            raise FirstRankError(problem)
+        except _ENDING as error:
+            failure = error
+        _raise_on_all_ranks(failure, mesh)
         return run_of_replica(run, mesh)
 
     def groups(self, consumed: int, seed: int) -> list[LoggedPrompt]:
@@ -149,3 +151,14 @@ class EpisodesAhead:
         finally:
             self._engines.discard(engine)
             self._engine.leave(engine)
+
+
+def _raise_on_all_ranks(failure: Exception | None, mesh: Mesh) -> None:
+    """Raise what has failed on one rank on every rank, so that none is left waiting in a collective."""
+    failed = torch.tensor(float(failure is not None), device=mesh.device)
+    if not pmax(failed, mesh, AXES):
+        return
+    kind = next((i for i, kind in enumerate(_ENDING) if isinstance(failure, kind)), None)
+    faults = gather_objects(None if kind is None else (kind, str(failure)), mesh)
+    kind, words = next(fault for fault in faults if fault is not None)
+    raise _ENDING[kind](words) from failure

@@ -14,7 +14,7 @@ from funrl.data.columns import rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.pair_halves import halves_of
-from funrl.data.pictures import patches_reader, picture_form_of, pictures_of, with_picture_form
+from funrl.data.pictures import picture_form_of, pictures_of, reading_of, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
@@ -354,7 +354,7 @@ def _text_examples(
         sourced = [(f"record {n}", rename_columns(record, fields)) for n, record in enumerate(records, 1)]
         if kind == "ratings":
             sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
-        ahead = read_ahead(sourced, lambda pair: pictures_of(pair[1], tokenizer), patches_reader(tokenizer))
+        ahead = read_ahead(sourced, lambda pair: pictures_of(pair[1], tokenizer), reading_of(tokenizer))
         return [
             text_example(record, kind, tokenizer, form, read)._replace(source=source)
             for (source, record), read in ahead

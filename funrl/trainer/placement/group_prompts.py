@@ -1,6 +1,7 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
-Without replacements group i has the i-th prompt of the run. With them a replica takes the next prompt of the order when
+Without replacements group i has the i-th prompt of the run, or of those that the ranks that train choose by weights and
+publish. With them a replica takes the next prompt of the order when
 it begins a group, and again for the same place when the filter keeps no row of it: by itself, or where models reward
 completions when the ranks that train ask. A batch has at most as many prompts as in a run by turns: replicas share the
 replacements, in equal parts where their engines are the clock.

@@ -61,10 +61,8 @@ class TakenGroup(NamedTuple):
 
 def admission_rule(job: RLJob) -> AdmissionRule:
     """The rule by which groups of a run are begun and taken."""
-    settings = job.settings
-    return AdmissionRule(
-        settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window
-    ).checked()
+    given = job.settings
+    return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
 
 
 class GroupGenerators(Generators):
@@ -136,7 +134,7 @@ class GroupGenerators(Generators):
         self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
 
     def follow(self, generation: Generation) -> None:
-        """Take groups as a source needs them.
+        """Filter, reward and choose groups where the generation of a source asks for it.
 
         Args:
           generation: of the source; models reward groups by its `rescore`.
@@ -179,7 +177,8 @@ class GroupGenerators(Generators):
         self._consumed = position
         self._taken, self._kept_groups, self._lost = [], [], []
         self._waited_s = 0.0
-        if self.plan is None:
+        opens = self.plan is None
+        if opens:
             count = (steps - step + 1) * self._admission.rule.places
             overtaking = self.overtaking()
             again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
@@ -188,11 +187,11 @@ class GroupGenerators(Generators):
             self._admission = self._admission._replace(
                 fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
             )
-            if self.mesh.rank == 0:
-                self._board.open(self.plan)
         self._batch = step - self.plan.step
         if self.mesh.rank == 0:
             self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
+            if opens:
+                self._board.open(self.plan)
             publish = self._board.announce if self.paced else self._board.train
             publish(self._batch, self.engine.version or 0)
 
@@ -220,7 +219,8 @@ class GroupGenerators(Generators):
     def order(self, places: np.ndarray) -> np.ndarray:
         """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
 
-        Where `late`, later calls of a step give those of the groups that take the places of dropped ones.
+        Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
+        dropped ones.
 
         Raises:
           RewardError: as `rollout` raises it.
@@ -293,6 +293,12 @@ class GroupGenerators(Generators):
         stale_bT = super().stale(version_bT, mask_bT)
         older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
         return stale_bT | older_b1 if self.keeps_cache else stale_bT
+
+    def evaluate(self, step: int, show: Show) -> dict[str, float]:
+        """Evaluate on the replicas; see `Elsewhere`. By the engines' clock at fixed iterations, once a plan is open."""
+        if self.paced and self.plan is not None:
+            return self.begin_evaluation(step)()
+        return super().evaluate(step, show)
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Let replicas evaluate the newest weights beside their groups; see `Source`. Collective."""

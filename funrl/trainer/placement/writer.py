@@ -358,7 +358,7 @@ class GroupWriter:
         return prompts[int(places_in_order(prompts, 1, seed, prompt.position)[0])]
 
     async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
-        """Write and reward a group, of further prompts as long as the filter drops them.
+        """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
 
         Raises:
           RewardError, RunEndingError: the run ends.

@@ -88,10 +88,10 @@ def weighing(
     """Weights from a user's function, times weights from the measured pass rates.
 
     The function is called on the first rank before each step, with any of these keyword arguments: `prompts`, a list of
-    dicts with the text as "prompt" and the other fields; `metrics` of the previous step and of the latest evaluation
-    ({} before the first step); `step`, from 1; `pass_rates` [N], NaN where not measured; `state`, the state that it
-    returned last, {} at first. It returns N weights, or, if it takes `state`, a pair of weights and its next state,
-    which must be JSON.
+    dicts with the text as "prompt" and the other fields; `metrics` of the previous step, or with `--staleness=S` of the
+    one S steps before that, and of the latest evaluation ({} before there are any); `step`, from 1; `pass_rates` [N],
+    NaN where not measured; `state`, the state that it returned last, {} at first. It returns N weights, or, if it takes
+    `state`, a pair of weights and its next state, which must be JSON.
 
     The pass rate of a prompt is the mean over its samples of score / (sum of the positive reward weights), clamped to
     0..1. Each new measurement halves the weight of the earlier ones.
