@@ -177,23 +177,23 @@ class GroupGenerators(Generators):
         self._consumed = position
         self._taken, self._kept_groups, self._lost = [], [], []
         self._waited_s = 0.0
-        opens = self.plan is None
-        if opens:
+        plan = self.plan
+        if plan is None:
             count = (steps - step + 1) * self._admission.rule.places
             overtaking = self.overtaking()
             again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
             fresh = max(overtaking, default=-1) + 1
-            self.plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
+            plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
             self._admission = self._admission._replace(
                 fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
             )
-        self._batch = step - self.plan.step
+        self._batch = step - plan.step
         if self.mesh.rank == 0:
             self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
-            if opens:
-                self._board.open(self.plan)
-            publish = self._board.announce if self.paced else self._board.train
-            publish(self._batch, self.engine.version or 0)
+            if self.plan is None:
+                self._board.open(plan)
+            (self._board.announce if self.paced else self._board.train)(self._batch, self.engine.version or 0)
+        self.plan = plan
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The state with groups that have overtaken others and prompts that were passed over; see `Generators`."""
