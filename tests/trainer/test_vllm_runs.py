@@ -202,7 +202,7 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
 def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     settings = {"dtype": "float32", "mesh": mesh, "generate_mesh": mesh, "temperature": 0.8, "max_new_tokens": 8}
     done, peer = (run_steps(3, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
-    assert all(0 < reported["rollout/logprob_gap_max"] < 1e-4 for reported in done["metrics"])
+    assert 0 < max(reported["rollout/logprob_gap_max"] for reported in done["metrics"]) < 1e-4
     # The noise is the same, so the native engine draws the same tokens, and learns the same.
     for one, other in zip(done["batches"], peer["batches"], strict=True):
         assert one.tokens.equal(other.tokens)
@@ -237,7 +237,8 @@ def check_placed(**settings):
     done = placed_steps(**common, **settings)
     native = placed_steps(**common, place="train:dp1 generate:dp1")
     assert len(done) == 3 and [x["reward/mean"] for x in done] == [x["reward/mean"] for x in native]
-    assert all(0 < metrics["rollout/logprob_gap_max"] < 1e-4 for metrics in done)
+    gaps = [metrics["rollout/logprob_gap_max"] for metrics in done]
+    assert 0 < max(gaps) < 1e-4  # of a step it may be 0: by the native engine it is in all
 
 
 def placed_steps(**settings):
