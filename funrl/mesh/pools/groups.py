@@ -19,7 +19,7 @@ WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 AGAIN_KEY = f"{GROUPS_KEY}/again"
 CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
-KEPT_REQUESTS = 1000  # for further groups, of which the store knows that a replica has taken them
+KEPT_CLAIMS = 1000  # for further groups, of which the store knows that a replica has taken them
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
@@ -169,12 +169,12 @@ class GroupBoard:
         """Number of a group that `ask_again` asks for, which no other replica gets; None: there is none."""
         store = run_store()
         asked = store.add(f"{AGAIN_KEY}/asked", 0)
-        self._seen = max(self._seen, asked - KEPT_REQUESTS)  # others have answered those before
+        self._seen = max(self._seen, asked - KEPT_CLAIMS)  # others have answered those before
         while self._seen < asked:
             key = f"{AGAIN_KEY}/{self._seen}"
             self._seen += 1
             if store.add(f"{key}/taken", 1) == 1:
-                store.delete_key(f"{AGAIN_KEY}/{self._seen - 1 - 2 * KEPT_REQUESTS}/taken")
+                store.delete_key(f"{AGAIN_KEY}/{self._seen - 1 - 2 * KEPT_CLAIMS}/taken")
                 number = int(store.get(key))
                 store.delete_key(key)
                 return number
