@@ -37,7 +37,8 @@ def sizes_of(engine):
     return engine._backend.page_bytes, engine._backend.cell_bytes
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)  # 3e-5 on one processor
+# In float32 3e-5 on one processor, below 1e-5 on others.
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
 def test_log_probabilities_are_the_trainers(dtype, close):
     how = Sampling(temperature=0.7, max_new_tokens=40, samples=2)
     placed, params = place(decoder_model(WITH_EXPERTS), dtype=dtype), weights(WITH_EXPERTS, dtype)
