@@ -50,7 +50,7 @@ def assert_equal_metrics(rows, meshes, *names):
 
 
 def learn_from_texts(meshes, model, folder):
-    """Supervised runs alike on all meshes; returns by how much each weight has changed, at most."""
+    """Supervised runs with the same numbers on all meshes; returns by how much each weight has changed, at most."""
     data = folder / "texts.jsonl"
     texts = [{"prompt": f"{i}+{i + 3}=", "completion": str(2 * i + 3)[::-1]} for i in range(16)]
     data.write_text("\n".join(map(json.dumps, texts)))

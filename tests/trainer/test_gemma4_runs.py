@@ -1,4 +1,4 @@
-"""Runs of a Gemma 4 with all its parts: layers that lend keys, vectors of layers, experts; alike on every mesh."""
+"""Runs of a Gemma 4 with all its parts: layers that lend keys, vectors of layers, experts; the same on every mesh."""
 
 import pytest
 from mesh_runs import assert_equal_metrics, learn_by_samples, learn_from_texts, saved_model

@@ -208,12 +208,12 @@ def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> Trace
     layers = range(model.config.layers)
     kinds = model.abilities.layer_kinds or (0,) * len(layers)
     messages = [tuple(layers[i : i + joined]) for i in layers[::joined]]
-    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    of_kind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for message in messages:
-        alike.setdefault(tuple(kinds[i] for i in message), []).append(message)
+        of_kind.setdefault(tuple(kinds[i] for i in message), []).append(message)
     chosen: list[int] = []
     further = []
-    for same in alike.values():
+    for same in of_kind.values():
         traced = DEPTH if len(same) > DEPTH + 1 else len(same)
         chosen += itertools.chain(*same[:traced])
         if len(same) > traced:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,16 @@ def check_square_file(name: str, got: Mapping[str, Any], tower: TowerConfig) -> 
     tokens = (tower.layout.side // tower.merge) ** 2
     wanted = {"size": {"height": side, "width": side}, "resample": BILINEAR, "image_seq_length": tokens}
     switches = {"do_resize": True, "do_pan_and_scan": False}
-    for field, value in {**wanted, **switches}.items():
+    check_processor_fields(name, got, {**wanted, **switches})
+
+
+def check_processor_fields(name: str, got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Check that a processor's file has no other values of some fields. Raises: DataError."""
+    for field, value in wanted.items():
         if got.get(field) not in (None, value):
+            given = textwrap.shorten(str(got[field]), 80, placeholder="...")
             raise DataError(
-                f"{name} has {field} {got[field]}, but the model takes {value}; write that, or leave it out"
+                f"{name} has {field} {given}, but the model takes {value!s:.80}; write that, or leave it out"
             )
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from funrl.data.json_lines import DataError
+from funrl.data.processors.square_pictures import check_processor_fields
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.models.vision.config import TowerConfig
@@ -66,15 +66,7 @@ def check_tiled_file(name: str, got: Mapping[str, Any], tower: TowerConfig) -> N
     Raises:
       DataError: a field has another value.
     """
-    fields = _fields(tower)
-    switches = {"do_resize": True, "do_pad": True, "do_center_crop": False}
-    for field, value in {**fields, **switches}.items():
-        if got.get(field) not in (None, value):
-            given = str(got[field])
-            given = given if len(given) < 80 else given[:77] + "..."
-            raise DataError(
-                f"{name} has {field} {given}, but the model takes {value!s:.80}; write that, or leave it out"
-            )
+    check_processor_fields(name, got, {**_fields(tower), "do_resize": True, "do_pad": True, "do_center_crop": False})
 
 
 def tiled_file_text(tower: TowerConfig, processor_class: str) -> str:

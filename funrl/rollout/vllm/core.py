@@ -286,12 +286,7 @@ def start_vllm(
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
         (Path(folder) / "config.json").write_text(json.dumps(config_json(config) | {"dtype": _name(dtype)}))
-        pictures: dict[str, Any] = {}
-        if isinstance(config, VisionLanguageConfig):
-            write_processor(Path(folder), config.source.family, config.tower, config.vocab, config.max_positions)
-            pictures = {"limit_mm_per_prompt": {"image": config.max_positions, "video": 0}, "skip_mm_profiling": True}
-            # the factors of the device would begin random as weights do, and the cache outlives weights
-            pictures |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+        pictures = _picture_options(Path(folder), model)
         page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)
         if not cache_bytes:
             most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
@@ -332,6 +327,21 @@ def start_vllm(
         if pictures:  # the processor's files are read with the first picture
             weakref.finalize(core, files.pop_all().close)
         return core
+
+
+def _picture_options(folder: Path, model: Model) -> dict[str, Any]:
+    """Arguments of vLLM for a model that sees pictures, whose processor is written to a folder; {}: it sees none."""
+    config = model.config
+    if not isinstance(config, VisionLanguageConfig):
+        return {}
+    write_processor(folder, config.source.family, config.tower, config.vocab, config.max_positions)
+    return {
+        "limit_mm_per_prompt": {"image": config.max_positions, "video": 0},
+        "skip_mm_profiling": True,
+        # The factors of the device would begin random as weights do, and the cache outlives weights.
+        "mm_device_do_normalize": False,
+        "mm_processor_cache_gb": 0,
+    }
 
 
 def _attention_options(model: Model, device: str) -> dict[str, Any]:

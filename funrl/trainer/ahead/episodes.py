@@ -29,7 +29,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup
 
-_ENDING = (RunEndingError, SyncError, NoGeneratorError)  # errors that end a run alike on all ranks
+_ENDING = (RunEndingError, SyncError, NoGeneratorError)  # errors that end a run on all ranks
 
 
 class LoggedPrompt(NamedTuple):
