@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.cost import device_calls as cost_calls
 from funrl.cost.device_calls import AS_GRAPH, DECODE, decoding_calls, device_calls, step_calls
+from funrl.cost.dry_run import estimate
 from funrl.cost.full_rows import full_rows
 from funrl.cost.reports import dry_report
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCounter
@@ -215,7 +216,7 @@ def test_what_the_host_reads_is_what_it_wrote_and_else_one():
 
 def test_the_report_has_them_on_a_device_and_says_why_not(monkeypatch):
     job = small("sft")
-    estimated = dry_report.estimate(job, 8, H100)
+    estimated = estimate(job, 8, H100)
     said = dry_report.report(job.settings, lambda *_: estimated, 8)
     assert "\non the device of a rank " in said and "\nupdate_policy: a micro-batch " in said
     monkeypatch.setitem(dry_report.HARDWARE, "h100", CPU)

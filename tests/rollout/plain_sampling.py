@@ -18,7 +18,8 @@ def plain_logp(logits_RV: Tensor, how: Sampling, seen_RV: Tensor | None = None) 
         value_RV[:, how.top_k :] = -torch.inf
     prob_RV = value_RV.softmax(-1)
     before_RV = prob_RV.cumsum(-1) - prob_RV
-    value_RV[:, 1:][before_RV[:, 1:] >= how.top_p] = -torch.inf
+    if how.top_p < 1:  # sums of all but the last token can be rounded to 1
+        value_RV[:, 1:][before_RV[:, 1:] >= how.top_p] = -torch.inf
     prob_RV = value_RV.softmax(-1)
     value_RV[prob_RV < how.min_p * prob_RV[:, :1]] = -torch.inf
     return torch.empty_like(value_RV).scatter_(1, ids_RV, value_RV.log_softmax(-1))

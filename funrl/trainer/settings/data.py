@@ -103,7 +103,7 @@ class FormatSettings:
     )
     system_prompt: str | None = flag(
         None,
-        "system message before prompts that have none: the text itself, or a .txt file",
+        "system message before prompts that have none: the text, or a .txt file",
         example="3",
     )
     few_shot: str | None = flag(

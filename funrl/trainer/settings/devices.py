@@ -158,7 +158,7 @@ class WaitSettings:
 
     timeout: int = flag(
         60,
-        "minutes that a rank waits for another, such as for its rewards",
+        "minutes that a rank waits for another, as for its rewards",
         at_least(1),
         at_most(525600),
         effect="event",

@@ -75,7 +75,7 @@ class EngineSettings:
     )
     verify_sync: bool = flag(
         True,
-        "compare the engine's weights with the trainer's bit by bit after each sync",
+        "compare the engine's weights with the trainer's bits after each sync",
         kinds=RL,
         effect="work",
     )

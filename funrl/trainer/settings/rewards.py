@@ -33,7 +33,7 @@ class RewardSettings:
     )
     process_reward_model: str | None = flag(
         None,
-        "directory of a reward model that scores the end of every step of a completion",
+        "directory of a reward model that scores each step of a completion",
         kinds=RL,
     )
     process_reward: str | None = flag(
@@ -160,7 +160,7 @@ class EnvironmentSettings:
     )
     history: str = flag(
         "append",
-        "template: fork where the chat template renders a history otherwise",
+        "template: fork where the template renders a history otherwise",
         one_of("append", "template"),
         kinds=RL,
         effect="event",

@@ -86,8 +86,8 @@ class AdapterSettings:
     )
     lora_targets: str = flag(
         "all-linear",
-        "projections that have adapters, by PEFT's names: q_proj,v_proj; those of a vision tower have none but by "
-        "name: all-linear,vision, or vision.qkv",
+        "projections with adapters, by PEFT's names: q_proj,v_proj; a vision tower has them where it is named: "
+        "all-linear,vision or vision.qkv",
         requires="lora_rank",
         example="q_proj",
     )
