@@ -32,8 +32,8 @@ CASES = {
     "tensor": ("tp2", WHOLE, "none", None, "inductor"),
     "tensor, its residual split": ("tp2", WHOLE, "full", None, "aot_eager"),
     "experts, ragged": ("ep2", ONE, "selective", None, "aot_eager"),
-    "experts, fully sharded": ("dp2,tp2", TWO, "selective", "data", "aot_eager"),
-    "sequence, states and ring": ("sp2", NETS, "selective", None, "aot_eager"),
+    "experts, fully sharded": ("dp2", TWO, "selective", "data", "aot_eager"),
+    "sequence, states and ring": ("sp2", NETS, "selective", None, "eager"),
 }
 
 

@@ -48,7 +48,6 @@ CASES = {
     "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
     "tp2 latent": ("tp2", _config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5))),
     "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=Latent(40, None, 4, 2, 7), attention_scale=0.7)),
-    "tp2 gated delta nets": ("tp2", _config(4, 2, layers=3, **NEXT)),
     "dp2,tp2 gated delta nets": ("dp2,tp2", _config(4, 1, layers=3, **NEXT)),
     "tp4 multipliers": (
         "tp4",

@@ -185,10 +185,7 @@ SPLITS = {
     "sp2,tp2, its residual": ("sp2,tp2", config(4, 1), True),
     "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 2, **GEMMA), True),
     "sp4, gated delta nets": ("sp4", config(4, 2, **NEXT), False),
-    "sp2,tp2, gated delta nets": ("sp2,tp2", config(4, 2, **NEXT), False),
     "sp2,tp2, its residual, gated delta nets": ("sp2,tp2", config(4, 2, **NEXT), True),
-    "tp2, gated delta nets": ("tp2", config(4, 2, **NEXT), False),
-    "tp2, its residual, gated delta nets": ("tp2", config(4, 2, **NEXT), True),
     "tp4, its residual, norms over shared heads": (
         "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
     ),

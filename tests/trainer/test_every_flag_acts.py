@@ -42,7 +42,7 @@ COMMON = {
     "device": "cpu", "batch_prompts": 2, "steps": 3, "save_every": 0, "dtype": "float64", "compile": "off",
     "eval_prompts": 2, "lr": 0.05, "eval_every": 2,
 }  # fmt: skip
-OF_PROMPTS = {"reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5}
+OF_PROMPTS = {"reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5, "minibatches": 2}
 TIMES = re.compile(r"time_s/|perf/|memory/")
 
 ENDS = (  # what a run says that cannot go on with other samples or scores

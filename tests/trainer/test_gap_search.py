@@ -103,7 +103,6 @@ QUICK = ("k product", "attention", "residual after the mlp", "logits", "log-sum-
 ON_MESHES = ("rotation of q", "attention", "gate", "down product", "logits")
 MESHES = [
     ("tp2", "tp2", ("attention", "down product")),
-    ("tp2", "dp2", ON_MESHES),
     ("dp2", "tp2", ON_MESHES),
     ("sp2", "tp2", ON_MESHES),
     ("tp4", "tp2,dp2", ("rotation of q", "down product")),

@@ -59,9 +59,9 @@ MODELS = {
 }
 CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
 CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2")]
-CASES += [("deep, experts", mesh) for mesh in ("tp2", "fsdp2")]
-CASES += [("square", mesh) for mesh in ("tp2", "fsdp2", "dp2,tp2")]
-CASES += [("tiled", mesh) for mesh in MESHES if mesh != "tp2 split"]
+CASES += [("deep, experts", "tp2")]
+CASES += [("square", mesh) for mesh in ("tp2", "fsdp2")]
+CASES += [("tiled", mesh) for mesh in ("tp2", "fsdp2", "sp2")]
 
 
 @functools.cache
@@ -133,7 +133,7 @@ def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["windows", "square", "tiled"])
+@pytest.mark.parametrize("model", ["windows", "tiled"])
 def test_adapters_learn_beside_the_decoder_alone(model):
     one = steps_on("dp1", lora_rank=2, freeze=None, **MODELS[model])
     assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)

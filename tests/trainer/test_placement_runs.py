@@ -174,7 +174,6 @@ def check_ages(steps, staleness):
 AHEAD = {
     "1": (1, {}),
     "2, two replicas": (2, {"place": "train:dp2@0-1 generate:dp2@2-3"}),
-    "tp2": (2, {"place": "train:dp1 generate:tp2"}),
 }
 
 
