@@ -118,7 +118,7 @@ def check_stopped(run, run_dir, sign):
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
+@pytest.mark.parametrize("mesh", ["dp2"])
 def test_sigterm_to_every_process_finishes_the_step_and_blames_no_reward(tmp_path, mesh):
     """As systemd sends it, and Slurm to the processes of a step: whichever their groups, reward workers included."""
     run_dir = tmp_path / "run"

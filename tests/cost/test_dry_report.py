@@ -18,14 +18,10 @@ from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate
 from funrl.trainer.settings.settings import settings_flags, with_flags
 
-PHASES = {  # of a step of each experiment, beside generate, advantage, reshard and verify
+PHASES = {  # of a step of an experiment of each kind, beside generate, advantage, reshard and verify
     "ppo": {"score_policy", "score_reference", "score_critic", "update_critic", "update_policy"},
     "grpo": {"score_policy", "score_reference", "update_policy"},
     "dapo": {"score_policy", "update_policy"},
-    "gspo": {"score_policy", "update_policy"},
-    "cispo": {"score_policy", "update_policy"},
-    "rloo": {"score_policy", "score_reference", "update_policy"},
-    "reinforce_plus_plus": {"score_policy", "score_reference", "update_policy"},
     "remax": {"score_policy", "score_reference", "update_policy"},
     "vapo": {"score_policy", "score_critic", "update_critic", "update_policy"},
     "prime": {

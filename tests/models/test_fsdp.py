@@ -111,7 +111,6 @@ CASES = {
     "dp2": ("dp2", "data", "none", CONFIG),
     "dp2 tied, layers computed again": ("dp2", "data", "full", TIED),
     "dp2,tp2": ("dp2,tp2", "data", "none", CONFIG),
-    "dp2,tp2 computed again": ("dp2,tp2", "data", "full", CONFIG),
     "dp2,tp2 computed again, but for matmuls": ("dp2,tp2", "data", "selective", CONFIG),
     "dp2,ep2 in groups of 2, twice": ("dp2,ep2", "expert", "none", CONFIG),
     "dp2,ep2 over both": ("dp2,ep2", ("data", "expert"), "none", CONFIG),
@@ -137,10 +136,8 @@ ALONE_CASES = [  # where a message has what others have too, or nothing, or is s
     case + BY_ITSELF
     for case in (
         "dp2 gemma",
-        "dp2,tp2 computed again, but for matmuls",
         "dp3, which does not divide",
         "dp2,ep2 over both, one of which has nothing",
-        "dp2,tp2 gated delta nets",
     )
 ]
 

@@ -40,9 +40,7 @@ MESHES = {
         EXPERTS,
         LOSSES | {"fsdp": True, "token_budget": 16, "generate_mesh": "ep2,dp2"},
     ),
-    "ep2 deepseek": ("ep2", DEEPSEEK, BIASES | {"remat": "full"}),
     "ep2,tp2 deepseek": ("ep2,tp2", DEEPSEEK, BIASES | {"fsdp": True, "remat": "selective", **SPLIT}),
-    "dp2,sp2 deepseek": ("dp2,sp2", DEEPSEEK, BIASES | {"fsdp": True, "sequence_parallel": "ring"}),
 }
 
 

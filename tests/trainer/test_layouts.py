@@ -35,15 +35,12 @@ LAYOUTS = {
         "fsdp_models": "policy,critic",
         **SPLIT,
     },
-    "dp4 reference fully sharded": {"mesh": "dp4", "fsdp": True, "fsdp_models": "reference"},
+    "dp2 reference fully sharded": {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference"},
     "dp2,ep2 critic sharded in groups": {"mesh": "dp2,ep2", "fsdp": True, "fsdp_axes": "ep", "fsdp_models": "critic"},
-    "dp2,tp2 computed again": {"mesh": "dp2,tp2", "remat": "full", **SPLIT},
-    "dp2,sp2 fully sharded": {"mesh": "dp2,sp2", "fsdp": True, "remat": "full"},
     "tp2,sp2 with a ring": {"mesh": "tp2,sp2", "sequence_parallel": "ring", **SPLIT},
-    "sp4 fully sharded, with a ring": {"mesh": "sp4", "fsdp": True, "sequence_parallel": "ring", "remat": "full"},
+    "sp2 fully sharded, with a ring": {"mesh": "sp2", "fsdp": True, "sequence_parallel": "ring", "remat": "full"},
     "sp2 sharded in groups": {"mesh": "dp2,sp2", "fsdp": True, "fsdp_axes": "sp"},
     "tp2,sp3 to tp2,dp3": {"mesh": "tp2,sp3", "generate_mesh": "tp2,dp3", "remat": "full"},
-    "dp4 to dp2,tp2": {"mesh": "dp4", "generate_mesh": "dp2,tp2"},
 }
 
 

@@ -126,7 +126,7 @@ def test_two_runs_by_the_clock_have_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "strict"])
 def test_a_resumed_run_neither_loses_nor_repeats_a_prompt(name, tmp_path):
     settings = RUNS[name] | {"save_every": "1", "keep_checkpoints": 5}
     job = refilled_job(**settings)
