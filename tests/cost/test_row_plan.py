@@ -77,7 +77,6 @@ RUNS = [
     ("otb", 6, {"mesh": "dp2", "samples_per_prompt": 4, "max_new_tokens": 1}),  # whole groups are scored together
     ("dpo", 9, {"mesh": "dp2"}),
     ("grpo", 13, {"mesh": "sp2", "task": "shapes", "samples_per_prompt": 2, "max_new_tokens": 1}),
-    ("ppo", 13, {"mesh": "dp2", "task": "shapes", "epochs": 3, "minibatches": 2, "max_new_tokens": 1}),
 ]
 
 

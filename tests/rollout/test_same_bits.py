@@ -16,7 +16,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 40, 12
+DRAWS, QUICK = 28, 12
 MOST_DRAWS = 12  # within which a fault is found
 ON_RANKS = [("tp2", 3), *((mesh, 5) for mesh in ("sp2", "dp2", "sp2,tp2"))]  # meshes, numbers of draws
 ALONE = {"generate": "tp1", "train": "dp1,sp1,tp1", "threads": 1}

@@ -218,7 +218,7 @@ def what_it_does(flag, base, changed):
     return "output" if flag.effect == "output" and changed.text != base.text else ""
 
 
-FURTHER = ("filter, adapters, scorer", "teacher")  # kinds whose loop is that of the first
+FURTHER = ("filter, adapters, scorer", "teacher", "embedded task, experts")  # whose loop is that of others
 
 
 def flags_of(name):

@@ -36,9 +36,7 @@ def run(tower="windows", compose=GRPO, **settings):
 
 
 LAYOUTS = {
-    "dp1": ({}, {"place": "generate:1"}),
     "dp2 + dp1": ({"mesh": "dp2"}, {"place": "train:dp2@0-1 generate:dp1@2"}),
-    "tp2 + dp2": ({"mesh": "tp2", "generate_mesh": "dp2"}, {"place": "train:tp2@0-1 generate:dp2@2-3"}),
     "fsdp + tp": (
         {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2", "tower": "deep"},
         {"place": "train:dp2@0,3 generate:tp2@1-2", "fsdp": True, "tower": "deep"},
@@ -93,7 +91,6 @@ AHEAD = SMALL | {
 STALE = {
     "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
     "clock, window": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3, "clock": "tokens"}, {}),
-    "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
 }
 
 
@@ -148,7 +145,6 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(files, name, tmp_pat
 
 
 EPISODES = {
-    "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
     "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
 }
 
