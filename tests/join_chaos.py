@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
     def job(self, folder: Path, place: str | None) -> Any:
         """The job of the run in a directory."""
-        settings = {"steps": self.steps, "eval_every": self.steps, "staleness": self.staleness} | TASK
+        settings = {"steps": self.steps, "eval_every": 2, "staleness": self.staleness} | TASK
         compose = rollout_is if self.staleness else GRPO
         return episode_job(compose, Branching(), place=place, run_dir=str(folder), **settings)
 

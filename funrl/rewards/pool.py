@@ -60,6 +60,7 @@ class Pool:
         self._server = server
         self._waiting: dict[int, Future[list[RewardOutcome]]] = {}
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # rows of a batch and of an evaluation may come from two threads
         self._count = 0
         self._closed = False
         if connection is not None:
@@ -87,7 +88,8 @@ class Pool:
             number, self._count = self._count, self._count + 1
             self._waiting[number] = future
         try:
-            self._connection.send(Submission(number, function, packed))
+            with self._sending:
+                self._connection.send(Submission(number, function, packed))
         except OSError:
             self._fail("the server of the reward workers has died")
         return future

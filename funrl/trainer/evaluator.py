@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import SyncError
 from funrl.trainer.checkpoints.saver import Evaluations
 from funrl.trainer.recovery import Recovery
 from funrl.trainer.settings.settings import Settings
@@ -96,14 +97,14 @@ class Evaluator:
         """Wait for the evaluation that goes on, if there is one. Collective.
 
         Raises:
-          RewardError: it has failed.
+          RewardError, SyncError: it has failed.
         """
         if self._running is None:
             return
         running, self._running = self._running, None
         try:
             metrics = running.result()
-        except RewardError:
+        except (RewardError, SyncError):
             self._show_waiting()
             raise
         self._keep(metrics, running.first)
@@ -120,7 +121,7 @@ class Evaluator:
 
     def end_early(self) -> None:
         """Wait for the evaluation that goes on where the run ends before its last step. Collective."""
-        with contextlib.suppress(RewardError):  # something else has ended the run
+        with contextlib.suppress(RewardError, SyncError):  # something else has ended the run
             self.finish()
         self._recovery.evaluations = self.done
 

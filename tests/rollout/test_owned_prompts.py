@@ -9,6 +9,7 @@ import torch
 from funrl.batch import Batch, declare
 from funrl.kinds import joined_lines, owned_lines
 from funrl.models import decoder_config, decoder_model, place
+from funrl.models.model import PromptPlaces
 from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.model import with_vision
@@ -168,6 +169,12 @@ def counting(model):
         return encode(params, lines)
 
     return dataclasses.replace(model, owned=model.owned._replace(encode=counted)), calls
+
+
+def test_all_places_of_a_prompt_count_to_their_bound():
+    at_T, positions_T3, mutual_RM = (torch.zeros(shape, dtype=torch.int64) for shape in ((5,), (5, 3), (2, 2)))
+    places = PromptPlaces(at_T, positions_T3, 0, (4,), mutual_RM)
+    assert owned_prompts._bytes_of(owned_prompts.HeldPlaces(places, [7])) == 8 * (5 + 15 + 4)
 
 
 def test_states_are_held_within_a_bound_and_freed_with_the_cache(seeing, monkeypatch):

@@ -24,12 +24,12 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.native.engine import NativeEngine
 from funrl.track.observe import RunObserver
 from funrl.trainer import loop
+from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.placement import generate
 from funrl.trainer.placement.groups import GroupGenerators
-from funrl.trainer.placement.heldout import HeldoutWriter
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay

@@ -1,7 +1,9 @@
 """Runs with generators of other jobs, which join, die, stop and go: the numbers of a run that has none of it."""
 
+import asyncio
 import dataclasses
 import functools
+import os
 import re
 import signal
 import socket
@@ -25,8 +27,12 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.processes.connections import Addresses, PeerError, write_addresses
+from funrl.rewards.call import RewardError
 from funrl.rollout.joined.generator import Counts, NotJoinedError
-from funrl.rollout.joined.office import Office
+from funrl.rollout.joined.office import PROGRAM_REQUESTS, Office
+from funrl.trainer import loop
+from funrl.trainer.ahead import rows as rows_ahead
+from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import generator as jobs_generator
 from funrl.trainer.placement import joined as placement_joined
@@ -148,19 +154,76 @@ def test_every_kind_of_run_has_the_same_bits(name, tmp_path):
 
 
 STALE = {"minibatches": 1, "steps": 5}
+WAIT_S = 120.0  # for a step that does not come, as the evaluation waits for it
 
 
-def test_rows_ahead_are_of_older_weights_and_the_same_whoever_writes_them(tmp_path, monkeypatch):
+def learned_and_evaluated(monkeypatch):
+    """A list of the steps that a run learns from and evaluates; an evaluation begins once the next step has learned."""
+    events = []
+    learn, write, evaluate = loop.learn_batch, HeldoutWriter.write, HeldoutWriter.evaluate
+
+    def learning(*given):
+        state, metrics = learn(*given)
+        events.append(("learned", state.step))
+        return state, metrics
+
+    async def writing(writer, resident):
+        limit = time.monotonic() + WAIT_S
+        while writer._step < STALE["steps"] and ("learned", writer._step + 1) not in events:
+            await asyncio.sleep(0.005)
+            if time.monotonic() > limit:
+                raise RewardError(f"step {writer._step + 1} waits for the evaluation after step {writer._step}")
+        return await write(writer, resident)
+
+    def evaluating(writer, *given):
+        events.append(("evaluated", writer._step))
+        return evaluate(writer, *given)
+
+    monkeypatch.setattr(loop, "learn_batch", learning)
+    monkeypatch.setattr(HeldoutWriter, "write", writing)
+    monkeypatch.setattr(HeldoutWriter, "evaluate", evaluating)
+    return events
+
+
+def kills_who_takes_the_second_evaluation(monkeypatch, run_dir):
+    """Kill the first generator that takes requests of a run's second evaluation, and let the one after it begin."""
+    take = Office._take
+
+    def taking(office, name, room):
+        work = take(office, name, room)
+        mark = run_dir / "first.signal"
+        if not mark.exists() and any(requests[0].number // PROGRAM_REQUESTS == 2 for _, requests in work):
+            os.kill(int(re.findall(r":(\d+)-", name)[0]), signal.SIGKILL)
+            mark.touch()
+        return work
+
+    monkeypatch.setattr(Office, "_take", taking)
+
+
+def test_rows_ahead_and_evaluations_beside_them_are_the_same_whoever_writes_them(tmp_path, monkeypatch):
     ledger = Ledger(monkeypatch)
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
-    ended, exits = joined(folders[0], ONE, rollout_is, staleness=1, **STALE)
+    settings = STALE | {"staleness": 1, "eval_every": 2}
+    with monkeypatch.context() as patch:
+        kills_who_takes_the_second_evaluation(patch, folders[0])
+        events = learned_and_evaluated(patch)
+        wanted = {"first": (None, None), "second": (None, "first")}
+        ended, exits = joined(folders[0], wanted, rollout_is, **settings)
+    assert exits == {"first": KILLED, "second": 0}
+    assert [step for kind, step in events if kind == "evaluated"] == [0, 2, 4, 5]
+    for step in (0, 2, 4):
+        assert events.index(("learned", step + 1)) < events.index(("evaluated", step))
+    monkeypatch.setattr(rows_ahead, "evaluation_beside", lambda *_: None)  # steps wait for evaluations
     # After the first evaluation, step 1 and the rows ahead of step 2, of 4 iterations each; there are at least 28.
     wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
-    again, others = joined(folders[1], wanted, rollout_is, staleness=1, **STALE)
+    again, exits = joined(folders[1], wanted, rollout_is, **settings)
+    assert exits == {"first": KILLED, "second": 0}
+    for _, metrics in (*ended[1].steps, *again[1].steps):
+        assert metrics.pop("sync/verified", 1.0) == 1.0  # after an evaluation that is waited for, in its own step
     same(again, ended)
-    assert exits == {"one": 0} and others == {"first": KILLED, "second": 0}
+    assert [step for step, metrics in ended[1].steps if "eval/reward" in metrics] == [1, 2, 4, 5]
     ledger.assert_once()
     steps = [metrics for _, metrics in ended[1].steps]
     assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]

@@ -155,14 +155,24 @@ class JoinedEngine:
         Raises:
           SyncError, NoGeneratorError: as in `step`.
         """
-        while self._pending_anywhere():
+        self._receive_while(lambda: len(self._pending) + len(self._beside))
+
+    def finish_program(self, engine: JoinedEngine | None) -> None:
+        """Wait until a program beside this one has ended on all replicas. Collective over the mesh.
+
+        Args:
+          engine: of `beside`; None: this rank has not begun it.
+
+        Raises:
+          SyncError, NoGeneratorError: as in `step`.
+        """
+        self._receive_while(lambda: int(engine in self._beside))
+
+    def _receive_while(self, pending: Callable[[], int]) -> None:
+        """Take completions as long as something is pending on a replica. Collective over the mesh."""
+        while bool(psum(torch.tensor(pending(), device=self.mesh.device), self.mesh, AXES)):
             beat()
             self._receive(COMPLETION_WAIT_S)
-
-    def _pending_anywhere(self) -> bool:
-        """True if a replica waits for completions or for programs. Collective over the mesh."""
-        pending = torch.tensor(len(self._pending) + len(self._beside), device=self.mesh.device)
-        return bool(psum(pending, self.mesh, AXES))
 
     def beside(self) -> JoinedEngine:
         """An engine with these weights for a program in another thread, which ends by `leave`. New weights wait for it.

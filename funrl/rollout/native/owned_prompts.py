@@ -154,4 +154,4 @@ def _key(request: Request) -> Key:
 
 
 def _bytes_of(held: HeldPlaces) -> int:
-    return held.places.inserted_at_T.nbytes + held.places.positions_T3.nbytes
+    return sum(x.nbytes for x in held.places if isinstance(x, Tensor))

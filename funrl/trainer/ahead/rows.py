@@ -1,8 +1,8 @@
-"""Rows of later steps, which generators of other jobs write during the update of this one."""
+"""Rows of later steps, and evaluations, which generators of other jobs write during the update of this one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,16 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.sums import own_range
 from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.requests import RequestGroups
+from funrl.rollout.resident import run_beside
 from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
+from funrl.trainer.ahead.heldout import HeldoutWriter
+from funrl.trainer.ahead.side_thread import SideThread
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
 from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.prompts import Generation
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
@@ -85,7 +89,7 @@ class RowsAhead:
 def source_ahead(
     job: RLJob, parts: Parts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
-    """The source of a job, which with --staleness lets generators write rows of later steps.
+    """The source of a job, which with --staleness lets generators write rows of later steps and evaluations meanwhile.
 
     Args:
       job, parts, frozen, clock, show: as of any source.
@@ -94,12 +98,42 @@ def source_ahead(
     if not job.settings.asynchrony.staleness:
         return make_source(job, parts, frozen, clock, show)
     generation = remarked_generation(job, parts, frozen, clock, show)
+    thread = SideThread(engine)
+    evaluation = evaluation_beside(generation, thread, clock, show)
     episodes = None
     if generation.episodes is not None:
-        episodes = EpisodesAhead(engine, generation.episodes, job.sampling)
+        episodes = EpisodesAhead(engine, thread, generation.episodes, job.sampling)
         generation = generation._replace(episodes=generation.episodes._replace(run=episodes.run))
     source = source_of_generation(job, parts, generation, clock, show)
+    source = source._replace(begin_evaluation=evaluation, close=thread.close)
     return _with_rows_ahead(source, RowsAhead(job, engine, episodes))
+
+
+def evaluation_beside(
+    generation: Generation, thread: SideThread, clock: Clock, show: Show
+) -> Callable[[int], Callable[[], dict[str, float]]]:
+    """`Source.begin_evaluation` of a run whose generators are other jobs.
+
+    Args:
+      generation: of the source.
+      thread: asks them for this replica's part.
+      clock: times the wait for it.
+      show: receives some completions.
+    """
+    proved = generation._replace(engine=generation.engine._replace(proof=None))  # the next rows settle the proof
+
+    def begin(step: int) -> Callable[[], dict[str, float]]:
+        heldout = HeldoutWriter(proved, step)
+        program = thread.begin(lambda engine: run_beside(engine, engine.mesh, heldout.write))
+
+        def metrics() -> dict[str, float]:
+            with clock.phase("eval"):
+                part = thread.result(program)
+            return heldout.evaluate(part, show, clock)
+
+        return metrics
+
+    return begin
 
 
 def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
@@ -122,4 +156,4 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:
         return written
-    return written._replace(log=lambda: list(groups), close=episodes.close)
+    return written._replace(log=lambda: list(groups))

@@ -25,6 +25,7 @@ from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.rollout.resident import set_aside
+from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.agents import load_directories
 from funrl.trainer.jobs.build import build
@@ -32,7 +33,6 @@ from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
-from funrl.trainer.placement.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -340,7 +340,7 @@ def _result_beside(writer: GroupWriter) -> Any:
 
 
 def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart | None) -> HeldoutEvaluation:
-    return rank.evaluation(heldout.evaluate(part, rank.show))
+    return rank.evaluation(heldout.evaluate(part, rank.show, Clock()))
 
 
 VERSIONED = (DigestsRequest, GreedyRequest, EvaluateRequest)  # served with the newest weights

@@ -127,8 +127,8 @@ class GroupPrompts:
             return GroupPrompt(position, first=position)
         return GroupPrompt(plan.position + number, plan.position + number // places * places)
 
-    def follow(self, generation: Generation) -> None:
-        """Take prompts as the ranks that train choose them, and leave a filter to these where models reward groups."""
+    def leave_to_trainers(self, generation: Generation) -> None:
+        """Leave to the ranks that train the choice of prompts by weights, and a filter where models reward groups."""
         self.weighed = generation.schedule.weighing is not UNWEIGHTED
         self.filters &= generation.rescore is None
 

@@ -133,7 +133,7 @@ class GroupGenerators(Generators):
         self.paced = True
         self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
 
-    def follow(self, generation: Generation) -> None:
+    def adopt_selection(self, generation: Generation) -> None:
         """Filter, reward and choose groups where the generation of a source asks for it.
 
         Args:

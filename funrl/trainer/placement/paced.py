@@ -16,8 +16,8 @@ from funrl.processes import heartbeat
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine
+from funrl.trainer.ahead.heldout import WrittenEpisode
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt
-from funrl.trainer.placement.heldout import WrittenEpisode
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
 from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn

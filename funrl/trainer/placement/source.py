@@ -70,7 +70,7 @@ def placed_source(
             early=early,
             schedule=schedule,
         )
-        generators.follow(generation)
+        generators.adopt_selection(generation)
         generators.keeps_cache = job.settings.asynchrony.keep_cache
         if job.settings.asynchrony.clock == "tokens":
             generators.follow_clock()

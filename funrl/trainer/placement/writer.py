@@ -33,8 +33,8 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
+from funrl.trainer.ahead.heldout import ProgramBeside
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
-from funrl.trainer.placement.heldout import ProgramBeside
 from funrl.trainer.placement.messages import (
     GroupFields,
     SendGroupsRequest,
@@ -118,7 +118,7 @@ class GroupWriter:
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         own = self._replica if self.paced else None
         self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board, own)
-        self._prompts.follow(generation)
+        self._prompts.leave_to_trainers(generation)
         self._loop = asyncio.new_event_loop()
         self.beside = ProgramBeside(self.resident, self._loop)
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}

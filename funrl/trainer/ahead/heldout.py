@@ -1,4 +1,4 @@
-"""An evaluation whose completions or episodes the replicas write beside their groups."""
+"""An evaluation whose completions or episodes replicas write beside their groups, or beside the trainer."""
 
 from __future__ import annotations
 
@@ -178,12 +178,13 @@ class HeldoutWriter:
         own = [request for group in groups[self._own] for request in group]
         return WrittenPart(list(await asyncio.gather(*map(complete, own))))
 
-    def evaluate(self, part: WrittenPart | None, show: Show) -> dict[str, float]:
+    def evaluate(self, part: WrittenPart | None, show: Show, clock: Clock) -> dict[str, float]:
         """Metrics of all parts. Collective over the mesh to generate on.
 
         Args:
           part: of this replica; None on its other tensor ranks.
           show: receives some completions.
+          clock: times the wait for rewards.
 
         Raises:
           RewardError: a reward function or the environment has failed; raised on every rank.
@@ -192,13 +193,13 @@ class HeldoutWriter:
         written: WrittenPart = from_first(part, mesh, "tensor")
         raise_everywhere(written.problem, (), mesh)
         collected = functools.partial(self._collected, written)
-        return evaluate_heldout(self._generation, Clock(), show, self._step, collected)
+        return evaluate_heldout(self._generation, clock, show, self._step, collected)
 
     def _collected(
         self,
         written: WrittenPart,
         generation: Generation,
-        _: Clock,
+        clock: Clock,
         examples: Sequence[Example],
         *,
         sampling: Sampling,
@@ -211,7 +212,8 @@ class HeldoutWriter:
             episodes = [(number, from_record(record)) for number, record in written.episodes]
             return rollout_of_episodes(setup, engine, episodes, examples, sampling, costs=written.costs)
         count = len(examples) * sampling.samples
-        done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
+        with clock.phase("eval"):
+            done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
         rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
         return done, rows if generation.rescore is None else generation.rescore(rows, examples, "eval")
 
