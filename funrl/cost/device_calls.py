@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from funrl import trees
 from funrl.cost.decoding import own_prompts
-from funrl.cost.full_rows import full_rows
+from funrl.cost.full_rows import Written, full_rows, scored_rows, written_fields
 from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
 from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
@@ -35,6 +37,7 @@ ENCODE = "generate: the pictures of a prompt"
 PICTURES = "the pictures of a step's rows"
 AS_GRAPH = "generate: the same as a CUDA graph"
 WARM = 3  # iterations after which nothing is new: a prefill, the first decoding and one more
+DEPTH = 1  # messages of layers of each kind to count: one more of a kind adds as many calls as every further one
 PROMPT = 2  # tokens of a prompt that is decoded
 ADAPTER = "policy"
 
@@ -51,7 +54,7 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
     """
     with pretended(job.sizes) as mesh:
         mesh = dataclasses.replace(mesh, device=DEVICE)
-        return of_all_layers(job, lambda shallow: _calls(shallow, mesh, tokens), calls_along)
+        return of_all_layers(job, lambda shallow: _calls(shallow, mesh, tokens), calls_along, DEPTH)
 
 
 def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
@@ -71,19 +74,30 @@ def training_calls(job: Job, parts: Parts, tokens: int) -> dict[str, DeviceCalls
     """Calls of a micro-batch in each phase that has some, and of the rest of an update."""
     width = int(full_rows(job, parts, tokens, 1).lengths.max())
     calls = {}
+    written = None
     for phase, budget in (("score_", scoring_budget(job.settings)), (UPDATES, job.settings.updates.token_budget)):
         piece = rows_of_a_pass(budget, width, parts.mesh)
         learns = phase == UPDATES
-        single, double = (step_calls(job, parts, tokens, count * piece, learns).phases for count in (1, 2))
-        for name in (name for name in single if name.startswith(phase)):
-            calls[f"{name}: a micro-batch"] = calls_along(DeviceCalls(), (double[name], 1), (single[name], -1))
+        single, double = (step_calls(job, parts, tokens, rows, learns, written) for rows in (piece, 2 * piece))
+        written = single.written
+        for name in (name for name in single.phases if name.startswith(phase)):
+            once, twice = single.phases[name], double.phases[name]
+            calls[f"{name}: a micro-batch"] = calls_along(DeviceCalls(), (twice, 1), (once, -1))
             if learns:
-                rest = calls_along(DeviceCalls(), (single[name], 2), (double[name], -1))
-                calls[f"{name}: the rest of an update"] = rest
+                calls[f"{name}: the rest of an update"] = calls_along(DeviceCalls(), (once, 2), (twice, -1))
     return calls
 
 
-def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = True) -> DeviceCounter:
+class StepCalls(NamedTuple):
+    """Calls of a step by phase, and the fields that roles have written in it."""
+
+    phases: dict[str, DeviceCalls]
+    written: Written
+
+
+def step_calls(
+    job: Job, parts: Parts, tokens: int, local: int, learns: bool = True, written: Written | None = None
+) -> StepCalls:
     """Count a step by phase.
 
     Args:
@@ -92,6 +106,7 @@ def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = T
       tokens: of a prompt or text.
       local: rows of each rank.
       learns: update the weights; False: only score the rows.
+      written: as in `scored_rows`.
     """
     counter = DeviceCounter()
     rows = mapped(full_rows(job, parts, tokens, local), counter.put)
@@ -108,10 +123,10 @@ def step_calls(job: Job, parts: Parts, tokens: int, local: int, learns: bool = T
     state = first_state(job, parts, own, ())._replace(step=first)
     with counter:
         drawn, state, _ = loop.draw_batch(trainer, state)
-        drawn, state, _ = loop.score_batch(trainer, state, drawn)
+        drawn, state = scored_rows(trainer, state, drawn, written, functools.partial(torch.empty, device=DEVICE))
         if learns:
             loop.learn_batch(trainer, state, drawn)
-    return counter
+    return StepCalls(counter.phases, written_fields(parts, drawn))
 
 
 def empty_weights(stored: trees.Tree, dtype: torch.dtype) -> trees.Tree:

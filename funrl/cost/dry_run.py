@@ -17,15 +17,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.descriptions import left_out, step_text
 from funrl.cost.episode_turns import with_waiting
-from funrl.cost.full_rows import full_rows, rows_to_read
+from funrl.cost.full_rows import Written, full_rows, rows_to_read, scored_rows, written_fields
 from funrl.cost.judge_cost import judging, plain_judge, with_judge_phase, writes_verdicts
 from funrl.cost.pool_phases import pool_phases
 from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
@@ -368,7 +366,7 @@ def trace_step(
     rows: Rows,
     tracer: Tracer,
     learns: bool = True,
-    written: dict[str, tuple[torch.Size, torch.dtype]] | None = None,
+    written: Written | None = None,
 ) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
 
@@ -406,13 +404,7 @@ def trace_step(
             read = rows_to_read(job, rows)
             with trainer.clock.phase(f"score_{name}"):
                 end_values(roles[name], frozen[name], read, scoring_budget(job.settings))
-        scorer = trainer
-        if written is not None:
-            silent = {name: role._replace(writes={}) for name, role in roles.items()}
-            scorer = trainer._replace(parts=trainer.parts._replace(roles=silent))
-            shape = rows.batch.tokens.shape
-            rows = rows.with_fields(**{name: tracer.empty((*shape, *more), x) for name, (more, x) in written.items()})
-        rows, state, _ = loop.score_batch(scorer, state, rows)
+        rows, state = scored_rows(trainer, state, rows, written, tracer.empty)
         tracer.hold_tree(rows.batch, "batch")
         if learns:
             loop.learn_batch(trainer, state, rows)
@@ -420,11 +412,7 @@ def trace_step(
             with phase_of_moves(MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
-    fields = as_dict(rows.batch)
-    written_fields = {
-        name: (fields[name].shape[2:], fields[name].dtype) for role in roles.values() for name in role.writes
-    }
-    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields)
+    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields(parts, rows))
 
 
 def _token_bytes(rows: Rows) -> int:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.batch import TOKEN_INT, Batch
+from funrl.batch import TOKEN_INT, Batch, as_dict
 from funrl.cost.row_pictures import picture_tokens_of
 from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
+from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
+
+Written = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
@@ -45,6 +49,39 @@ def rows_to_read(job: Job, rows: Rows) -> Rows:
     example = text_batch([TextExample((text,))], job.pad if job.pad != 1 else 0, reader=True)
     here = trees.map(lambda x: x.expand(len(rows.own), *x.shape[1:]).clone(), example)
     return rows_of(here._replace(length=example.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
+
+
+def scored_rows(
+    trainer: loop.Trainer,
+    state: loop.State,
+    rows: Rows,
+    written: Written | None,
+    empty: Callable[..., Tensor],
+) -> tuple[Rows, loop.State]:
+    """The rows with the fields that roles write, and with advantages; the state after them.
+
+    Args:
+      trainer, state: of the step.
+      rows: as the trainer scores them.
+      written: fields to make without scoring, by `written_fields`; None: score.
+      empty: (shape, dtype=dtype) -> a tensor without numbers.
+    """
+    if written is not None:
+        silent = {name: role._replace(writes={}) for name, role in trainer.parts.roles.items()}
+        trainer = trainer._replace(parts=trainer.parts._replace(roles=silent))
+        shape = rows.batch.tokens.shape
+        rows = rows.with_fields(
+            **{name: empty((*shape, *more), dtype=dtype) for name, (more, dtype) in written.items()}
+        )
+    rows, state, _ = loop.score_batch(trainer, state, rows)
+    return rows, state
+
+
+def written_fields(parts: Parts, rows: Rows) -> Written:
+    """The fields of scored rows that roles have written."""
+    fields = as_dict(rows.batch)
+    names = [name for role in parts.roles.values() for name in role.writes]
+    return {name: (fields[name].shape[2:], fields[name].dtype) for name in names}
 
 
 def full_batch(job: Job, tokens: int, rows: int, own: int | None = None) -> Batch:

@@ -200,6 +200,16 @@ def test_every_mesh_and_experts_are_counted(tmp_path):
     assert split[AS_GRAPH].launches == 1
 
 
+def test_results_of_repeated_calls_are_tensors_of_their_own():
+    with DeviceCounter():
+        x = torch.empty(3, 4, device=DEVICE)
+        sums = [x + 1, x + 1, x + 1.5, x.double() + 1]
+        (values, places), (other, _) = x.sort(1), x.sort(1)
+        values.add_(1)
+    assert [tuple(y.shape) for y in sums] == [(3, 4)] * 4 and sums[3].dtype == torch.float64
+    assert len({y.untyped_storage()._cdata for y in (x, *sums, values, places, other)}) == 8
+
+
 def test_what_the_host_reads_is_what_it_wrote_and_else_one():
     with DeviceCounter() as counter:
         x = torch.arange(4.0).to(DEVICE)

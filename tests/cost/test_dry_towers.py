@@ -63,11 +63,13 @@ def test_a_few_layers_of_each_kind_stand_for_a_tower(monkeypatch):
     """FLOPs, seconds, messages and bytes at every peak are those of the whole tower."""
     flags = {"mesh": "dp2", "generate_mesh": "dp2", "fsdp": True, "freeze": "none"}
     few = {"batch_prompts": 2, "samples_per_prompt": 2, "max_new_tokens": 4, "token_budget": 4096}
-    job = deeper(plain("grpo", task="shapes", **flags, **few), layers=11, whole_layers=(1, 5, 8, 10), deep_layers=(5,))
+    job = deeper(
+        plain("grpo", task="shapes", **flags, **few), layers=14, whole_layers=(1, 4, 5, 7, 9, 11), deep_layers=(5,)
+    )
     layers = tuple(range(job.model.config.layers))
     assert traced_layers(job.model).few == Depth(layers, tower=4, whole=2)
     found = dry_run.estimate(job, 32, CPU).phases
-    whole = TracedLayers(Depth(layers, 11, 4), ())
+    whole = TracedLayers(Depth(layers, 14, 6), ())
     monkeypatch.setattr(cost_estimate, "traced_layers", lambda *_: whole)
     exact = dry_run.estimate(job, 32, CPU).phases
     assert found.keys() == exact.keys() and exact["update_policy"].traffic

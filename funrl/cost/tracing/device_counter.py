@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from funrl import trees
 from funrl.cost.tracing.operators import operator_facts
+from funrl.cost.tracing.shape_memo import DeviceMemo
 
 DEVICE = torch.device("meta")
 _aten = torch.ops.aten
@@ -30,6 +30,12 @@ def _is_composite(func: Any) -> bool:
     keys = ("CompositeImplicitAutograd", "CPU")
     composite, own = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
     return composite and not own
+
+
+@functools.cache
+def _results() -> DeviceMemo:
+    """Cache of operator results shared by all counters of this process."""
+    return DeviceMemo()
 
 
 class DeviceCalls(NamedTuple):
@@ -109,9 +115,10 @@ class DeviceCounter(TorchDispatchMode):
                 return args[0].copy_(self._read(args[1], args[0].dtype))
             self._written(args[0], args[1])
             return args[0]
-        out = func(*args, **kwargs)
         operator = operator_facts(func)
-        tensors = [x for x in trees.leaves(out) if isinstance(x, Tensor)]
+        own = not operator.mutable and not operator.idle
+        out = _results().run(func, args, kwargs) if own else func(*args, **kwargs)
+        tensors = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, Tensor)]
         if tensors and not operator.idle and not operator.name.startswith(_NO_KERNEL):
             there = "meta" if any(x.is_meta for x in tensors) else "cpu"
             self.operators[there, operator.name] += 1

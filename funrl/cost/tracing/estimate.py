@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -37,6 +36,7 @@ Counted = TypeVar("Counted")
 # trace with one more. With fewer than three, no layer is between one whose weights are being sent and one whose
 # gradients are.
 DEPTH = 3
+NEAR = 3  # messages that are traced besides, where fewer traces suffice then
 # collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
 RESHARD = "reshard"
@@ -90,7 +90,7 @@ class Trace(NamedTuple):
     resting: dict[str, float]
     row_bytes: float
     token_bytes: tuple[int, int]
-    written: dict[str, tuple[torch.Size, torch.dtype]]
+    written: Mapping[str, tuple[torch.Size, torch.dtype]]
 
 
 def stage_of(phase: str) -> str:
@@ -198,34 +198,56 @@ class TracedLayers(NamedTuple):
     more: tuple[tuple[Depth, float], ...]
 
 
-def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> TracedLayers:
-    """The layers of a model to trace: `DEPTH` messages of each kind, and one more of those that have more.
+def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1, depth: int = DEPTH) -> TracedLayers:
+    """The layers of a model to trace: at least `depth` messages of each kind, and one more of those that have more.
+
+    Kinds of which as many messages are left have one more together.
 
     Args:
       joined, tower_joined: layers per message, of the decoder and of the tower; the last message has fewer if they do
         not divide.
+      depth: messages of each kind.
     """
+    messages = _messages_by_kind(model, joined)
+    tower, whole = _tower_layers(model)
+    few_tower, few_whole = _shallow_tower(model, tower_joined, depth)
+    rests = _near_rests([max(0, len(same) - depth) for same in messages] + [(tower - few_tower) // tower_joined])
+    *of_kinds, of_tower = rests
+    begun = [same[: len(same) - rest] for same, rest in zip(messages, of_kinds, strict=True)]
+    few = Depth(_in_order(*begun), tower - of_tower * tower_joined, few_whole)
+    more = []
+    for rest in sorted(set(rests) - {0}):
+        added = [same[-rest : len(same) - rest + 1] for same, n in zip(messages, of_kinds, strict=True) if n == rest]
+        further = tower_joined if of_tower == rest else 0
+        more.append((Depth(_in_order(*begun, *added), few.tower + further, few_whole), float(rest)))
+    if whole > few_whole:
+        more.append((few._replace(whole=few_whole + 1), float(whole - few_whole)))
+    return TracedLayers(few, tuple(more))
+
+
+def _messages_by_kind(model: Model, joined: int) -> list[list[tuple[int, ...]]]:
+    """Layers of each message of the decoder, for each kind of messages."""
     layers = range(model.config.layers)
     kinds = model.abilities.layer_kinds or (0,) * len(layers)
-    messages = [tuple(layers[i : i + joined]) for i in layers[::joined]]
     of_kind: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for message in messages:
+    for message in (tuple(layers[i : i + joined]) for i in layers[::joined]):
         of_kind.setdefault(tuple(kinds[i] for i in message), []).append(message)
-    chosen: list[int] = []
-    further = []
-    for same in of_kind.values():
-        traced = DEPTH if len(same) > DEPTH + 1 else len(same)
-        chosen += itertools.chain(*same[:traced])
-        if len(same) > traced:
-            further.append((same[traced], len(same) - traced))
-    tower, whole = _tower_layers(model)
-    few = Depth(tuple(sorted(chosen)), *_shallow_tower(model, tower_joined))
-    more = [(few._replace(layers=tuple(sorted((*chosen, *message)))), float(count)) for message, count in further]
-    if tower > few.tower:
-        more.append((few._replace(tower=few.tower + tower_joined), (tower - few.tower) / tower_joined))
-    if whole > few.whole:
-        more.append((few._replace(whole=few.whole + 1), float(whole - few.whole)))
-    return TracedLayers(few, tuple(more))
+    return list(of_kind.values())
+
+
+def _in_order(*messages: list[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted(layer for same in messages for message in same for layer in message))
+
+
+def _near_rests(rests: list[int]) -> list[int]:
+    """Numbers of messages to extrapolate, lowered by at most `NEAR` where that saves a trace."""
+    lowered: dict[int, int] = {}
+    least = 0
+    for rest in sorted(set(rests)):
+        if rest > least + NEAR:
+            least = rest
+        lowered[rest] = least
+    return [lowered[rest] for rest in rests]
 
 
 def _tower_layers(model: Model) -> tuple[int, int]:
@@ -233,24 +255,31 @@ def _tower_layers(model: Model) -> tuple[int, int]:
     return (config.tower.layers, len(config.tower.whole_layers)) if isinstance(config, VisionLanguageConfig) else (0, 0)
 
 
-def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
+def _shallow_tower(model: Model, joined: int, depth: int) -> tuple[int, int]:
     """The least numbers of layers of a tower that stand for its own, as `_tower_layers`.
 
-    Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTH` messages of others.
+    Layers that give states to the decoder stay, as do one that sees whole pictures and `depth` messages of others, of
+    which two stay beside one that does.
     """
     if not isinstance(model.config, VisionLanguageConfig):
         return 0, 0
     tower = model.config.tower
     deep = tower.form.deep_layers
     whole = min(len(tower.whole_layers), len(set(deep) & set(tower.whole_layers)) + 1)
-    few = (DEPTH + -(-len(deep) // joined)) * joined + tower.layers % joined
+    if len(tower.whole_layers) - whole <= NEAR:
+        whole = len(tower.whole_layers)
+    least = -(-(whole + 2) // joined) if whole else 0
+    few = max(depth + -(-len(deep) // joined), least) * joined + tower.layers % joined
     windowed = tower.layers - len(tower.whole_layers)
     enough = windowed >= few + joined - whole and tower.layers > few + joined
     return (few, whole) if enough else _tower_layers(model)
 
 
 def of_all_layers(
-    job: Job, costs: Callable[[Job], dict[str, Counted]], extrapolate: Callable[..., Counted] = along
+    job: Job,
+    costs: Callable[[Job], dict[str, Counted]],
+    extrapolate: Callable[..., Counted] = along,
+    depth: int = DEPTH,
 ) -> dict[str, Counted]:
     """Costs by phase of a job, extrapolated from shallower ones.
 
@@ -258,17 +287,18 @@ def of_all_layers(
       job: at full depth.
       costs: job -> costs by phase.
       extrapolate: as `along`, for costs of another form.
+      depth: messages of layers of each kind in the shallowest job.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
-    traced = {path: traced_layers(model, *_together(job, path)) for path, model in models.items()}
+    traced = {path: traced_layers(model, *_together(job, path), depth) for path, model in models.items()}
     few = {path: layers.few for path, layers in traced.items()}
     low = costs(_with_depths(job, few))
-    # A separate model, such as a teacher, has layers of its own and is extrapolated separately.
-    ways = [
-        (costs(_with_depths(job, few | {path: depth})), count)
-        for path, chosen in traced.items()
-        for depth, count in chosen.more
-    ]
+    # A separate model, such as a teacher, has layers of its own; where as many are left, they go with the others.
+    deeper: dict[tuple[int, float], dict[str | None, Depth]] = {}
+    for path, chosen in traced.items():
+        for number, (layers, count) in enumerate(chosen.more):
+            deeper.setdefault((number, count), {})[path] = layers
+    ways = [(costs(_with_depths(job, few | depths)), count) for (_, count), depths in deeper.items()]
     return {name: extrapolate(first, *((way[name], n) for way, n in ways)) for name, first in low.items()}
 
 

@@ -33,6 +33,7 @@ _SUMS = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
 )
+_ROTATIONS = (_aten.cos.default, _aten.sin.default)  # of positions, which are real: no program reads them
 _ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # used to pack and unpack messages
 
 
@@ -229,7 +230,8 @@ class Tracer(TorchDispatchMode):
         if self.memo is None:
             return func(*args, **kwargs), None
         key, faked, real = scan(func, args, kwargs, operator.by_shapes)
-        if not faked and (real or not makes_floats(func, args, kwargs)):
+        known = not faked and func not in _ROTATIONS
+        if known and (real or not makes_floats(func, args, kwargs)):
             choices = of_peers(func, args)
             return (func(*args, **kwargs) if choices is None else choices), None
         answer = assumed(func, args, kwargs)
