@@ -97,7 +97,6 @@ def episode_run(environment=None, **settings):
 EPISODES = {
     "branches, strict": (Branching, *RUNS["strict"]),
     "calculator, window": (lambda: None, {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3}, {}),
-    "calculator, dp2 from tp2": (lambda: None, *RUNS["dp2 from tp2"]),
 }
 
 

@@ -155,7 +155,7 @@ def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypa
         ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
         ("sp3", {}),
         ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
-        ("dp4", {"generate_mesh": "tp2,dp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
+        ("dp2", {"generate_mesh": "tp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
     ],
 )
 def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
