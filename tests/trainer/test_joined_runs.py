@@ -220,6 +220,7 @@ def test_rows_ahead_and_evaluations_beside_them_are_the_same_whoever_writes_them
     wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
     again, exits = joined(folders[1], wanted, rollout_is, **settings)
     assert exits == {"first": KILLED, "second": 0}
+    ended[1].shown.sort(key=lambda shown: shown[0])  # those of an evaluation come when it has ended
     for _, metrics in (*ended[1].steps, *again[1].steps):
         assert metrics.pop("sync/verified", 1.0) == 1.0  # after an evaluation that is waited for, in its own step
     same(again, ended)
