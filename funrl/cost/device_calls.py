@@ -37,7 +37,6 @@ ENCODE = "generate: the pictures of a prompt"
 PICTURES = "the pictures of a step's rows"
 AS_GRAPH = "generate: the same as a CUDA graph"
 WARM = 3  # iterations after which nothing is new: a prefill, the first decoding and one more
-DEPTH = 1  # messages of layers of each kind to count: one more of a kind adds as many calls as every further one
 PROMPT = 2  # tokens of a prompt that is decoded
 ADAPTER = "policy"
 
@@ -54,7 +53,7 @@ def device_calls(job: Job, tokens: int) -> dict[str, DeviceCalls]:
     """
     with pretended(job.sizes) as mesh:
         mesh = dataclasses.replace(mesh, device=DEVICE)
-        return of_all_layers(job, lambda shallow: _calls(shallow, mesh, tokens), calls_along, DEPTH)
+        return of_all_layers(job, lambda shallow: _calls(shallow, mesh, tokens), calls_along)
 
 
 def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:

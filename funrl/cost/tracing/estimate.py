@@ -198,20 +198,19 @@ class TracedLayers(NamedTuple):
     more: tuple[tuple[Depth, float], ...]
 
 
-def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1, depth: int = DEPTH) -> TracedLayers:
-    """The layers of a model to trace: at least `depth` messages of each kind, and one more of those that have more.
+def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> TracedLayers:
+    """The layers of a model to trace: at least `DEPTH` messages of each kind, and one more of those that have more.
 
     Kinds of which as many messages are left have one more together.
 
     Args:
       joined, tower_joined: layers per message, of the decoder and of the tower; the last message has fewer if they do
         not divide.
-      depth: messages of each kind.
     """
     messages = _messages_by_kind(model, joined)
     tower, whole = _tower_layers(model)
-    few_tower, few_whole = _shallow_tower(model, tower_joined, depth)
-    rests = _near_rests([max(0, len(same) - depth) for same in messages] + [(tower - few_tower) // tower_joined])
+    few_tower, few_whole = _shallow_tower(model, tower_joined)
+    rests = _near_rests([max(0, len(same) - DEPTH) for same in messages] + [(tower - few_tower) // tower_joined])
     *of_kinds, of_tower = rests
     begun = [same[: len(same) - rest] for same, rest in zip(messages, of_kinds, strict=True)]
     few = Depth(_in_order(*begun), tower - of_tower * tower_joined, few_whole)
@@ -255,11 +254,11 @@ def _tower_layers(model: Model) -> tuple[int, int]:
     return (config.tower.layers, len(config.tower.whole_layers)) if isinstance(config, VisionLanguageConfig) else (0, 0)
 
 
-def _shallow_tower(model: Model, joined: int, depth: int) -> tuple[int, int]:
+def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
     """The least numbers of layers of a tower that stand for its own, as `_tower_layers`.
 
-    Layers that give states to the decoder stay, as do one that sees whole pictures and `depth` messages of others, of
-    which two stay beside one that does.
+    Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTH` messages of others, of
+    which two see windows only.
     """
     if not isinstance(model.config, VisionLanguageConfig):
         return 0, 0
@@ -269,17 +268,14 @@ def _shallow_tower(model: Model, joined: int, depth: int) -> tuple[int, int]:
     if len(tower.whole_layers) - whole <= NEAR:
         whole = len(tower.whole_layers)
     least = -(-(whole + 2) // joined) if whole else 0
-    few = max(depth + -(-len(deep) // joined), least) * joined + tower.layers % joined
+    few = max(DEPTH + -(-len(deep) // joined), least) * joined + tower.layers % joined
     windowed = tower.layers - len(tower.whole_layers)
     enough = windowed >= few + joined - whole and tower.layers > few + joined
     return (few, whole) if enough else _tower_layers(model)
 
 
 def of_all_layers(
-    job: Job,
-    costs: Callable[[Job], dict[str, Counted]],
-    extrapolate: Callable[..., Counted] = along,
-    depth: int = DEPTH,
+    job: Job, costs: Callable[[Job], dict[str, Counted]], extrapolate: Callable[..., Counted] = along
 ) -> dict[str, Counted]:
     """Costs by phase of a job, extrapolated from shallower ones.
 
@@ -287,10 +283,9 @@ def of_all_layers(
       job: at full depth.
       costs: job -> costs by phase.
       extrapolate: as `along`, for costs of another form.
-      depth: messages of layers of each kind in the shallowest job.
     """
     models = {job.directories.get(name): model for name, model in job.models.items()}
-    traced = {path: traced_layers(model, *_together(job, path), depth) for path, model in models.items()}
+    traced = {path: traced_layers(model, *_together(job, path)) for path, model in models.items()}
     few = {path: layers.few for path, layers in traced.items()}
     low = costs(_with_depths(job, few))
     # A separate model, such as a teacher, has layers of its own; where as many are left, they go with the others.

@@ -143,6 +143,7 @@ _BYTES = {  # of operators that do not read all of their arguments
 _BY_SHAPES = frozenset(
     (  # beside those that are elementwise; indices are positions then, and no masks
         _aten.index.Tensor,
+        _aten.index_select.default,
         _aten.index_put.default,
         _aten.index_put_.default,
         _aten.index_copy.default,

@@ -159,10 +159,9 @@ class Tracer(TorchDispatchMode):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A fake tensor; real zeros if the tracer is real or for whole numbers."""
-        if self.fake is None or not dtype.is_floating_point:
+        if self.memo is None or not dtype.is_floating_point:
             return torch.zeros(tuple(shape), dtype=dtype)
-        with self.fake:
-            return torch.empty(tuple(shape), dtype=dtype)
+        return self.memo.empty(tuple(shape), dtype)
 
     def hold_tree(self, tree: trees.Tree, kind: str) -> None:
         """Set the kind of a tree's tensors."""
