@@ -1,4 +1,4 @@
-"""Engines whose pages lie in lanes: the same completions, and no sequence with pages of two lanes."""
+"""Engines whose pages and cells lie in lanes: the same completions, and no sequence with those of two lanes."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.rollout.engine import complete
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -13,7 +14,9 @@ from funrl.rollout.native.lanes import LanePages, lane_room
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 
-MODEL = decoder_model(decoder_config(vocab=40, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=32))
+SIZES = {"vocab": 40, "embed": 16, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
+MODEL = decoder_model(decoder_config(**SIZES, layers=1))
+WITH_STATES = decoder_model(decoder_config(**SIZES, layers=2, mixers=(GatedDeltaNet(2, 4, 8, 6), None)))
 
 
 class LanedBackend(TorchBackend):
@@ -24,11 +27,11 @@ class LanedBackend(TorchBackend):
         self.lanes = lanes
 
 
-def engine_of(lanes, pages, rows=6):
-    page = MODEL.page_bytes(SINGLE, 16, torch.float64)
-    options = NativeOptions(rows, pages * page, make_backend=lambda *given: LanedBackend(lanes, *given))
-    engine = native_engine(MODEL, SINGLE, torch.float64, options)
-    params = trees.cast(MODEL.init(torch.Generator().manual_seed(0)), torch.float64)
+def engine_of(lanes, pages, rows=6, model=MODEL, cells=0):
+    room = pages * model.page_bytes(SINGLE, 16, torch.float64) + cells * model.cell_bytes(SINGLE, torch.float64)
+    options = NativeOptions(rows, room, make_backend=lambda *given: LanedBackend(lanes, *given))
+    engine = native_engine(model, SINGLE, torch.float64, options._replace(snapshot_tokens=16 * (cells > 0)))
+    params = trees.cast(model.init(torch.Generator().manual_seed(0)), torch.float64)
     engine.load(trees.named(params))
     return engine
 
@@ -44,8 +47,10 @@ def requests():
 def lanes_met(engine):
     """Lanes of the running sequences, after a check that each is in one."""
     each = engine._scheduler.pool.lanes[0].pages
+    cells = engine._scheduler.cells.lanes[0].cells
     for sequence in engine._scheduler._running:
         assert {page // each for page in sequence.pages} == {sequence.lane}
+        assert not cells or sequence.cell // cells == sequence.lane
     return [sequence.lane for sequence in engine._scheduler._running]
 
 
@@ -67,6 +72,25 @@ def test_completions_do_not_depend_on_lanes(lanes, pages):
         torch.testing.assert_close(by_number[want.number].raw_logp, want.raw_logp, rtol=0, atol=1e-12)
     cost = engine.cost()
     assert cost.used_pages == 0 and (cost.preempted > 0) == (pages == 10)
+
+
+@pytest.mark.parametrize("cells", [40, 6], ids=["roomy", "few"])
+def test_completions_of_a_model_with_states_do_not_depend_on_lanes(cells):
+    wanted = complete(engine_of(1, 40, model=WITH_STATES, cells=40), requests())
+    engine = engine_of(2, 12, model=WITH_STATES, cells=cells)
+    engine.submit(requests())
+    done = []
+    met = set()
+    while engine.unfinished():
+        done += engine.step()
+        met |= set(lanes_met(engine))
+    assert met == {0, 1}
+    for want, found in zip(wanted, sorted(done, key=lambda x: x.number), strict=True):
+        assert found.tokens.tolist() == want.tokens.tolist()
+        torch.testing.assert_close(found.raw_logp, want.raw_logp, rtol=0, atol=1e-12)
+    for pool in engine._scheduler.cells.lanes:
+        left = sorted([*pool._free, *pool._snapshots.values()])
+        assert left == list(range(left[0], left[0] + pool.cells)), "a cell was lost"
 
 
 def test_a_turn_goes_to_the_lane_that_has_computed_its_begin():

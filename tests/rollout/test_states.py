@@ -78,7 +78,7 @@ def test_a_completion_depends_on_no_neighbour(options):
     assert_same(complete(small, requests), expected, 1e-12)
     cost = small.cost()
     assert cost.cache_bytes <= 14 * page + 4 * cell and cost.used_pages == 0 and cost.cells >= 1
-    pool = small._scheduler.cells
+    (pool,) = small._scheduler.cells.lanes
     assert sorted([*pool._free, *pool._snapshots.values()]) == list(range(pool.cells)), "a cell was lost"
 
 

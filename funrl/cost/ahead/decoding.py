@@ -94,7 +94,6 @@ def decoding_problem(job: Job) -> str | None:
         "--router_replay records experts in torch": settings.routers.router_replay,
         "the model has no pages": not model.pages,
         "prompts may own pictures, whose positions are made on the host": model.owned is not None,
-        "the model has states beside pages": model.pages and model.cell_bytes(Mesh(job.generate_sizes), job.dtype) > 0,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -174,12 +173,14 @@ class EnginePasses:
         chips = Mesh(dict(mesh.shape))
         assert model.init_cache is not None
         pages = plan.sizes.rows * plan.sizes.row_pages
-        own = model.init_cache(chips, pages + 1, plan.page_tokens, job.dtype, torch.device("meta"))
+        cells = plan.sizes.rows if model.cell_bytes(chips, job.dtype) else 0
+        sizes = pages + 1, plan.page_tokens, job.dtype, torch.device("meta")
+        own = model.init_cache(chips, *sizes, cells + 1 if cells else 0)
         self.plan = plan
         self.mesh = mesh
         self.note = note
         self.engines = chips.size(ROW_AXES)
-        self.spare = Spare(pages)
+        self.spare = Spare(pages, cells or None)
         stacks = LayerStacks(model)
         whole = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
         self.params = stacks.stack(whole, torch.stack)
@@ -257,7 +258,8 @@ def prompt_work(plan: DecodingPlan) -> PassWork:
     each = sizes.prompt_tokens
     table_SP = torch.zeros(count, sizes.row_pages, dtype=torch.int32)
     last = np.arange(1, count + 1) * each - 1
-    return PassWork(_zeros(count * each), [each] * count, [each] * count, table_SP, last)
+    lengths = [each] * count, [each] * count
+    return PassWork(_zeros(count * each), *lengths, table_SP, last, cells=np.arange(count))
 
 
 def _zeros(count: int) -> torch.Tensor:

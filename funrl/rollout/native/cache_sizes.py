@@ -50,7 +50,7 @@ class CacheDemand:
     Attributes:
       reserved: tokens of ended requests that the cache should have room for.
       snapshot_tokens: tokens between two snapshots of a cell; 0: there are none.
-      lanes: number of lanes that the pages are in.
+      lanes: number of lanes that pages and cells are in.
     """
 
     def __init__(self, page_tokens: int):
@@ -63,31 +63,34 @@ class CacheDemand:
 
     def update(self, limits: Sequence[int]) -> None:
         """Note the largest lengths of the requests that can run at once, in decreasing order."""
-        cells = len(limits)
-        if self.snapshot_tokens:
-            cells += sum(2 + limit // self.snapshot_tokens for limit in limits)
         longest = limits[: -(-len(limits) // self.lanes)]  # what a lane may have at once
-        self._unfinished = CacheSizes(self.lanes * sum(-(-limit // self._page) for limit in longest), cells)
+        pages = sum(-(-limit // self._page) for limit in longest)
+        cells = len(longest)
+        if self.snapshot_tokens:
+            cells += sum(2 + limit // self.snapshot_tokens for limit in longest)
+        self._unfinished = CacheSizes(self.lanes * pages, self.lanes * cells)
         self._longest = max([self._longest, *limits])
 
     @property
     def longest_pages(self) -> int:
-        """Pages of the longest request so far."""
-        return -(-self._longest // self._page)
+        """Pages with which each lane can hold the longest request so far."""
+        return self.lanes * -(-self._longest // self._page)
 
     def sizes(self) -> CacheSizes:
         """Pages, and cells with those of snapshots."""
         pages, cells = self._unfinished
         waiting = self.reserved // self._longest if self.snapshot_tokens and cells else 0
+        waiting = self.lanes * -(-waiting // self.lanes)
         reserved = self.lanes * -(-self.reserved // (self._page * self.lanes))
         return CacheSizes(pages + reserved, cells + waiting)
 
 
 class CacheBytes(Protocol):
-    """Bytes of a page and of a cell; 0: there are no cells."""
+    """Bytes of a page and of a cell, 0: there are no cells; and number of lanes that these are in."""
 
     page_bytes: int
     cell_bytes: int
+    lanes: int
 
 
 class CacheRoom:
@@ -98,7 +101,7 @@ class CacheRoom:
 
         Args:
           mesh: of the engine.
-          each: bytes of a page and of a cell.
+          each: bytes of a page and of a cell, and the lanes.
           cache_bytes: the bound; 0: a share of the free memory.
           free_share: that share.
           spare: unused pages and cells beside those of the sizes.
@@ -115,8 +118,8 @@ class CacheRoom:
         self._bytes = None
 
     def most_pages(self) -> int:
-        """Bound on the pages, beside one cell. Collective over "tensor" where the memory is measured."""
-        return max(0, (self._room() - self._each.cell_bytes) // self._each.page_bytes)
+        """Bound on the pages, beside one cell of each lane. Collective over "tensor" where the memory is measured."""
+        return max(0, (self._room() - self._each.lanes * self._each.cell_bytes) // self._each.page_bytes)
 
     def grown(self, sizes: CacheSizes, wanted: CacheSizes, least_pages: int) -> CacheSizes:
         """Larger sizes where more is wanted and fits, at least twice as large; else the same.
@@ -126,7 +129,7 @@ class CacheRoom:
         Args:
           sizes: of the cache.
           wanted: pages and cells that could be used.
-          least_pages: pages of the longest sequence, which fit beside one cell.
+          least_pages: pages of the longest sequence in each lane, which fit beside a cell of each.
         """
         page_bytes = self._each.page_bytes
         cell_bytes = self._each.cell_bytes
@@ -141,7 +144,8 @@ class CacheRoom:
             return sizes  # it is full already
         needed = _bytes_of(CacheSizes(pages, cells), self._each)
         if needed > room:
-            cells = max(1, min(int(cells * room / needed), (room - least_pages * page_bytes) // cell_bytes))
+            most = (room - least_pages * page_bytes) // cell_bytes
+            cells = max(self._each.lanes, min(int(cells * room / needed), most))
             pages = (room - cells * cell_bytes) // page_bytes
         return CacheSizes(pages, cells)
 

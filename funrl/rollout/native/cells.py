@@ -2,6 +2,7 @@
 
 A running sequence has one cell. The others may hold snapshots: copies of the cell of a text whose keys and values are
 in pages. A text that begins as a snapshot's does goes on from it, and a snapshot is evicted when its cell is needed.
+A lane, as of pages, has cells of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class CellCopies(NamedTuple):
 
 
 class CellPool:
-    """Cells by number, from 0, and the sequences and snapshots that have them.
+    """The cells of a lane by number, and the sequences and snapshots that have them.
 
     Attributes:
       cells: number of cells; 0: sequences need none.
@@ -42,18 +43,17 @@ class CellPool:
         pages, at the last whole page of a prompt and at the end of a sequence; 0: there are none.
     """
 
-    def __init__(self, pool: PagePool, cells: int = 0, snapshot_tokens: int = 0):
-        """Begin with empty cells beside empty pages."""
+    def __init__(self, pool: PagePool, cells: int = 0, snapshot_tokens: int = 0, first: int = 0):
+        """Begin with empty cells, whose numbers begin with `first`, beside empty pages."""
         self.cells = cells
         self._page = pool.page_tokens
         self.snapshot_tokens = -(-snapshot_tokens // self._page) * self._page
         self._pool = pool
-        self._free = list(range(cells - 1, -1, -1))
+        self._free = list(range(first + cells - 1, first - 1, -1))
         self._snapshots: OrderedDict[Prefix, int] = OrderedDict()  # least recently used first
         self._copies = CellCopies([], [])
         self._ends: list[tuple[RunningSequence, list[int]]] = []  # texts of this pass to take snapshots of
         self._latest: dict[int, Prefix] = {}  # by cell of a decoding sequence: its last snapshot in decoding
-        self._by_slot = np.zeros(0, dtype=np.int64)
 
     @property
     def has_room(self) -> bool:
@@ -107,16 +107,6 @@ class CellPool:
         if self.cells:
             sequence.cell = self._take()
             self._copies.after.append((leader.cell, sequence.cell))
-
-    def assign(self, sequence: RunningSequence) -> None:
-        """Note the slot of a sequence."""
-        if sequence.slot >= len(self._by_slot):
-            self._by_slot = np.pad(self._by_slot, (0, sequence.slot + 1), constant_values=-1)
-        self._by_slot[sequence.slot] = sequence.cell
-
-    def of_slots(self, slots: np.ndarray) -> np.ndarray | None:
-        """Cells of some slots; None: sequences need none."""
-        return self._by_slot[slots] if self.cells else None
 
     def cut(self, known: int, count: int, length: int) -> int:
         """Number of tokens of a text to compute next, at most `count`, to end where a snapshot is taken.
@@ -211,6 +201,51 @@ class CellPool:
     def _take(self) -> int:
         """Take a cell, evicting the least recently used snapshot. There is room."""
         return self._free.pop() if self._free else self._snapshots.popitem(last=False)[1]
+
+
+class LaneCells:
+    """The cells of all lanes: each has equally many, and their numbers follow those of the lane before.
+
+    Attributes:
+      lanes: the pool of each lane.
+    """
+
+    def __init__(self, pages: Sequence[PagePool], cells: int = 0, snapshot_tokens: int = 0):
+        """Begin with empty cells beside the empty pages of each lane; a remainder that does not divide is left out."""
+        self._each = cells // len(pages)
+        self.lanes = [CellPool(pool, self._each, snapshot_tokens, n * self._each) for n, pool in enumerate(pages)]
+        self._by_slot = np.zeros(0, dtype=np.int64)
+
+    def of(self, sequence: RunningSequence) -> CellPool:
+        """The pool of a sequence's lane."""
+        return self.lanes[sequence.lane]
+
+    @property
+    def has_room(self) -> bool:
+        """True if another sequence can begin in some lane."""
+        return any(pool.has_room for pool in self.lanes)
+
+    def assign(self, sequence: RunningSequence) -> None:
+        """Note the slot of a sequence."""
+        if sequence.slot >= len(self._by_slot):
+            self._by_slot = np.pad(self._by_slot, (0, sequence.slot + 1), constant_values=-1)
+        self._by_slot[sequence.slot] = sequence.cell
+
+    def of_slots(self, slots: np.ndarray) -> np.ndarray | None:
+        """Cells of some slots; None: sequences need none."""
+        return self._by_slot[slots] if self._each else None
+
+    def due(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+        """Select slots of which a snapshot should be taken, and can be; see `CellPool.due`."""
+        if not self._each:
+            return slots[:0]
+        lane_N = self._by_slot[slots] // self._each
+        return np.concatenate([pool.due(slots[lane_N == lane], known) for lane, pool in enumerate(self.lanes)])
+
+    def take_copies(self) -> CellCopies:
+        """Copies of the planned pass in all lanes; see `CellPool.take_copies`."""
+        copies = [pool.take_copies() for pool in self.lanes]
+        return CellCopies([pair for x in copies for pair in x.before], [pair for x in copies for pair in x.after])
 
 
 def options_without_states(model: Model) -> dict[str, str]:

@@ -112,7 +112,7 @@ class NativeEngine:
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
         self._keep_cache = options.keep_cache
-        spare = CacheSizes(backend.lanes * static, int(static))
+        spare = CacheSizes(backend.lanes * static, backend.lanes * static)
         self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
         few_rows = DRAFTED_ROWS.get(device.type, 128)
@@ -312,9 +312,9 @@ class NativeEngine:
         s = self._scheduler
         backend = self._backend
         pages, cells = self._sizes
-        spare = pages > 0 and self._static is not None
+        spare = backend.lanes if pages and self._static is not None else 0
         return EngineCost(
-            cache_bytes=(pages + spare * backend.lanes) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
+            cache_bytes=(pages + spare) * backend.page_bytes + (cells + spare) * backend.cell_bytes,
             page_tokens=backend.page_tokens,
             pages=pages,
             cells=cells,

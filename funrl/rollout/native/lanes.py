@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from funrl.rollout.native.cells import CellPool
+from funrl.rollout.native.cells import CellPool, LaneCells
 from funrl.rollout.native.pages import PagePool
 from funrl.rollout.native.sequence import RunningSequence
 
@@ -86,12 +86,12 @@ def known_prefix(pool: PagePool, cells: CellPool, sequence: RunningSequence) -> 
     return KnownPrefix(shared, known, tail if known % pool.page_tokens else [])
 
 
-def by_prefix(pages: LanePages, cells: CellPool, sequence: RunningSequence, lanes: Iterable[int]) -> list[int]:
+def by_prefix(pages: LanePages, cells: LaneCells, sequence: RunningSequence, lanes: Iterable[int]) -> list[int]:
     """Lanes in the order to try for a waiting sequence: first the one that has computed most of its begin."""
     lanes = list(lanes)
     if not sequence.known_before or len(lanes) == 1:
         return lanes
-    return sorted(lanes, key=lambda lane: -known_prefix(pages.lanes[lane], cells, sequence).known)
+    return sorted(lanes, key=lambda lane: -known_prefix(pages.lanes[lane], cells.lanes[lane], sequence).known)
 
 
 def lane_room(lanes: int, running: Sequence[RunningSequence], rows: int) -> dict[int, int]:

@@ -72,7 +72,7 @@ class Backend(Protocol):
       page_bytes: bytes of a page, all layers together, on a rank.
       cell_bytes: bytes of a cell likewise; 0: the cache has none.
       vocab: size of the vocabulary.
-      lanes: groups of devices with equally many pages each, which sequences of other groups do not use.
+      lanes: groups of devices with equally many pages and cells each, which sequences of other groups do not use.
     """
 
     page_tokens: int

@@ -14,7 +14,7 @@ import torch
 
 from funrl.compiled_kernels.paged_attention import read_pages
 from funrl.rollout.native.cache_sizes import CacheDemand
-from funrl.rollout.native.cells import CellPool
+from funrl.rollout.native.cells import LaneCells
 from funrl.rollout.native.device.host_copy import device_copy
 from funrl.rollout.native.lanes import LanePages, by_prefix, known_prefix, lane_room
 from funrl.rollout.native.passes import PassPlan, PassWork, sampled_positions
@@ -27,9 +27,9 @@ class Scheduler:
 
     Attributes:
       max_rows: bound on the requests that run at once.
-      lanes: number of lanes that the pages are in.
+      lanes: number of lanes that pages and cells are in.
       pool: the pages.
-      cells: the cells; with several lanes there are none.
+      cells: the cells.
       demand: sizes that the cache should have.
       prefilled, cached, preempted, recomputed: as in `EngineCost`.
     """
@@ -56,7 +56,7 @@ class Scheduler:
         self.max_rows = max_rows
         self.lanes = 1
         self.pool = LanePages(1, 0, page_tokens)
-        self.cells = CellPool(self.pool.lanes[0])
+        self.cells = LaneCells(self.pool.lanes)
         self.demand = CacheDemand(page_tokens)
         self._speculate = speculate
         self._few_rows = few_rows
@@ -100,7 +100,7 @@ class Scheduler:
         """Replace the cache by empty pages and cells. No request may be running."""
         self._peak = self.peak_pages
         self.pool = LanePages(self.lanes, pages, self._page)
-        self.cells = CellPool(self.pool.lanes[0], cells, self.demand.snapshot_tokens)
+        self.cells = LaneCells(self.pool.lanes, cells, self.demand.snapshot_tokens)
 
     def restart(self) -> None:
         """Preempt all running requests. All sampled tokens have been polled."""
@@ -114,7 +114,7 @@ class Scheduler:
             if sequence.computed:
                 text = sequence.contents_of(sequence.text[:-1].tolist())
                 self.pool.of(sequence).remember_tail(text, sequence.pages, sequence.root)
-                self.cells.keep(sequence, text)
+                self.cells.of(sequence).keep(sequence, text)
             self._leave(sequence)
 
     def only_decoding(self) -> np.ndarray | None:
@@ -126,7 +126,7 @@ class Scheduler:
         slots = self._slots()
         if not len(slots) or (self._sequences.lengths[slots] - self._known[slots] > 1).any() or self._may_admit(slots):
             return None
-        if self.cells.cells and len(self.cells.due(slots, self._known + 1)):
+        if len(self.cells.due(slots, self._known + 1)):
             return None
         lacking = self._holders(self._without_page(slots))
         if lacking and not self.pool.has_one_for_each(lacking):
@@ -180,10 +180,8 @@ class Scheduler:
         tokens = self._tokens_of(decoding, drafts, chunks)
         table_SP = torch.from_numpy(self._table[slots, : read_pages(int(ends.max()), self._page)])
         self._known[slots] = ends
-        for slot in self.cells.due(decoding, self._known).tolist() if self.cells.cells else ():
-            sequence = self._sequences.holder(slot)
-            assert sequence is not None
-            self.cells.decode(sequence, self._register(sequence, int(self._known[slot])))
+        for sequence in self._holders(self.cells.due(decoding, self._known)):
+            self.cells.of(sequence).decode(sequence, self._register(sequence, int(self._known[sequence.slot])))
         positions, sampling_slots, ahead = sampled_positions(
             slots, counts, self._sequences.lengths[slots] - ends, decoding=len(decoding)
         )
@@ -319,9 +317,10 @@ class Scheduler:
         Requests that are admitted after it already find them in the pages.
         """
         known = int(self._known[sequence.slot])
-        count = sequence.chunk_end(known, known + self.cells.cut(known, min(left, budget), known + left)) - known
+        cells = self.cells.of(sequence)
+        count = sequence.chunk_end(known, known + cells.cut(known, min(left, budget), known + left)) - known
         chunks.append((sequence, count))
-        self.cells.chunk(sequence, self._register(sequence, known + count), known + left)
+        cells.chunk(sequence, self._register(sequence, known + count), known + left)
         return count
 
     def _register(self, sequence: RunningSequence, count: int) -> list[int]:
@@ -341,9 +340,12 @@ class Scheduler:
         return sequence if any(self._begins(sequence, lane, room[lane]) for lane in lanes) else None
 
     def _begins(self, sequence: RunningSequence, lane: int, room: int) -> bool:
-        """Admit the first waiting request to a lane that has room for rows; False: it lacks pages."""
+        """Admit the first waiting request to a lane that has room for rows; False: it lacks pages or a cell."""
         pool = self.pool.lanes[lane]
-        shared, known, tail = known_prefix(pool, self.cells, sequence)
+        cells = self.cells.lanes[lane]
+        if not cells.has_room:
+            return False
+        shared, known, tail = known_prefix(pool, cells, sequence)
         pool.share(shared)
         lacking = -(-len(sequence.text) // self._page) - len(shared)
         if pool.available < lacking + self._growing(lane):
@@ -358,7 +360,7 @@ class Scheduler:
         again = max(0, sequence.known_before - known)
         sequence.recomputed += again
         self.recomputed += again
-        self.cells.begin(sequence, known, shared)
+        cells.begin(sequence, known, shared)
         self._assign_slot(sequence, shared + pool.take(lacking), known)
         self.cached += known
         most = len(self._waiting) if self.lanes == 1 else min(len(self._waiting), room - 1)
@@ -370,11 +372,12 @@ class Scheduler:
         """Admit the siblings of a request whose prompt is computed: share its whole pages and copy the last one."""
         whole, rest = divmod(len(leader.text), self._page)
         pool = self.pool.of(leader)
+        cells = self.cells.of(leader)
         forked: list[RunningSequence] = []
         for sequence in leader.siblings:
-            if len(self._running) >= self.max_rows or pool.available < bool(rest) or not self.cells.has_room:
+            if len(self._running) >= self.max_rows or pool.available < bool(rest) or not cells.has_room:
                 break
-            self.cells.fork(leader, sequence)
+            cells.fork(leader, sequence)
             sequence.lane = leader.lane
             pages = leader.pages[:whole]
             pool.share(pages)
@@ -431,7 +434,7 @@ class Scheduler:
         """Remove a request from all lists and release its pages."""
         self.pool.of(sequence).give_back(sequence.pages)
         sequence.pages = []
-        self.cells.leave(sequence)
+        self.cells.of(sequence).leave(sequence)
         if sequence in self._running:
             self._running.remove(sequence)
             self._running_slots = None
