@@ -12,7 +12,7 @@ import torch
 
 from funrl import trees
 from funrl.cost.decoding import own_prompts
-from funrl.cost.full_rows import Written, full_rows, scored_rows, written_fields
+from funrl.cost.full_rows import FieldShapes, full_rows, score_or_fill, written_fields
 from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
 from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
@@ -91,11 +91,11 @@ class StepCalls(NamedTuple):
     """Calls of a step by phase, and the fields that roles have written in it."""
 
     phases: dict[str, DeviceCalls]
-    written: Written
+    written: FieldShapes
 
 
 def step_calls(
-    job: Job, parts: Parts, tokens: int, local: int, learns: bool = True, written: Written | None = None
+    job: Job, parts: Parts, tokens: int, local: int, learns: bool = True, written: FieldShapes | None = None
 ) -> StepCalls:
     """Count a step by phase.
 
@@ -105,7 +105,7 @@ def step_calls(
       tokens: of a prompt or text.
       local: rows of each rank.
       learns: update the weights; False: only score the rows.
-      written: as in `scored_rows`.
+      written: as in `score_or_fill`.
     """
     counter = DeviceCounter()
     rows = mapped(full_rows(job, parts, tokens, local), counter.put)
@@ -122,7 +122,7 @@ def step_calls(
     state = first_state(job, parts, own, ())._replace(step=first)
     with counter:
         drawn, state, _ = loop.draw_batch(trainer, state)
-        drawn, state = scored_rows(trainer, state, drawn, written, functools.partial(torch.empty, device=DEVICE))
+        drawn, state = score_or_fill(trainer, state, drawn, written, functools.partial(torch.empty, device=DEVICE))
         if learns:
             loop.learn_batch(trainer, state, drawn)
     return StepCalls(counter.phases, written_fields(parts, drawn))

@@ -23,7 +23,7 @@ from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.descriptions import left_out, step_text
 from funrl.cost.episode_turns import with_waiting
-from funrl.cost.full_rows import Written, full_rows, rows_to_read, scored_rows, written_fields
+from funrl.cost.full_rows import FieldShapes, full_rows, rows_to_read, score_or_fill, written_fields
 from funrl.cost.judge_cost import judging, plain_judge, with_judge_phase, writes_verdicts
 from funrl.cost.pool_phases import pool_phases
 from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
@@ -366,7 +366,7 @@ def trace_step(
     rows: Rows,
     tracer: Tracer,
     learns: bool = True,
-    written: Written | None = None,
+    written: FieldShapes | None = None,
 ) -> Trace:
     """Score rows and learn from them with the trainer's own functions.
 
@@ -404,7 +404,7 @@ def trace_step(
             read = rows_to_read(job, rows)
             with trainer.clock.phase(f"score_{name}"):
                 end_values(roles[name], frozen[name], read, scoring_budget(job.settings))
-        rows, state = scored_rows(trainer, state, rows, written, tracer.empty)
+        rows, state = score_or_fill(trainer, state, rows, written, tracer.empty)
         tracer.hold_tree(rows.batch, "batch")
         if learns:
             loop.learn_batch(trainer, state, rows)

@@ -23,7 +23,7 @@ from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
-Written = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype
+FieldShapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
@@ -51,11 +51,11 @@ def rows_to_read(job: Job, rows: Rows) -> Rows:
     return rows_of(here._replace(length=example.length.expand(len(rows.owner)).clone()), rows.owner, rows.mesh)
 
 
-def scored_rows(
+def score_or_fill(
     trainer: loop.Trainer,
     state: loop.State,
     rows: Rows,
-    written: Written | None,
+    written: FieldShapes | None,
     empty: Callable[..., Tensor],
 ) -> tuple[Rows, loop.State]:
     """The rows with the fields that roles write, and with advantages; the state after them.
@@ -77,7 +77,7 @@ def scored_rows(
     return rows, state
 
 
-def written_fields(parts: Parts, rows: Rows) -> Written:
+def written_fields(parts: Parts, rows: Rows) -> FieldShapes:
     """The fields of scored rows that roles have written."""
     fields = as_dict(rows.batch)
     names = [name for role in parts.roles.values() for name in role.writes]

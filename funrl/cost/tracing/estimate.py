@@ -36,7 +36,7 @@ Counted = TypeVar("Counted")
 # trace with one more. With fewer than three, no layer is between one whose weights are being sent and one whose
 # gradients are.
 DEPTH = 3
-NEAR = 3  # messages that are traced besides, where fewer traces suffice then
+FURTHER = 3  # messages that are traced besides, where fewer traces suffice then
 # collectives that send messages from rank to rank instead of around rings
 MOVE = "move_rows"
 RESHARD = "reshard"
@@ -239,11 +239,11 @@ def _in_order(*messages: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _near_rests(rests: list[int]) -> list[int]:
-    """Numbers of messages to extrapolate, lowered by at most `NEAR` where that saves a trace."""
+    """Numbers of messages to extrapolate, lowered by at most `FURTHER` where that saves a trace."""
     lowered: dict[int, int] = {}
     least = 0
     for rest in sorted(set(rests)):
-        if rest > least + NEAR:
+        if rest > least + FURTHER:
             least = rest
         lowered[rest] = least
     return [lowered[rest] for rest in rests]
@@ -265,7 +265,7 @@ def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
     tower = model.config.tower
     deep = tower.form.deep_layers
     whole = min(len(tower.whole_layers), len(set(deep) & set(tower.whole_layers)) + 1)
-    if len(tower.whole_layers) - whole <= NEAR:
+    if len(tower.whole_layers) - whole <= FURTHER:
         whole = len(tower.whole_layers)
     least = -(-(whole + 2) // joined) if whole else 0
     few = max(DEPTH + -(-len(deep) // joined), least) * joined + tower.layers % joined
