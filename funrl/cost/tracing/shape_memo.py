@@ -112,10 +112,11 @@ class DeviceMemo:
         known = self.known.get(key)
         if known is None:
             out = func(*args, **kwargs)
-            results = [_on_device(x, args) for x in (out if isinstance(out, (tuple, list)) else (out,))]
-            if results and all(results):
-                several = isinstance(out, (tuple, list))
-                self.known[key] = _Several(type(out), tuple(results)) if several else results[0]
+            several = isinstance(out, (tuple, list))
+            results = out if several else (out,)
+            described = [known for x in results if (known := _on_device(x, args)) is not None]
+            if described and len(described) == len(results):
+                self.known[key] = _Several(type(out), tuple(described)) if several else described[0]
             return out
         if isinstance(known, _Several):
             return known.kind(_empty(result) for result in known.results)
