@@ -102,7 +102,6 @@ def test_a_rank_of_its_own_computes_what_this_process_does():
     [
         ("dp1", True, True),
         pytest.param("dp2", True, False, marks=pytest.mark.gloo),
-        pytest.param("dp2", True, True, marks=[pytest.mark.gloo, pytest.mark.slow]),
         pytest.param("dp2", False, False, marks=[pytest.mark.gloo, pytest.mark.slow]),
     ],
 )

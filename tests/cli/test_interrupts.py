@@ -131,13 +131,7 @@ def test_sigterm_to_every_process_finishes_the_step_and_blames_no_reward(tmp_pat
 
 
 @linux
-@pytest.mark.parametrize(
-    ("mesh", "sign"),
-    [
-        ("dp2", signal.SIGINT),
-        pytest.param("dp1", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mesh", "sign"), [("dp2", signal.SIGINT)])
 def test_a_signal_to_the_group_finishes_the_step_and_saves(tmp_path, mesh, sign):
     """A terminal's Ctrl-C and the signal of `timeout` go to every process of the group."""
     run_dir = tmp_path / "run"

@@ -64,7 +64,6 @@ TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_gen
 
 
 PLACES = {
-    "together": ("grpo", []),
     "apart": ("grpo", ["--place=generate:1"]),
     "ahead": ("rollout_is", ["--place=generate:1", "--staleness=2", "--window=3"]),
 }

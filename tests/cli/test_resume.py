@@ -42,11 +42,10 @@ LORA = ("--lora_rank=2", "--lora_alpha=3", "--lora_targets=q_proj,down_proj")
     ("name", "lora"),
     [
         ("grpo", ()),
-        pytest.param("sft", (), marks=pytest.mark.slow),
         pytest.param("dpo", (), marks=pytest.mark.slow),
         pytest.param("reward_model", LORA, marks=pytest.mark.slow),
     ],
-    ids=["grpo", "sft", "dpo", "reward_model with adapters"],
+    ids=["grpo", "dpo", "reward_model with adapters"],
 )
 def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, capsys):
     more = (RL if name == "grpo" else ()) + lora

@@ -78,7 +78,7 @@ CLASSES = {
 }
 
 
-@pytest.fixture(params=quick(FAMILIES, ["qwen2_5_vl"]))
+@pytest.fixture(params=quick(["qwen2_5_vl", "llava_onevision"], ["qwen2_5_vl"]))
 def folder(request, tmp_path):
     """The directory of a small model without weights."""
     raw = {"model_type": request.param, "architectures": [CLASSES[request.param]], **TOKENS, **FAMILIES[request.param]}

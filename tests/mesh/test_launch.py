@@ -360,7 +360,6 @@ print(f"sum {total} {in_place}\\n", end="")
     [
         ("forked", "dp1"),
         ("forked", "dp2"),
-        pytest.param("fresh", "dp2", marks=pytest.mark.slow),
         pytest.param("torchrun", "dp2", marks=pytest.mark.slow),
     ],
 )

@@ -166,7 +166,7 @@ MESHES = {  # tests of adapters have one model of each kind on tp2
     **dict.fromkeys(("gemma", "gemma4", "olmo3", "exaone4"), ("tp2 split",)),
     "ministral3 window": ("tp2 split", "sp2"),
     "gpt_oss": (*_DENSE_MESHES, "ep2,tp2", "ep2 fsdp"),
-    "qwen3_5": ("tp2", "tp2 split", "sp2,tp2", "sp2 fsdp"),
+    "qwen3_5": ("tp2 split", "sp2,tp2", "sp2 fsdp"),
     "qwen3_5_moe": ("dp2 fsdp", "sp2", "ep2,tp2"),
     "gemma4 vectors": _DENSE_MESHES,
     "gemma4 experts": ("tp2 split", "sp2", "ep2,tp2"),

@@ -146,8 +146,8 @@ DTYPES = {
 }
 WAYS_OF = {
     "packed": WAYS,
-    "torch": WAYS,
-    "static": ("few rows", "little cache", "pieces, little cache", "submitted bit by bit"),
+    "torch": [*WAYS][1::2],
+    "static": ("few rows", "pieces, little cache", "submitted bit by bit"),
 }
 QUICK = (
     ("packed", "few rows"),

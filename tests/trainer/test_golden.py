@@ -79,7 +79,6 @@ def test_five_steps_of_ppo(mesh):
     "mesh,more",
     [
         ("dp1", {}),
-        pytest.param("dp2,tp2", {"split_residual": "on"}, marks=pytest.mark.slow),
         pytest.param("dp2", {"fsdp": True}, marks=pytest.mark.slow),
     ],
 )

@@ -107,7 +107,6 @@ RUNS = {
     "greedy baseline": (remax, {}),
     "prime": (prime, {"max_refills": 2}),
     "adapters": (GRPO, {"lora_rank": 2}),
-    "merged probe": (GRPO, {"probe_sync_every": 1}),
     "curriculum of pairs": (online_dpo, {"difficulty": "0.2,0.8"}),
 }
 

@@ -36,7 +36,6 @@ def compare_numbers(placed, together):
 RUNS = {
     "reward model": (grpo, ["reward_model"], "train:1 generate:1 reward_model:1", {}),
     "other tokens": (grpo, ["own_tokenizer"], "train:dp2 generate:dp2 reward_model:tp2", {"mesh": "dp2"}),
-    "steps": (PPO, ["process_reward_model"], "train:1 generate:dp2 process_reward_model:dp2", {}),
     "judge and reward model": (grpo, ["reward_model", "judge"], "train:1 generate:tp2 reward_model:1 judge:tp2", {}),
     "beside a reference": (PPO, ["reward_model"], "train:1 generate:1 reference:1 reward_model:dp2", {}),
 }
