@@ -70,8 +70,9 @@ def assert_same(wanted, found, gap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", GAPS, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "dtype"), [("greedy", torch.float32), ("truncated", torch.float64), ("penalised", torch.float64)], ids=str
+)
 def test_completions_are_those_of_torch(way, dtype):
     wanted, found = (
         complete(engine, requests(**WAYS[way])) for engine in engines(decoder_model(decoder_config(**SIZES)), dtype)

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.xla
 HERE = Path(__file__).parent
 DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
 MESHES = {  # the collectives that its program must have
-    "dp2": {"all-reduce"},
-    "tp2": {"all-reduce"},
     "dp2,tp2": {"all-reduce"},
     "dp2+fsdp": {"all-gather", "reduce-scatter"},
     "sp2": {"all-to-all"},
@@ -23,7 +21,6 @@ MESHES = {  # the collectives that its program must have
 }
 ENGINES = [("float64", "dp2,tp2+lora"), ("bfloat16", "dp2,tp2")]
 RUNS = [
-    ("float64", "ppo:dp2", "ppo:tp2"),
     ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
     ("float64", "ppo:dp2+fsdp", "ppo:sp2"),
     ("float32", "ppo:dp2,tp2", "sft:dp2+fsdp"),

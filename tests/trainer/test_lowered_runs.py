@@ -29,8 +29,7 @@ def steps_of_run(recipe, steps, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-9), ("float32", 1e-3)])
+@pytest.mark.parametrize("recipe,dtype,tolerance", [("ppo", "float64", 1e-9), ("grpo", "float32", 1e-3)])
 def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, dtype, tolerance):
     pytest.importorskip("jax")
     lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
@@ -60,7 +59,7 @@ class Stopping(Quiet):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before,after", [("torch", "xla"), ("xla", "torch")])
+@pytest.mark.parametrize("before,after", [("torch", "xla")])  # the meshes have the reverse
 def test_a_checkpoint_of_one_backend_is_continued_by_the_other(before, after, tmp_path):
     pytest.importorskip("jax")
     whole = Quiet(str(tmp_path / "whole"))

@@ -59,9 +59,13 @@ def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
         assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
 
 
-@pytest.mark.parametrize("dtype", quick(TOLERANCE, ["float64"]))
-@pytest.mark.parametrize("recipe", quick(RECIPES, ["grpo"]))
-def test_gradients_are_those_of_torch(recipe, dtype):
+@pytest.mark.parametrize(
+    "case",
+    quick([*((recipe, "float64") for recipe in RECIPES), ("ppo", "float32")], [("grpo", "float64")]),
+    ids=" ".join,
+)
+def test_gradients_are_those_of_torch(case):
+    recipe, dtype = case
     kind = {} if recipe in ("grpo", "ppo", "entropy") else {"reward": None}
     run, lowered, state, rows, _ = both(recipe, dtype=dtype, **kind)
     assert_same_steps(run, lowered, state, rows, TOLERANCE[dtype])
@@ -74,6 +78,6 @@ def test_models_have_programs(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {"temperature": 0.7}, {"token_budget": 32}], ids=str)
+@pytest.mark.parametrize("settings", [{"lora_rank": 2}, {"token_budget": 32}], ids=str)
 def test_settings_change_nothing(settings):
     assert_same_steps(*both(**settings)[:4])

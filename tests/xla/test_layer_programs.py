@@ -61,8 +61,9 @@ def test_a_deep_program_of_two_kinds_of_layers_is_as_large_as_a_shallow_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("windows", [(None,) * 3, (3, None) * 2 + (3,)], ids=["equal", "alternating"])
+@pytest.mark.parametrize(
+    ("remat", "windows"), [("none", (None,) * 3), ("full", (3, None) * 2 + (3,))], ids=["equal", "alternating"]
+)
 def test_the_gradient_is_that_of_plain_layers(remat, windows):
     model = decoder_model(decoder_config(**SIZES, layers=len(windows), windows=windows))
     args = (weights(model), batch())
