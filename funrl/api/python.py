@@ -284,11 +284,7 @@ def train(
     environment, of_env = environment_given(env, env_args)
     given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
     named = texts_given(mesh_text(mesh), model, reward, eval_data, curriculum) | of_env
-    algorithm = (
-        recipe
-        if isinstance(recipe, Algorithm)
-        else composed(recipe, resolved(settings_of(**values, **named), prompts is not None or env is not None), own)
-    )
+    algorithm = _algorithm_of(recipe, settings_of(**values, **named), prompts is not None or env is not None, own)
     if isinstance(prompts, (str, Path)):
         named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
     wanted = with_model_directories(settings_of(**named, **values))
@@ -305,6 +301,11 @@ def train(
     if chosen.run.resume:
         _say_changes(job, expanded(str(chosen.run.run_dir)))
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _algorithm_of(recipe: str | Algorithm, settings: Settings, given: bool, own: Mapping[str, Any]) -> Algorithm:
+    """The algorithm of a recipe; `given`: whether the caller passes prompts or an environment."""
+    return recipe if isinstance(recipe, Algorithm) else composed(recipe, resolved(settings, given), own)
 
 
 def _say_changes(job: Job, folder: Path) -> None:

@@ -272,7 +272,6 @@ class PackedDecoder:
           ValueError: a token, sequence, page or index does not exist.
         """
         N = tokens_N.shape[0]
-        M = draw_M.shape[0]
         given = (tokens_N, positions_N, sequence_N, tables_SP, draw_M)
         dtypes = tuple(x.dtype for x in given)
         if dtypes != _DTYPES:
@@ -280,19 +279,12 @@ class PackedDecoder:
         tokens_N, positions_N, sequence_N, tables_SP, draw_M = (x.contiguous() for x in given)
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
-        if logits_MV is None:
-            logits_MV = torch.empty(M, self.sizes.vocab, dtype=self.logits_dtype)
-        elif (
-            logits_MV.shape != (M, self.sizes.vocab)
-            or logits_MV.dtype != self.logits_dtype
-            or not logits_MV.is_contiguous()
-        ):
-            raise ValueError(f"logits of {M} rows do not go into {logits_MV.dtype} {tuple(logits_MV.shape)}")
+        logits_MV = self._logits_memory(len(draw_M), logits_MV)
         trace = pointers_of(self.trace)
         step = StepCall(
             tokens=N,
             width=tables_SP.shape[1],
-            drawn=M,
+            drawn=len(draw_M),
             token=tokens_N.data_ptr(),
             position=positions_N.data_ptr(),
             sequence=sequence_N.data_ptr(),
@@ -315,6 +307,15 @@ class PackedDecoder:
             raise ValueError(_PROBLEMS[problem])
         del memory
         return logits_MV
+
+    def _logits_memory(self, rows: int, given: Tensor | None) -> Tensor:
+        """Memory for logits of some rows: what is given if it can hold them, new memory without any."""
+        shape = (rows, self.sizes.vocab)
+        if given is None:
+            return torch.empty(shape, dtype=self.logits_dtype)
+        if given.shape != shape or given.dtype != self.logits_dtype or not given.is_contiguous():
+            raise ValueError(f"logits of {rows} rows do not go into {given.dtype} {tuple(given.shape)}")
+        return given
 
     def copy_pages(self, cache: PagedKeyValues, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages in all layers; all are read before any is written."""

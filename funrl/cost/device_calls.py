@@ -12,12 +12,12 @@ import torch
 
 from funrl import trees
 from funrl.cost.decoding import own_prompts
-from funrl.cost.full_rows import FieldShapes, full_rows, score_or_fill, written_fields
+from funrl.cost.full_rows import full_rows, score_or_fill, written_fields
 from funrl.cost.row_pictures import assumed_prompt, encode_pictures, owned_bytes, with_assumed_pictures
 from funrl.cost.row_plan import rows_of_step
 from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.device_counter import DEVICE, DeviceCalls, DeviceCounter, calls_along
-from funrl.cost.tracing.estimate import TracedClock, of_all_layers, pretended, rows_of_a_pass
+from funrl.cost.tracing.estimate import FieldShapes, TracedClock, of_all_layers, pretended, rows_of_a_pass
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Lora
 from funrl.models.weight_dtypes import weight_dtype

@@ -23,7 +23,7 @@ from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import EngineWork, generation
 from funrl.cost.descriptions import left_out, step_text
 from funrl.cost.episode_turns import with_waiting
-from funrl.cost.full_rows import FieldShapes, full_rows, rows_to_read, score_or_fill, written_fields
+from funrl.cost.full_rows import full_rows, rows_to_read, score_or_fill, written_fields
 from funrl.cost.judge_cost import judging, plain_judge, with_judge_phase, writes_verdicts
 from funrl.cost.pool_phases import pool_phases
 from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
@@ -33,6 +33,7 @@ from funrl.cost.tracing.estimate import (
     MOVES,
     TRACED,
     Estimate,
+    FieldShapes,
     Trace,
     TracedClock,
     at_rows,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from funrl import trees
 from funrl.algos.reading import reads
 from funrl.batch import TOKEN_INT, Batch, as_dict
 from funrl.cost.row_pictures import picture_tokens_of
+from funrl.cost.tracing.estimate import FieldShapes
 from funrl.cost.tracing.turns import turns_of
 from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
@@ -22,8 +23,6 @@ from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
-
-FieldShapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:

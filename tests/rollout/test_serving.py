@@ -201,8 +201,9 @@ def contents(root: Any) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_behind_over_fifty_rounds(packed=NO_PACKING is None):
+def test_nothing_is_left_behind_over_fifty_rounds():
     """Rounds with ends of all kinds: cancelled, paused, preempted, with new weights, and with sampling of its own."""
+    packed = NO_PACKING is None
     size = engine_of(CONFIG, packed=packed)._backend.page_bytes
     engine, sizes, objects = engine_of(CONFIG, packed=packed, max_rows=6, cache_bytes=14 * size), [], []
     for turn in range(50):

@@ -9,7 +9,7 @@ from small_runs import SIZES, SMALL, resized
 from test_agents import Rivals
 from test_asynchronous_replay import check_resumed, repeated, trained
 from test_clock_runs import differences, slowed
-from test_placement_runs import check_ages, compare, rank_of
+from test_placement_runs import assert_same_runs, check_ages, rank_of
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -63,7 +63,7 @@ def test_apart_they_give_the_same_bits(case):
     agents, layout = case
     apart, together = LAYOUTS[layout]
     flags = {"agents": AGENTS[agents], "steps": 4}
-    compare(run(GRPO, **flags, **apart), run(GRPO, **flags, **together))
+    assert_same_runs(run(GRPO, **flags, **apart), run(GRPO, **flags, **together))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_so_does_a_model_of_a_directory(tmp_path):
     params = job.model.init(torch.Generator().manual_seed(7), torch.float64)
     hf.save(tmp_path / "model", job.model, params, job.tokenizer)
     flags = {"agents": f"rival:{tmp_path / 'model'}"}
-    compare(run(GRPO, place="train:dp1 generate:tp2", **flags), run(GRPO, mesh="tp2", **flags), 1e-9)
+    assert_same_runs(run(GRPO, place="train:dp1 generate:tp2", **flags), run(GRPO, mesh="tp2", **flags), 1e-9)
 
 
 AHEAD = {

@@ -12,7 +12,7 @@ from selection import quick
 from small_runs import GRPO, SMALL
 from test_asynchronous_replay import repeated, trained
 from test_picture_episodes import CountsSquares
-from test_placement_runs import Ended, compare, rank_of
+from test_placement_runs import Ended, assert_same_runs, rank_of
 
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.data.pictures import picture_url
@@ -48,8 +48,8 @@ LAYOUTS = {
 def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
     together, apart = LAYOUTS[name]
     placed = run(**apart)
-    compare(placed, run(**together))
-    compare(placed, run(tower=apart.get("tower", "windows")), 1e-9)
+    assert_same_runs(placed, run(**together))
+    assert_same_runs(placed, run(tower=apart.get("tower", "windows")), 1e-9)
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
@@ -58,7 +58,7 @@ def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
 def test_a_reference_on_ranks_of_its_own_sees_the_pictures():
     compose = functools.partial(GRPO, kl_coef=0.1)
     placed = run(compose=compose, place="train:dp2 generate:1 reference:dp2")
-    compare(placed, run(compose=compose, mesh="dp2"), 1e-9)
+    assert_same_runs(placed, run(compose=compose, mesh="dp2"), 1e-9)
     assert placed.observer.steps[-1][1]["actor/kl_loss"] != 0
 
 
@@ -74,7 +74,7 @@ def test_generators_that_join_see_the_pictures(name, tmp_path):
     gaps = [metrics["rollout/logprob_gap_max"] for _, metrics in ended[1].steps]
     assert gaps and max(gaps) < 1e-12
     if not settings:
-        compare(Ended(*ended), run())
+        assert_same_runs(Ended(*ended), run())
 
 
 AHEAD = SMALL | {
@@ -174,5 +174,5 @@ def test_episodes_have_the_same_bits_apart(texts):
     for settings in ({"mesh": "dp2", "generate_mesh": "tp2"}, {"place": "train:dp2@0-1 generate:tp2@2-3"}):
         job = prepare(settings_of(**flags | settings), GRPO, environment)
         ended.append(launch(functools.partial(rank_of, job), job.launched, "cpu"))
-    compare(ended[1], ended[0])
+    assert_same_runs(ended[1], ended[0])
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in ended[1].observer.steps)

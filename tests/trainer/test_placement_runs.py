@@ -68,7 +68,7 @@ def run(compose=GRPO, **settings):
     return launch(functools.partial(rank_of, job), job.launched, "cpu")
 
 
-def compare(placed, together, tolerance=0.0):
+def assert_same_runs(placed, together, tolerance=0.0):
     """Samples, tables, metrics and weights of two runs."""
     assert placed.outcome.error is None and placed.outcome.last.keys() == together.outcome.last.keys()
     assert placed.observer.shown == together.observer.shown and placed.observer.shown
@@ -96,8 +96,8 @@ LAYOUTS = {
 def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
     together, apart = LAYOUTS[name]
     placed = run(**apart)
-    compare(placed, run(**together))
-    compare(placed, run(), 1e-9)
+    assert_same_runs(placed, run(**together))
+    assert_same_runs(placed, run(), 1e-9)
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
@@ -116,7 +116,7 @@ RUNS = {
 def test_every_kind_of_run_has_the_same_bits_apart(name):
     compose, settings = RUNS[name]
     placed = run(compose, place="train:dp2@0-1 generate:dp2@2-3", **settings)
-    compare(placed, run(compose, mesh="dp2", **settings))
+    assert_same_runs(placed, run(compose, mesh="dp2", **settings))
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
@@ -137,7 +137,7 @@ def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
     compose, settings, place, together = SCORING[name]
     compose = functools.partial(compose, kl_coef=0.1)
     placed = run(compose, place=place, **settings)
-    compare(placed, run(compose, **together, **settings), 1e-9)
+    assert_same_runs(placed, run(compose, **together, **settings), 1e-9)
     assert placed.observer.steps[-1][1]["actor/kl_loss" if name != "split layers" else "actor/reward_kl_penalty"] != 0
 
 
@@ -145,7 +145,7 @@ def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
 def test_transformers_generate_on_ranks_of_their_own(settings):
     settings = {"engine": "hf", "dtype": "float32", **settings}
     placed = run(place="generate:1", **settings)
-    compare(placed, run(**settings))
+    assert_same_runs(placed, run(**settings))
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
@@ -153,7 +153,7 @@ def test_transformers_generate_on_ranks_of_their_own(settings):
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
     placed = run(place="train:dp2@0-1 generate:tp2@2-3", **settings)
-    compare(placed, run(mesh="dp2", generate_mesh="tp2", **settings))
+    assert_same_runs(placed, run(mesh="dp2", generate_mesh="tp2", **settings))
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
 
 

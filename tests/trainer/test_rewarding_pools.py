@@ -5,7 +5,7 @@ from selection import quick
 from small_runs import MEASURED, PPO, small_job
 from test_own_texts import folders as folders  # a fixture
 from test_own_texts import with_judge
-from test_placement_runs import OWN, compare, run
+from test_placement_runs import OWN, assert_same_runs, run
 
 from funrl.algos import grpo
 from funrl.trainer.settings.declaration import SettingsError
@@ -22,7 +22,7 @@ def settings_of(folders, *names):
     return {name: value for flag in names for name, value in flags[flag].items()}
 
 
-def compare_numbers(placed, together):
+def assert_same_numbers(placed, together):
     """Samples, tables and metrics, apart from times, of two runs."""
     assert placed.outcome.error is None and placed.observer.shown and placed.observer.table
     for (step, prompts, texts, scores), other in zip(placed.observer.shown, together.observer.shown, strict=True):
@@ -58,7 +58,7 @@ TOGETHER = {
 def test_on_the_ranks_that_train_they_give_the_same_bits(name, folders):
     compose, names, apart, together = TOGETHER[name]
     flags = settings_of(folders, *names)
-    compare(run(compose, **apart, **flags), run(compose, **together, **flags))
+    assert_same_runs(run(compose, **apart, **flags), run(compose, **together, **flags))
 
 
 @pytest.mark.gloo
@@ -67,7 +67,7 @@ def test_on_ranks_of_their_own_they_give_the_same_numbers(name, folders):
     compose, names, place, together = RUNS[name]
     flags = settings_of(folders, *names)
     placed = run(compose, place=place, **flags)
-    compare_numbers(placed, run(compose, **together, **flags))
+    assert_same_numbers(placed, run(compose, **together, **flags))
     assert any(
         metrics[f"reward/{names[0].replace('own_tokenizer', 'reward_model')}/mean"]
         for _, metrics in placed.observer.steps

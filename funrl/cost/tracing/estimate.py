@@ -32,6 +32,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
 
 Counted = TypeVar("Counted")
+FieldShapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype
 # Messages of layers of one kind to trace, of a decoder and of a tower; those of deeper models are extrapolated from a
 # trace with one more. With fewer than three, no layer is between one whose weights are being sent and one whose
 # gradients are.
@@ -90,7 +91,7 @@ class Trace(NamedTuple):
     resting: dict[str, float]
     row_bytes: float
     token_bytes: tuple[int, int]
-    written: Mapping[str, tuple[torch.Size, torch.dtype]]
+    written: FieldShapes
 
 
 def stage_of(phase: str) -> str:
