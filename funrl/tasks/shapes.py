@@ -1,11 +1,11 @@
 """The embedded task with pictures: how many red squares are there?
 
-A picture is a strip of 48 x 8 pixels. It has 6 cells, some of which hold a square or a triangle in red, green or blue,
-of a shade that varies. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
+A picture of 32 x 32 pixels has 4 cells, some of which hold a square or a triangle in red, green or blue, of a shade and
+at a place that vary. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
 decoder with a vision tower that imitates it sees what is there and counts, with the demonstrator's errors;
 reinforcement removes these.
 
-A cell is one token, and the word of a description that names it follows at a constant distance along the columns.
+A cell is one token, merged from 4 patches.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
 SHAPE_NAMES = ("squares", "triangles")
 COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
-CELL, CELLS = 8, 6  # pixels of a cell's side, cells of a picture
-STAMP = 6  # pixels of a shape's side
+CELL, SIDE = 16, 2  # pixels of a cell's side, cells of a picture's side
+CELLS = SIDE**2
+MERGE = 2  # patches of a cell's side
+STAMP = 12  # pixels of a shape's side
 BACKGROUND = 115  # near 0 once normalized, and darker than the colors
 SHADE = 25  # by which each channel of a color may differ
 MOST_OF_A_KIND = 3  # of a kind in a picture
@@ -57,8 +59,8 @@ class Drawing(NamedTuple):
     """A picture and what is in it.
 
     Attributes:
-      pixels: uint8 [8, 48, 3].
-      cells: kind of the shape in each of the 6 cells; -1: nothing.
+      pixels: uint8 [32, 32, 3].
+      cells: kind of the shape in each of the 4 cells, row by row; -1: nothing.
     """
 
     pixels: np.ndarray
@@ -71,9 +73,9 @@ class Drawing(NamedTuple):
 
 
 def stamps() -> dict[str, np.ndarray]:
-    """The pixels of each shape, bool [6, 6]."""
+    """The pixels of each shape, bool [12, 12]."""
     y, x = np.mgrid[0:STAMP, 0:STAMP]
-    triangle = np.abs(x - 2.5) <= (y + 1) / 2
+    triangle = np.abs(x - (STAMP - 1) / 2) <= (y + 1) / 2
     return {"squares": np.ones((STAMP, STAMP), bool), "triangles": triangle}
 
 
@@ -88,17 +90,16 @@ def drawings(seed: int, split: Split = "train") -> Iterator[Drawing]:
 
 
 def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
-    """A picture of 2 to 6 shapes, a good third of which are of one kind."""
-    pixels = np.full((CELL, CELLS * CELL, 3), BACKGROUND, np.uint8)
+    """A picture of 2 to 4 shapes, about half of which are of one kind."""
+    pixels = np.full((SIDE * CELL, SIDE * CELL, 3), BACKGROUND, np.uint8)
     cells = np.full(CELLS, -1)
     frequent = rng.integers(len(COLORED_SHAPES))
-    for cell in rng.permutation(CELLS)[: rng.integers(2, 7)]:
-        kind = frequent if rng.random() < 0.4 else rng.integers(len(COLORED_SHAPES))
+    for cell in rng.permutation(CELLS)[: rng.integers(2, CELLS + 1)]:
+        kind = frequent if rng.random() < 0.5 else rng.integers(len(COLORED_SHAPES))
         if (cells == kind).sum() == MOST_OF_A_KIND:
             continue
         color, shape = COLORED_SHAPES[kind]
-        y = (CELL - STAMP) // 2
-        x = cell * CELL + y
+        y, x = np.array(divmod(cell, SIDE)) * CELL + rng.integers(0, CELL - STAMP + 1, 2)
         shade = np.clip(np.array(COLORS[color]) + rng.integers(-SHADE, SHADE + 1, 3), 0, 255)
         pixels[y : y + STAMP, x : x + STAMP][shapes[shape]] = shade
         cells[cell] = kind
@@ -196,6 +197,7 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
     from funrl.models.vision.config import TowerConfig, with_tower
 
     head = max(head, 16)
+    half = head // 2
     decoder = decoder_config(
         vocab=len(VOCABULARY),
         embed=64,
@@ -205,8 +207,8 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
         head=head,
         mlp=128,
         attention_bias=True,
-        rope_theta=100.0,
-        rope_axes=(2,) * (head // 2),
+        rope_theta=10.0,
+        rope_axes=(0,) * (half // 4) + (1,) * (half * 3 // 8) + (2,) * (half * 3 // 8),
         max_positions=64,
         eos=(VOCABULARY[END],),
         pad=VOCABULARY[PAD],
@@ -218,9 +220,9 @@ def shapes_model(head: int = 16) -> VisionLanguageConfig:
         embed=64,
         heads=4,
         inner=128,
-        patch=CELL,
-        merge=1,
-        window=2 * CELL,
+        patch=CELL // MERGE,
+        merge=MERGE,
+        window=CELL,
         whole_layers=(1,),
         placeholder=VOCABULARY[PLACEHOLDER],
         banned=(VOCABULARY[VIDEO],),

@@ -26,6 +26,7 @@ from funrl.cost.row_pictures import (
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single
+from funrl.models.vision import inputs as vision_inputs
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tiles import NO_TILES
@@ -199,22 +200,22 @@ def test_a_frozen_tower_has_no_backward_pass(folder):
 
 @pytest.mark.parametrize("mesh", quick(["dp2", "sp2"], ["sp2"]))
 def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
-    """Task pictures of 6 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows."""
+    """Task pictures of 16 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows."""
     own = {"dp2": 8, "sp2": 16}[mesh]  # rows of a rank
-    row = 6 * 3 * 8 * 8 + 2 * 8
+    row = 16 * 3 * 8 * 8 + 2 * 8
     flags = {"task": "shapes", "dry_run": True, "hardware": "cpu", "batch_prompts": 8, "samples_per_prompt": 2}
     no, yes = ({"assume_pictures": 0}, {})
     blind, seeing = (
-        dry_run.estimate(plain("grpo", **flags, **given, mesh=mesh), 13, CPU).phases for given in (no, yes)
+        dry_run.estimate(plain("grpo", **flags, **given, mesh=mesh), 11, CPU).phases for given in (no, yes)
     )
     assert seeing["advantage"].peak["batch"] - blind["advantage"].peak["batch"] == own * row
     before, after = (
         next(t for (op, _), t in phases[MOVES[0]].traffic.items() if op == MOVE) for phases in (blind, seeing)
     )
-    sent = {"dp2": 3, "sp2": 8}[mesh]  # to balance, and the half that the other rank has generated
+    sent = {"dp2": 5, "sp2": 8}[mesh]  # to balance, and the half that the other rank has generated
     assert after.nbytes - before.nbytes == sent * row and after.count == 3 * before.count
     alone = [
-        pretended_step(plain("grpo", **flags, **given), 13, own).phases["score_reference"].flops for given in (no, yes)
+        pretended_step(plain("grpo", **flags, **given), 11, own).phases["score_reference"].flops for given in (no, yes)
     ]
     assert seeing["score_reference"].flops - blind["score_reference"].flops == pytest.approx(alone[1] - alone[0])
 
@@ -261,28 +262,29 @@ def test_flags_of_pictures_are_refused_where_the_model_reads_text():
 @pytest.mark.parametrize("algorithm", quick(["grpo", "sft"], ["grpo"]))
 def test_pictures_of_the_task_are_its_own(algorithm):
     job = plain(algorithm, task="shapes")
-    tokens = {"grpo": 13, "sft": 15}[algorithm]
-    assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((1, 6),)
+    tokens = {"grpo": 11, "sft": 13}[algorithm]
+    assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((4, 4),)
 
 
 def test_device_calls_have_the_launches_of_a_prompts_pictures_and_the_bytes_of_patches():
     flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
-    blind, seeing = (device_calls(plain("grpo", **flags, **more), 13) for more in ({"assume_pictures": 0}, {}))
-    row = 6 * 3 * 8 * 8 + 2 * 8
+    blind, seeing = (device_calls(plain("grpo", **flags, **more), 11) for more in ({"assume_pictures": 0}, {}))
+    row = 16 * 3 * 8 * 8 + 2 * 8
     assert seeing[PICTURES].to_device == 16 * row and PICTURES not in blind and ENCODE not in blind
     tower = seeing[ENCODE].launches
-    assert tower > 50 and seeing[ENCODE].to_device > 6 * 3 * 8 * 8
+    assert tower > 50 and seeing[ENCODE].to_device > 16 * 3 * 8 * 8
 
 
 @pytest.mark.slow
 def test_micro_batches_launch_the_tower_as_those_of_rows_with_pictures_do(monkeypatch):
     flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
     job = plain("grpo", **flags, freeze="none")
-    assumed, frozen = device_calls(job, 13), device_calls(plain("grpo", **flags), 13)
-    without = device_calls(plain("grpo", **flags, freeze="none", assume_pictures=0), 13)
+    assumed, frozen = device_calls(job, 11), device_calls(plain("grpo", **flags), 11)
+    without = device_calls(plain("grpo", **flags, freeze="none", assume_pictures=0), 11)
     monkeypatch.setattr(calls_of_devices, "with_assumed_pictures", lambda job, parts, tokens: parts)
     monkeypatch.setattr(calls_of_devices, "full_rows", seen_rows)
-    real = device_calls(job, 13)
+    monkeypatch.setattr(vision_inputs, "grids_of", lambda sizes_P2: row_grids(job, 11) * len(sizes_P2))  # read as ones
+    real = device_calls(job, 11)
     update = "update_policy: a micro-batch"
     for name in ("score_reference: a micro-batch", update):
         assert assumed[name].launches == pytest.approx(real[name].launches, rel=0.02)

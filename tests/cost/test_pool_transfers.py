@@ -50,8 +50,8 @@ def test_pictures_go_with_their_rows():
     place = read_placement("train:dp1 generate:1", ONE)
     flags = {"task": "shapes", "dry_run": True, "hardware": "cpu"}
     jobs = [plain("grpo", **flags), plain("grpo", **flags, assume_pictures=0)]
-    seeing, blind = (pool_transfers(job, place, 13)[1] for job in jobs)
-    row = 6 * 3 * 8 * 8 + 2 * 8 + 2 * 8  # patches, sizes, and the numbers of both
+    seeing, blind = (pool_transfers(job, place, 11)[1] for job in jobs)
+    row = 16 * 3 * 8 * 8 + 2 * 8 + 2 * 8  # patches, sizes, and the numbers of both
     assert seeing.sent - blind.sent == pytest.approx(16 * row)
     assert (blind.messages, seeing.messages) == (1, 4)
 

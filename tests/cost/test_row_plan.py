@@ -76,7 +76,7 @@ RUNS = [
     ("grpo", 6, {"mesh": "dp2,tp2", "generate_mesh": "dp4", "samples_per_prompt": 3, "max_new_tokens": 1}),
     ("otb", 6, {"mesh": "dp2", "samples_per_prompt": 4, "max_new_tokens": 1}),  # whole groups are scored together
     ("dpo", 9, {"mesh": "dp2"}),
-    ("grpo", 13, {"mesh": "sp2", "task": "shapes", "samples_per_prompt": 2, "max_new_tokens": 1}),
+    ("grpo", 11, {"mesh": "sp2", "task": "shapes", "samples_per_prompt": 2, "max_new_tokens": 1}),
 ]
 
 

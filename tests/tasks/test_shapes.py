@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from einops import rearrange
 
 from funrl.data.pictures import expand_placeholders, picture_form, read_picture
 from funrl.models.vision.model import model_of_config
@@ -19,11 +20,11 @@ def drawn(seed, count, split="train"):
 
 def test_pictures_hold_what_their_cells_say():
     stamps = s.stamps()
-    assert [stamps[name].sum() for name in s.SHAPE_NAMES] == [36, 24]
+    assert [stamps[name].sum() for name in s.SHAPE_NAMES] == [144, 84]
     for drawing in drawn(0, 50):
-        assert 1 <= (drawing.cells >= 0).sum() <= 6 and drawing.counts.max() <= s.MOST_OF_A_KIND
-        for cell, kind in enumerate(drawing.cells):
-            inside = drawing.pixels[:, cell * s.CELL : (cell + 1) * s.CELL].astype(int)
+        assert 1 <= (drawing.cells >= 0).sum() <= 4 and drawing.counts.max() <= s.MOST_OF_A_KIND
+        cells = rearrange(drawing.pixels.astype(int), "(rows h) (columns w) c -> (rows columns) h w c", h=16, w=16)
+        for inside, kind in zip(cells, drawing.cells, strict=True):
             painted = (inside != s.BACKGROUND).any(-1)
             if kind < 0:
                 assert not painted.any()
@@ -77,7 +78,7 @@ def test_the_text_fits_the_tokenizer_and_the_model(tmp_path):
         answer = prompt.fields[TASK.demonstration_field]
         assert TASK.reward(prompt.prompt, answer, **prompt.fields) == 1.0
         assert len(tokenizer.encode(answer)) < TASK.max_new_tokens
-        assert read_picture(prompt.fields["images"][0]).size == (48, 8)
+        assert read_picture(prompt.fields["images"][0]).size == (32, 32)
     tokenizer.save_pretrained(tmp_path)
     assert TASK.is_its_tokenizer(tmp_path) and is_embedded_tokenizer(tmp_path)
     assert not embedded_task("arithmetic").is_its_tokenizer(tmp_path)
