@@ -33,9 +33,13 @@ def test_no_rank_has_more_than_the_mean_and_one_picture(shape):
 def test_pictures_that_are_balanced_stay_and_the_rest_moves():
     work = np.array([4, 4, 4, 4, 4, 4])
     assert assign_pictures(work, np.array([0, 0, 0, 1, 1, 1]), (2, 1)).tolist() == [[0, 0]] * 3 + [[1, 0]] * 3
-    # one of four moves beside the fifth; the rank that has the last one is then as good as the other
-    moved = assign_pictures(work[:5], np.array([0, 0, 0, 0, 1]), (2, 1))
-    assert moved[:, 0].tolist() == [0, 0, 1, 0, 1]
+    # three and two are as good as two and three; of four and one one moves
+    owners = ([0, 0, 0, 1, 1], [0, 0, 0, 0, 1])
+    moved = [assign_pictures(work[:5], np.array(owner), (2, 1))[:, 0] - owner for owner in owners]
+    assert [x.tolist().count(1) for x in moved] == [0, 1] and not any(-1 in x for x in moved)
+    # a large one that exceeds the mean is placed before small ones, which then move
+    uneven = assign_pictures(np.array([26, 8, 26, 16, 8]), np.array([0, 0, 1, 1, 1]), (2, 1))
+    assert loads_of(np.array([26, 8, 26, 16, 8]), uneven, (2, 1)).tolist() == [[42], [42]]
     # of ranks with the same rows each takes one of equal pictures
     assert assign_pictures(work[:2], np.array([0, 0]), (1, 2)).tolist() == [[0, 0], [0, 1]]
 

@@ -7,6 +7,8 @@ too, so they exchange hidden states only. Gradients of hidden states take the sa
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -30,12 +32,12 @@ STEP_BITS = 3  # a rank's patches are a multiple of an 8th of the power of two b
 def assign_pictures(work_Q: np.ndarray, owner_Q: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Assign pictures to ranks such that no rank has more work than the mean and one picture.
 
-    A picture stays with the ranks that have it as long as the mean is not exceeded there, the largest first. Each of
-    the others goes to the rank with the least work.
+    The largest picture is first. Each stays with the ranks that have it up to the mean, and goes to the rank with the
+    least work beyond it. Where the busiest rank would have no less work for it, all pictures stay.
 
     Args:
       work_Q: int64, of each picture.
-      owner_Q: index over the row axes of the ranks that have it.
+      owner_Q: index over the row axes of the ranks that have it, ascending.
       shape: number of ranks over the row axes, and over the others.
 
     Returns: int64 [Q, 2], the rank of each picture by these two indices.
@@ -44,28 +46,27 @@ def assign_pictures(work_Q: np.ndarray, owner_Q: np.ndarray, shape: tuple[int, i
     References: Graham, 1969, https://doi.org/10.1137/0117039
     """
     work_Q = np.asarray(work_Q, dtype=np.int64)
+    total = int(work_Q.sum())
+    staying, moving = (_largest_first(work_Q, owner_Q, shape, most) for most in (total, -(-total // math.prod(shape))))
+    return staying[0] if staying[1] <= moving[1] else moving[0]
+
+
+def _largest_first(
+    work_Q: np.ndarray, owner_Q: np.ndarray, shape: tuple[int, int], most: int
+) -> tuple[np.ndarray, int]:
+    """Ranks of pictures as in `assign_pictures`, which stay up to the work `most`, and the work of the busiest one."""
     loads = np.zeros(shape, dtype=np.int64)
     to_Q2 = np.zeros((len(work_Q), 2), dtype=np.int64)
-    mean = -(-int(work_Q.sum()) // loads.size)
-
-    def place(number: int, row: int, replica: int) -> None:
+    ordinal_Q = np.arange(len(owner_Q)) - np.searchsorted(owner_Q, owner_Q)  # so that equal ones fill all homes first
+    for number in np.lexsort((ordinal_Q, -work_Q)).tolist():
+        row = int(owner_Q[number])
+        replica = int(loads[row].argmin())
+        least = int(loads[row, replica])
+        if least + work_Q[number] > most and least > loads.min():
+            row, replica = divmod(int(loads.argmin()), shape[1])
         loads[row, replica] += work_Q[number]
         to_Q2[number] = row, replica
-
-    left: list[int] = []
-    for number in np.argsort(-work_Q, kind="stable").tolist():
-        home = int(owner_Q[number])
-        replica = int(loads[home].argmin())
-        if loads[home, replica] + work_Q[number] <= mean:
-            place(number, home, replica)
-        else:
-            left.append(number)
-    for number in left:
-        home = int(owner_Q[number])
-        at_home = loads[home].min() == loads.min()
-        row, replica = (home, loads[home].argmin()) if at_home else divmod(int(loads.argmin()), shape[1])
-        place(number, row, int(replica))
-    return to_Q2
+    return to_Q2, int(loads.max())
 
 
 def assigned_pictures(tower: TowerConfig, sizes_Q2: np.ndarray, owner_Q: np.ndarray, mesh: Mesh) -> AssignedPictures:
