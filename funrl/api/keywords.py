@@ -108,6 +108,7 @@ class TrainKeywords(SharedKeywords, total=False):
     grad_reduce_dtype: TextValue
     sequence_parallel: TextValue
     split_residual: TextValue
+    balance_pictures: TruthValue
     remat: TextValue
     offload: TextValue | None
     heartbeat: WholeValue

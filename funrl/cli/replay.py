@@ -56,6 +56,7 @@ SHARDING = {  # on another mesh
     "fsdp_models": None,
     "grad_reduce_dtype": "auto",
     "generate_mesh": None,
+    "balance_pictures": False,
 }
 VLLM = ("vllm", "vllm_server")  # engines
 HERE = {

@@ -153,7 +153,8 @@ def gradients(run, state, rows, token_budget=None):
             budget = token_budget or run.job.settings.updates.token_budget
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             read = row_fields_of(role.loss)
-            rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, mask=role.mask, row_fields=read)]
+            given = {"mask": role.mask, "row_fields": read, "balance": role.placed.balance}
+            rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, **given)]
             grads, metrics, loss, *_ = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
             whole = unshard(grads, role.stored, run.parts.mesh)
             found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})

@@ -42,6 +42,10 @@ MESHES = {
     "sp2": {"mesh": "sp2", "generate_mesh": "dp2"},
     "dp2,tp2": {"mesh": "dp2,tp2", "fsdp": True},
     "dp2,tp2 replicated": {"mesh": "dp2,tp2"},
+    "dp2,tp2 balanced": {"mesh": "dp2,tp2", "fsdp": True, "balance": True},
+    "dp2 balanced": {"mesh": "dp2", "balance": True},
+    "tp2 split balanced": {"mesh": "tp2", "split_residual": "on", "balance": True},
+    "sp2 balanced": {"mesh": "sp2", "generate_mesh": "dp2", "balance": True},
 }
 
 
@@ -58,10 +62,11 @@ MODELS = {
     "tiled": {"tower": TILED_TOWER, "grids": TILED_GRIDS},
 }
 CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
-CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2")]
+CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2", "dp2 balanced")]
 CASES += [("deep, experts", "tp2")]
 CASES += [("square", mesh) for mesh in ("tp2", "fsdp2")]
 CASES += [("tiled", mesh) for mesh in ("tp2", "fsdp2", "sp2")]
+CASES += [("square", "dp2 balanced"), ("tiled", "sp2 balanced")]
 
 
 @functools.cache
@@ -71,7 +76,7 @@ def alone(model="windows"):
 
 @pytest.mark.parametrize(
     "case",
-    quick(CASES, (("windows", "fsdp2"), ("deep", "fsdp2"), ("square", "fsdp2"), ("tiled", "fsdp2"))),
+    quick(CASES, (("windows", "fsdp2"), ("deep", "dp2,tp2 balanced"), ("square", "fsdp2"), ("tiled", "fsdp2"))),
     ids=", ".join,
 )
 def test_steps_are_those_of_one_process(case):
@@ -105,7 +110,7 @@ def test_tokens_that_see_later_ones_are_not_split_over_sp():
 
 def test_a_frozen_tower_stays_and_its_projector_learns():
     one = steps_on("dp1", freeze=None)
-    assert_same(steps_on("dp2", freeze=None), one, 1e-9)
+    assert_same(steps_on("dp2", freeze=None, balance=True), one, 1e-9)
     learned = one["weights"]["policy"]["vision"]
     first = random_weights(picture_job(GRPO))["vision"]
     same = {name: torch.equal(x, y) for (name, x), (_, y) in zip(trees.named(first), trees.named(learned), strict=True)}
@@ -142,7 +147,7 @@ def test_adapters_learn_beside_the_decoder_alone(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("deep", "tp2"), ("square", "fsdp2")], ids=", ".join)
+@pytest.mark.parametrize("case", [("deep", "tp2"), ("deep", "dp2,tp2 balanced"), ("square", "fsdp2")], ids=", ".join)
 def test_adapters_of_the_tower_learn_where_they_are_named(case):
     model, mesh = case
     targets = ("q", "down", "qkv", "value", "proj", "up_proj", "down_proj", "first", "second")

@@ -157,7 +157,8 @@ def ranked_splits(settings: Settings, algorithm: Algorithm, world: int, hardware
     Raises:
       ValueError: a flag that cannot work on any mesh.
     """
-    alone = with_flags(settings, mesh="dp1", generate_mesh=None, fsdp=False, fsdp_axes=None, grad_reduce_dtype="auto")
+    unshared = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto", "balance_pictures": False}
+    alone = with_flags(settings, mesh="dp1", generate_mesh=None, **unshared)
     base = plain_job(alone, algorithm, hardware.memory)
     space = search_space(base, check_width(base, tokens_of(settings, algorithm)), hardware)
     axes, unused = usable_axes(settings, base.models)

@@ -160,7 +160,7 @@ class MiniBatch(NamedTuple):
         """This rank's micro-batches with what the role's loss reads."""
         assert role.loss is not None
         fields = row_fields_of(role.loss)
-        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields, role.placed.balance):
             yield piece.batch
 
 

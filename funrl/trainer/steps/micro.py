@@ -13,16 +13,18 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.masks import first_of_equal
-from funrl.batch import Batch, as_dict, schema_of
+from funrl.batch import Batch, as_dict, declare, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
 from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
+from funrl.models.model import Balance
 from funrl.processes.device_memory import copy_to_device
 from funrl.seeds import derived_seed
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
+from funrl.trainer.steps.owned_rows import assignments
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, counted_by
 
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
@@ -127,6 +129,7 @@ def own_micro_batches(
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
     mask: str = "mask",
     row_fields: Collection[str] = (),
+    balance: Balance | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of all rows on the ranks that have them, for passes that learn nothing.
 
@@ -138,6 +141,7 @@ def own_micro_batches(
       cost: how the work of a row grows with its length.
       mask: field that becomes the mask.
       row_fields: fields per row that are wanted too, as numbers per token.
+      balance: of the model, where ranks share the work on what rows own.
     """
     ranks = rows.mesh.size(rows.mesh.row_axes)
     split = token_ranks(rows.mesh)
@@ -146,7 +150,7 @@ def own_micro_batches(
         packing = pack(rows.lengths, rows.mesh.lanes, sizes, most, cost=cost)
     else:
         packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
-    yield from packed(rows, packing, None, most, mask, row_fields)
+    yield from packed(rows, packing, None, most, mask, row_fields, balance)
 
 
 def packed(
@@ -156,13 +160,16 @@ def packed(
     max_rows: int,
     mask: str = "mask",
     row_fields: Collection[str] = (),
+    balance: Balance | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches of a packing. Those of one number, on several devices, follow one another.
 
     Args:
       part: numbers of the rows that the packing is of; None: all.
-      mask, row_fields: as in `own_micro_batches`.
+      mask, row_fields, balance: as in `own_micro_batches`.
     """
+    shared = balance is not None and balance.sizes in rows.batch.names()
+    assigned = assignments(rows, packing, part, balance) if balance is not None and shared else None
     lengths = rows.lengths
     own = rows.own
     rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
@@ -174,7 +181,11 @@ def packed(
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)
         micro = micro_batch(batch, lengths[own], places, size, max_rows, rows.mesh)
-        yield micro._replace(batch=micro.batch._replace(**_spread_rows(rows, micro, row_fields)))
+        fields = _spread_rows(rows, micro, row_fields)
+        if balance is not None and assigned is not None:
+            micro = micro._replace(batch=declare(micro.batch, {balance.name: balance.field}))
+            fields[balance.name] = next(assigned)
+        yield micro._replace(batch=micro.batch._replace(**fields))
 
 
 def own_places(packing: Packing, rows: Rows) -> list[np.ndarray]:
