@@ -16,12 +16,12 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from absl import app, flags
+from forked_python import start_python
 
 KILLS = flags.DEFINE_integer("kills", 50, "kills over all meshes", lower_bound=1)
 MESHES = flags.DEFINE_string("meshes", "dp2;dp2,tp2", "meshes, with ; between")
@@ -35,19 +35,17 @@ class Lost(AssertionError):
 
 
 def command(folder: Path, mesh: str, steps: int) -> list[str]:
-    """A small run that saves every step, and goes on where it was."""
+    """Words of a small run that saves every step, and goes on where it was."""
     small = ("--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4", "--warmstart_steps=0")
     rest = ("--eval_prompts=4", "--device=cpu", "--compile=off", "--queue=fixed", "--save_every=1", "--resume")
-    program = [sys.executable, "-m", "funrl.experiments.grpo", f"--mesh={mesh}", f"--steps={steps}"]
+    program = ["-m", "funrl.experiments.grpo", f"--mesh={mesh}", f"--steps={steps}"]
     return [*program, f"--run_dir={folder}", *small, *rest]
 
 
 def started(folder: Path, mesh: str, steps: int) -> subprocess.Popen[str]:
     """The run, in a process group of its own."""
-    return subprocess.Popen(
-        command(folder, mesh, steps), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return start_python(command(folder, mesh, steps), environment, stdout=subprocess.DEVNULL)
 
 
 def finished_lines(folder: Path) -> list[dict[str, float]]:
@@ -108,7 +106,7 @@ def survive(folder: Path, mesh: str, kills: int, seed: int) -> int:
     Raises:
       Lost: the two differ, or something was lost on the way.
     """
-    draw, steps, killed = random.Random(seed), 5 * kills + 5, 0
+    draw, steps, killed = random.Random(seed), 4 * kills + 2, 0
     for number in range(kills):
         killed += kill_once(folder / "run", mesh, steps, KINDS[number % len(KINDS)], draw)
     for name in ("run", "whole"):

@@ -4,11 +4,10 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked_python import start_python
 
 import funrl
 from funrl.cli.run import _signals as run_signals
@@ -32,24 +31,10 @@ def no_process_is_left():
 
 
 def start(run_dir, *flags):
-    command = [
-        sys.executable,
-        "-m",
-        "funrl.experiments.ppo",
-        "--device=cpu",
-        f"--run_dir={run_dir}",
-        *SMALL,
-        "--steps=100000",
-    ]
-    command += flags
+    words = ["-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL, "--steps=100000", *flags]
     scratch = run_dir.parent / "scratch"
     scratch.mkdir()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
-    )  # fmt: skip
-    signal.signal(signal.SIGINT, before)
+    run = start_python(words, os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)})
     STARTED.append(run)
     deadline = time.monotonic() + 300
     while len(lines(run_dir)) < 2 and run.poll() is None and time.monotonic() < deadline:
@@ -249,16 +234,13 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
 @pytest.mark.slow
 def test_a_reader_of_the_output_may_leave(tmp_path):
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL]
-    run = subprocess.Popen(
-        [*command, "--steps=12", "--mesh=dp2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = ["-m", "funrl.experiments.ppo", "--device=cpu", f"--run_dir={run_dir}", *SMALL, "--steps=6", "--mesh=dp2"]
+    run = start_python(words, os.environ | {"OMP_NUM_THREADS": "1"})
     assert run.stdout is not None and run.stderr is not None
     assert run.stdout.readline()
     run.stdout.close()
     err = run.stderr.read()
     assert run.wait(timeout=300) == 0
     assert err == ""
-    assert len(lines(run_dir)) == 12
+    assert len(lines(run_dir)) == 6
     assert (run_dir / "report.html").exists()

@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked_python import start_python
 
 from funrl.cli import main as cli
 
@@ -16,15 +15,8 @@ SMALL += ["--eval_prompts=4", "--device=cpu", "--compile=off", "--steps=2"]
 
 
 def started(*words):
-    """A process of the program, in a group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "funrl", *map(str, words)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """A process of the program, in a session of its own."""
+    return start_python(["-m", "funrl", *map(str, words)], os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 def metrics(run):

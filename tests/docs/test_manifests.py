@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_scale_out import environment, finished, free_port, shared, steps_of  # noqa: F401  (a fixture)
+from test_scale_out import finished, forks, free_port, shared, start, steps_of  # noqa: F401  (fixtures)
 
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.pools.joining import generators_join, training_sizes
@@ -115,7 +115,7 @@ SLURM_NODEID=0 exec "$@"
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_the_heterogeneous_job_runs(shared):  # noqa: F811
+def test_the_heterogeneous_job_runs(shared, forks):  # noqa: F811
     """With one node of one device in each group."""
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/bash\necho 127.0.0.1\n")):
         (shared / "bin" / name).write_text(text)
@@ -124,13 +124,6 @@ def test_the_heterogeneous_job_runs(shared):  # noqa: F811
     script = heterogeneous().replace("--nnodes=8", "--nnodes=2").replace("--nproc-per-node=8", "--nproc-per-node=1")
     script = script.replace("launch 1 6", "launch 1 1").replace("29500", str(port))
     (shared / "job.sh").write_text(script)
-    process = subprocess.Popen(
-        ["bash", shared / "job.sh"],
-        cwd=Path(__file__).parents[2],
-        env=environment(shared, SLURM_JOB_ID="7", SLURM_JOB_NODELIST_HET_GROUP_0="localhost"),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    finished(process)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost"}
+    finished(forks, start(["bash", shared / "job.sh"], shared, **variables))
     assert steps_of(shared / "runs/7") == [1, 2]

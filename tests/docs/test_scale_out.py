@@ -1,7 +1,8 @@
 """The commands of docs/scale_out.md, on this machine: two nodes with a rank each, and a Slurm that has one host.
 
 The lines are those of the page. What is written for eight nodes of eight devices is made two of one; `funrl` is a
-script that adds flags which make a run short; `srun` is one that starts tasks with the variables that Slurm sets.
+script that adds flags which make a run short; `srun` is one that starts tasks with the variables that Slurm sets. Their
+Python is a fork of this process.
 """
 
 import json
@@ -11,10 +12,13 @@ import shlex
 import string
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import forking_python
 from free_ports import free_port
 
 from funrl.data.tokenizer import character_tokenizer
@@ -38,7 +42,7 @@ replaced = {{word.partition("=")[0] for word in short}}
 words = [word for word in sys.argv[1:] if word.partition("=")[0] not in replaced]
 sys.exit(main(["funrl", *words, *short]))
 """
-SRUN = """#!{python}
+SRUN = """#!{python} -SE
 import os, subprocess, sys
 words = sys.argv[1:]
 while words[0].startswith("-"):  # of srun itself
@@ -51,7 +55,14 @@ sys.exit(max(task.wait() for task in tasks))
 
 
 @pytest.fixture
-def shared(tmp_path):
+def forks():
+    """A program that is a fork of this process, and what starts and ends such forks."""
+    with forking_python() as both:
+        yield both
+
+
+@pytest.fixture
+def shared(tmp_path, forks):
     """What all nodes see, with the scripts on their path in bin/."""
     config = decoder_config(
         vocab=104, embed=16, layers=1, heads=4, kv_heads=2, head=4, mlp=16, max_positions=128, eos=(1,), pad=0
@@ -63,12 +74,12 @@ def shared(tmp_path):
         pytest.importorskip("pyarrow").table({"prompt": ["Tell me of a cat. "] * 20}), tmp_path / "train.parquet"
     )
     (tmp_path / "REWARD.py").write_text("def score(prompt, completion, **_):\n    return float('a' in completion)\n")
-    python, bin_dir = shlex.quote(sys.executable), tmp_path / "bin"
+    python, bin_dir = forks[0], tmp_path / "bin"
     bin_dir.mkdir()
     given = f"--model={tmp_path}/model --prompts={tmp_path}/train.parquet --reward={tmp_path}/REWARD.py:score"
     scripts = {
-        "funrl": FUNRL.format(python=sys.executable, flags=f"{SHORT} {given}"),
-        "torchrun": f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n',
+        "funrl": FUNRL.format(python=python, flags=f"{SHORT} {given}"),
+        "torchrun": f'#!/bin/sh\nexec {shlex.quote(str(python))} -m torch.distributed.run "$@"\n',
         "srun": SRUN.format(python=sys.executable, tasks=TASKS),
     }
     for name, text in scripts.items():
@@ -83,21 +94,27 @@ def environment(shared, **more):
     return keep | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SHARED": str(shared)} | more
 
 
-def start(line, shared, **more):
-    return subprocess.Popen(
-        ["bash", "-c", line], cwd=ROOT, env=environment(shared, **more), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+def start(command, shared, **more):
+    """A process that prints to a file `printed`."""
+    printed = tempfile.TemporaryFile("w+")  # noqa: SIM115
+    variables = environment(shared, **more)
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=printed, stderr=subprocess.STDOUT)
+    return process, printed
 
 
-def finished(*processes):
+def finished(forks, *started):
     """The texts of processes that have to end well."""
+    _, serve = forks
+    deadline = time.monotonic() + 900
     try:
-        texts = [process.communicate(timeout=900)[0] for process in processes]
+        while any(process.poll() is None for process, _ in started) and time.monotonic() < deadline:
+            serve()
     finally:
-        for process in processes:
+        for process, _ in started:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(texts)
+            process.wait()
+    texts = [printed.read() for _, printed in started if printed.seek(0) == 0]
+    assert [process.returncode for process, _ in started] == [0] * len(started), "\n".join(texts)
     return texts
 
 
@@ -126,25 +143,25 @@ def test_torchrun_on_one_machine_has_flags_that_are_there():
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_torchrun_on_two_nodes(shared):
+def test_torchrun_on_two_nodes(shared, forks):
     (line,) = [line for line in torchrun_lines() if "--nnodes" in line]
     assert "HOST:29500" in line and line.count("SHARED") == 3
     line = line.replace("--nnodes=8", f"--nnodes={TASKS}").replace("--nproc-per-node=8", "--nproc-per-node=1")
     port = free_port(FIRST_PORT, FIRST_PORT + PORTS)
     line = line.replace("HOST:29500", f"127.0.0.1:{port}").replace("SHARED", str(shared))
-    finished(*(start(line, shared) for _ in range(TASKS)))
+    finished(forks, *(start(["bash", "-c", line], shared) for _ in range(TASKS)))
     assert steps_of(shared / "runs/first") == [1, 2] and (shared / "runs/first/model/config.json").exists()
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_the_batch_script_and_its_requeue(shared):
+def test_the_batch_script_and_its_requeue(shared, forks):
     script = shared / "job.sh"
     script.write_text(sbatch_script())
     assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
     job = str(PORTS + free_port(FIRST_PORT, FIRST_PORT + PORTS) - FIRST_PORT)
     run_dir = shared / "runs" / job
-    finished(start(f"bash {script}", shared, SLURM_JOB_ID=job, STEPS="1"))
+    finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job, STEPS="1"))
     assert steps_of(run_dir) == [1]
-    (text,) = finished(start(f"bash {script}", shared, SLURM_JOB_ID=job))  # requeued: the same number
+    (text,) = finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job))  # requeued: the same number
     assert "resumed after step 1" in text and steps_of(run_dir) == [1, 2]

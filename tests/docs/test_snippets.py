@@ -1,5 +1,6 @@
 """Every snippet of the pages runs: Python blocks as they are, shell commands with flags that make them short."""
 
+import functools
 import importlib.util
 import json
 import os
@@ -16,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from forked_python import run_once
 
 from funrl.algos.recipes import NAMES, recipe
+from funrl.cli.command import Experiment, read_command
+from funrl.cli.run import main
 from funrl.models import with_value_head
 from funrl.processes import module_process as module_processes
 from funrl.processes.module_process import module_process
@@ -47,13 +51,13 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
-MOST = {"--steps": 3, "--batch_prompts": 8}  # of a command that gives them
+MOST = {"--steps": 3, "--batch_prompts": 4}  # of a command that gives them
 SHORT = [
     "--steps=1",
     "--warmstart_steps=1",
-    "--batch_prompts=8",
+    "--batch_prompts=4",
     "--samples_per_prompt=2",
-    "--eval_prompts=8",
+    "--eval_prompts=4",
     "--max_new_tokens=4",
 ]
 
@@ -68,6 +72,9 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         module, arguments = words[1], words[2:]
     else:
         module, arguments = words[0].removesuffix(".py"), words[1:]
+    run_once()
+    if "--dry_run" in arguments:
+        dry_run_once()
     text = ""
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(TIMEOUT_S)
@@ -80,6 +87,12 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return 0, text
+
+
+@functools.cache
+def dry_run_once() -> None:
+    """Trace in this process what forks would trace anew."""
+    assert main("grpo", ["grpo", "--dry_run", "--batch_prompts=4"]) == 0
 
 
 def expire(*_: Any) -> None:
@@ -153,22 +166,20 @@ def commands(page: str) -> list[list[str]]:
 
 
 BLOCKS = [(page, lines) for page in PAGES for lines in commands(page)]
-CASES = [(page, lines) for page, lines in BLOCKS if not any("--resume" in line for line in lines)]  # has a test below
+OWN_TESTS = ("--resume", "torchrun")  # words of commands that have a test below
+CASES = [(page, lines) for page, lines in BLOCKS if not any(word in line for line in lines for word in OWN_TESTS)]
 
 
 def words_of(line: str) -> list[str]:
     """Words of Python's command line for a line of a page, with flags that make a run short."""
     words = shlex.split(re.sub(r"^(\./run|funrl) ", "python -m funrl.cli.main ", line))
-    if words[0] == "torchrun":
-        words[:1] = ["python", "-m", "torch.distributed.run"]
     module = words[2] if words[1:2] == ["-m"] else ""
     program = words[3] if module == "funrl.cli.main" and len(words) > 3 else ""
-    if "torch.distributed.run" in words or module.startswith("funrl.experiments."):
-        program = next(word for word in words if word.startswith("funrl.experiments.")).split(".")[-1]
     if program.startswith("--config="):  # the files of the pages are of grpo
         program = "grpo"
     if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
-        words = [shortened(word) for word in words]
+        most = MOST if any(word.startswith("--save_every") for word in words) else MOST | {"--steps": 1}
+        words = [shortened(word, most) for word in words]
         given = {word.split("=")[0] for word in words}
         given |= {"--warmstart_steps"} if "--model" in given else set()
         from_texts = "--data" in given or program in TEXT_PROGRAMS
@@ -177,10 +188,10 @@ def words_of(line: str) -> list[str]:
     return words[1:]
 
 
-def shortened(word: str) -> str:
+def shortened(word: str, most: dict[str, int]) -> str:
     """A flag of a run, of at most as many steps and prompts as show that it works."""
     name, _, number = word.partition("=")
-    return f"{name}={min(int(number), MOST[name])}" if name in MOST else word
+    return f"{name}={min(int(number), most[name])}" if name in most else word
 
 
 @pytest.mark.slow
@@ -232,6 +243,19 @@ def test_commands_run(page, lines, tmp_path, monkeypatch):
         if "--run_dir=here" in words:
             assert (tmp_path / "here/report.html").exists() and (tmp_path / "here/model/config.json").exists()
             shutil.rmtree(tmp_path / "here")
+
+
+def test_commands_of_torchrun_start_programs_with_flags_that_are_there():
+    """tests/docs/test_manifests.py and tests/processes/test_attempts.py have torchrun start ranks."""
+    lines = [line for _, lines in BLOCKS for line in lines if "torchrun" in line]
+    assert lines
+    for line in lines:
+        _, *launcher, option, module = line.partition(" --mesh=")[0].split()
+        assert {"--standalone", "--nproc-per-node=2"} == {*launcher} and option == "-m"
+        name = module.removeprefix("funrl.experiments.")
+        assert name in PROGRAMS and find_spec(module)
+        flags = line.split()[len(launcher) + 3 :]
+        assert read_command(Experiment(name, name, {}), [name, *flags], writes=False).settings.devices.mesh == "dp2"
 
 
 @pytest.mark.slow
