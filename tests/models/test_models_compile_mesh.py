@@ -1,5 +1,4 @@
-"""The compiled layer on real ranks, over each axis of a layer, by the compiler's front alone: inductor's code on ranks is
-proven in tests/trainer/test_compile_phase.py.
+"""The compiled layer on real ranks, without inductor, whose code tests/trainer/test_compile_phase.py runs on ranks.
 
 Run as a program by its own tests, in a fresh process: ranks are forked, and a process that has compiled before has
 threads that do not survive a fork.
