@@ -1,4 +1,4 @@
-"""Every term by its layout: padded or packed, split or whole, pairs alternating or side by side, and its gradient.
+"""Every term by its layout: padded or packed, pairs alternating or side by side, and its gradient.
 
 The table of pieces tests the rest. Here gradients are differences of references that hold constant what a formula does.
 """
@@ -17,13 +17,11 @@ import torch
 from pieces import fractions, on_term
 from sequences import PACKED, PADDED, lay_out, make_sequences, masked, unpack
 
-from funrl import algos
-from funrl.algos import reads, sequence_mean, token_mean
-from funrl.batch import MissingField, as_dict, select
+from funrl.algos import reads
+from funrl.batch import MissingField, as_dict
 
 ROWS = [*rows_terms.TERMS, *rows_newer.TERMS, *rows_preference.TERMS]
 BY_NAME = pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-SEEDS = (0, 1, 2)
 
 
 def needed(piece):
@@ -59,16 +57,15 @@ def close(got, want, tolerance=1e-11):
 @pytest.mark.parametrize("rows", [PADDED, PACKED], ids=["padded", "packed"])
 def test_equals_its_reference_whatever_lies_outside_the_mask(row, rows):
     term = row.make()
-    for seed in SEEDS:
-        sequences = make_sequences(seed)
-        logp, batch = lay_out(sequences, rows, needed(term), outside=math.nan)
-        loss, metrics = on_term(term, logp, batch)
-        close(unpack(loss, sequences, rows), row.reference(masked(sequences)))
-        if row.metrics is not None:
-            want = row.metrics(masked(sequences))
-            assert set(want) == set(metrics)
-            for name, values in want.items():
-                close(unpack(metrics[name], sequences, rows), values)
+    sequences = make_sequences(0)
+    logp, batch = lay_out(sequences, rows, needed(term), outside=math.nan)
+    loss, metrics = on_term(term, logp, batch)
+    close(unpack(loss, sequences, rows), row.reference(masked(sequences)))
+    if row.metrics is not None:
+        want = row.metrics(masked(sequences))
+        assert set(want) == set(metrics)
+        for name, values in want.items():
+            close(unpack(metrics[name], sequences, rows), values)
 
 
 def derivative(row, sequences, weights):
@@ -112,28 +109,6 @@ def test_gradient_is_the_references_and_nothing_leaks(row):
     assert (grad[~batch.mask] == 0).all()
     for name, g in zip(leaves, grads[1:], strict=True):
         assert g is None or name == row.through, f"a gradient goes through {name}"
-
-
-@BY_NAME
-@pytest.mark.parametrize("reduction", [token_mean(), sequence_mean()], ids=["token_mean", "sequence_mean"])
-def test_micro_batches_and_packing_change_nothing(row, reduction):
-    sequences = make_sequences(4)
-    loss = algos.reduce(row.make(), reduction)
-    (whole,), metrics = fractions(loss, *lay_out(sequences, PADDED, needed(loss)))
-    (packed,), packed_metrics = fractions(loss, *lay_out(sequences, PACKED, needed(loss)))
-    assert packed.value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
-    for name, mean in metrics.items():
-        assert mean.value.item() == pytest.approx(packed_metrics[name].value.item(), rel=1e-12, abs=1e-12)
-    if not row.splits:
-        return
-    logp, batch = lay_out(sequences, PADDED, needed(loss))
-    ((one,), ones), ((other,), others) = (
-        fractions(loss, logp[rows], select(batch, rows)) for rows in (slice(0, 2), slice(2, 6))
-    )
-    assert (one + other).value.item() == pytest.approx(whole.value.item(), rel=1e-12, abs=1e-12)
-    for name, mean in metrics.items():
-        merged = algos.merge(ones[name], others[name])
-        assert merged.value.item() == pytest.approx(mean.value.item(), rel=1e-12, abs=1e-12)
 
 
 @BY_NAME

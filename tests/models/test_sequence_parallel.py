@@ -26,7 +26,6 @@ from funrl.models.decoder import ring_attention
 from funrl.models.decoder import sequence_parallel as sequence
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
-from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
@@ -173,31 +172,20 @@ GEMMA = {
     "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
 }  # fmt: skip
 NEXT = {
-    "family": "qwen3_next", "layers": 3, "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
-    "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
-    "experts": Experts(4, 2, 8, shared=4, shared_weighted=True),
+    "family": "qwen3_next", "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
+    "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), None),
 }  # fmt: skip
 SPLITS = {
-    "sp4": ("sp4", config(4, 2), False),
     "sp6": ("sp6", config(12, 4), False),
-    "sp2,tp2": ("sp2,tp2", config(4, 1), False),
-    "tp2, its residual": ("tp2", config(4, 2), True),
-    "sp2,tp2, its residual": ("sp2,tp2", config(4, 1), True),
-    "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 2, **GEMMA), True),
+    "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 1, **GEMMA), True),
     "sp4, gated delta nets": ("sp4", config(4, 2, **NEXT), False),
-    "sp2,tp2, its residual, gated delta nets": ("sp2,tp2", config(4, 2, **NEXT), True),
     "tp4, its residual, norms over shared heads": (
         "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
     ),
 }  # fmt: skip
-QUICK = (
-    "sp2,tp2",
-    "sp2,tp2, its residual, gemma",
-    "tp4, its residual, norms over shared heads",
-)
 
 
-@pytest.mark.parametrize("case", quick(SPLITS, QUICK))
+@pytest.mark.parametrize("case", quick(SPLITS, ["sp2,tp2, its residual, gemma"]))
 def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert max(gaps(*SPLITS[case])) < 1e-9
 
@@ -210,7 +198,6 @@ LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "o
     [
         config(4, 2),
         pytest.param(config(4, 4, **LATENT, latent=Latent(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
-        pytest.param(config(4, 2, **NEXT), marks=pytest.mark.slow),
     ],
 )
 def test_so_are_those_of_adapters(sizes):
@@ -222,10 +209,6 @@ def unchanged(x, mesh, axes, split, concat):
     return torch.cat([collectives.own_shard(x, mesh, axes, split)] * mesh.size(axes), concat)
 
 
-def doubled(name):
-    return lambda *args, **dims: 2 * getattr(collectives, name)(*args, **dims)
-
-
 def own_only(x, mesh, axes, dim):
     """A gather in which every rank has its own part alone."""
     return torch.cat([x] * mesh.size(axes), dim)
@@ -234,17 +217,13 @@ def own_only(x, mesh, axes, dim):
 FAULTS = {
     "nothing is exchanged": (sequence, "all_to_all", unchanged),
     "gathered as if ranks differed": (placed, "gather_replicated", all_gather),
-    "an exchange is counted twice": (sequence, "all_to_all", doubled("all_to_all")),
     "all ranks take the first part": (placed, "own_shard", lambda x, mesh, axis, dim: x.chunk(mesh.size(axis), dim)[0]),
     "gradients are not summed": (collectives, "psum", lambda x, mesh, axes: x),
 }  # fmt: skip
 OF_THE_RESIDUAL = {
     "a half has its rank's tokens": (residual, "all_gather", own_only),
-    "a half has twice its tokens' numbers": (residual, "all_gather", doubled("all_gather")),
     "a half has no sum of gradients": (residual, "all_gather", collectives.gather_replicated),
     "a half has no sum": (residual, "psum_scatter", collectives.own_shard),
-    "a half's sum is counted twice": (residual, "psum_scatter", doubled("psum_scatter")),
-    "the last norm's tokens are not gathered": (residual, "gather_replicated", own_only),
     "the last norm's gradients are summed": (residual, "gather_replicated", all_gather),
     "norms' gradients are not summed": (placed, "SPLIT_RESIDUAL", {"value": "tensor"}),
     "the value head's gradients are not summed": (placed, "SPLIT_RESIDUAL", {"norm": "tensor"}),
@@ -252,11 +231,12 @@ OF_THE_RESIDUAL = {
 }
 
 
-@pytest.mark.parametrize("fault", quick(FAULTS | OF_THE_RESIDUAL, [*FAULTS][:2] + [*OF_THE_RESIDUAL][::3]))
+@pytest.mark.parametrize("fault", quick(FAULTS | OF_THE_RESIDUAL, ["nothing is exchanged", "a half has no sum"]))
 def test_a_wrong_collective_is_found(fault, monkeypatch):
     where, name, wrong = (FAULTS | OF_THE_RESIDUAL)[fault]
     monkeypatch.setattr(where, name, wrong)
-    assert min(gaps("tp2", config(4, 2), True) if fault in OF_THE_RESIDUAL else gaps("sp2", config(4, 2))) > 1e-2
+    mesh, splits = ("tp2", True) if fault in OF_THE_RESIDUAL else ("sp2", False)
+    assert min(gaps(mesh, config(4, 2, layers=1), splits)) > 1e-2
 
 
 def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
