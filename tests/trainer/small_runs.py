@@ -183,19 +183,19 @@ def whole_weights(run, state):
     return {n: unshard(r.params, run.parts.roles[n].stored, mesh) for n, r in state.roles.items()}
 
 
-def steps_program(job, steps):
+def steps_program(job, steps, with_gradients=True):
     """A program of one rank: some steps; batches, gradients and metrics of each, and whole weights at the end."""
 
-    return lambda mesh: steps_of(*begin(job, mesh), steps)
+    return lambda mesh: steps_of(*begin(job, mesh), steps, with_gradients)
 
 
-def steps_of(run, state, steps):
+def steps_of(run, state, steps, with_gradients=True):
     """What `steps_program` gives, of a run that has begun."""
     batches, grads, metrics = [], [], []
     for _ in range(steps):
         batch, state, reported = scored_batch(run, state)
         batches.append(whole_batch(batch))
-        grads.append(gradients(run, state, batch))
+        grads.append(gradients(run, state, batch) if with_gradients else {})
         state, learned = loop.learn_batch(run, state, batch)
         state = sync(run.parts, state, frozen=run.frozen)
         metrics.append(reported | learned)

@@ -29,8 +29,7 @@ SETTINGS = {"minibatches": 1, "steps": 5, "max_new_tokens": 24, "eval_every": 9,
 RUNS = {
     "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
     "window, two replicas": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}, {}),
-    "clock": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3, "clock": "tokens"}, {}),
-    "dp2 from tp2": ({"place": "train:dp2 generate:tp2", "staleness": 2}, {"mesh": "dp2", "generate_mesh": "tp2"}),
+    "dp2": ({"place": "train:dp2 generate:1", "staleness": 2}, {"mesh": "dp2"}),
 }
 
 
@@ -86,27 +85,17 @@ class Delayed:
         return await self.environment.run(policy, example, seed)
 
 
-def episode_run(environment=None, **settings):
-    """A job of episodes whose environment is delayed; None: a calculator."""
+def episode_run(environment, **settings):
+    """A job of episodes."""
     settings = {"task": "calculator", "reward": None, "episode_turns": 3, "samples_per_prompt": 3} | settings
     job: Any = small_job(rollout_is, save_rollouts=1, **SETTINGS | settings)
-    environment = environment or job.task.environment
     return dataclasses.replace(job, task=job.task._replace(environment=environment))
 
 
-EPISODES = {
-    "branches, strict": (Branching, *RUNS["strict"]),
-    "calculator, window": (lambda: None, {"place": "train:dp1 generate:dp2", "staleness": 2, "window": 3}, {}),
-}
-
-
-@pytest.mark.parametrize("name", quick(EPISODES, ["branches, strict"]))
-def test_episodes_written_ahead_are_repeated_with_the_same_bits(name, tmp_path):
-    make, placed, together = EPISODES[name]
-    job = episode_run(make(), **placed)
-    environment = job.task.environment
-    delayed = dataclasses.replace(job, task=job.task._replace(environment=Delayed(environment)))
-    error, steps = launch(functools.partial(trained, tmp_path, delayed), job.launched, "cpu")
+@pytest.mark.slow
+def test_episodes_written_ahead_are_repeated_with_the_same_bits(tmp_path):
+    job = episode_run(Delayed(Branching()), place="train:dp1 generate:dp2", staleness=2)
+    error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
     assert error is None and len(steps) == 5
     versions = [
         set(torch.as_tensor(node.versions).tolist())
@@ -117,10 +106,7 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(name, tmp_path):
         if node.sampled
     ]
     assert len(set.union(*versions)) > 2
-    logged = LoggedEnvironment(getattr(environment, "agents", None) or ("policy",))
-    again = episode_run(logged, **together)
-    program = functools.partial(repeated, tmp_path, again)
-    done = launch(program, again.launched, "cpu") if together else program(single())
+    done = repeated(tmp_path, episode_run(LoggedEnvironment(Branching.agents)), single())
     assert [one.step for one in done] == [1, 2, 3, 4, 5]
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     turns = [part.total for one in done for part in one.differences if part.kind == "turns"]

@@ -80,21 +80,11 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, com
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param({"mesh": "dp2,tp2"}, {"mesh": "dp3", "fsdp": True}, marks=pytest.mark.slow),
-        pytest.param({"mesh": "tp2", "sizes": ODD}, {"mesh": "dp2", "fsdp": True}, marks=pytest.mark.slow),
-    ],
-    ids=["dp2,tp2 to fully sharded dp3", "odd tp2 to dp2"],
-)
-def test_a_run_goes_on_on_another_mesh(tmp_path, before, after):
-    sizes = {"sizes": before.get("sizes", SIZES)}
-    _, steps, _, weights = run(tmp_path / "whole", **sizes)
-    crash(tmp_path / "run", **before)
-    _, resumed, _, ends = run(tmp_path / "run", resume=True, run_dir="x", **sizes | after)
-    if "mesh" not in after:  # else they are a rank's part
-        assert all((x - y).abs().max() < 1e-9 for x, y in zip(ends, weights, strict=True))
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(tmp_path):
+    _, steps, _, _ = run(tmp_path / "whole", sizes=ODD)
+    crash(tmp_path / "run", "tp2", sizes=ODD)
+    _, resumed, _, _ = run(tmp_path / "run", "dp3", sizes=ODD, fsdp=True, resume=True, run_dir="x")
     for (a, metrics), (b, expected) in zip(resumed, [pair for pair in steps if pair[0] > 2], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
@@ -168,11 +158,9 @@ def test_the_state_of_another_run_is_refused(tmp_path):
 
 def test_weights_that_do_not_learn_must_be_those_of_the_beginning(tmp_path):
     """A reference is not in a checkpoint: it is read again, and compared."""
-    run(tmp_path, compose=PPO, steps=2, save_every="1")
+    run(tmp_path, compose=PPO, steps=1, save_every="1")
     with pytest.raises(CheckpointError, match=r"other weights of its reference: --seed or the warm start has"):
         run(tmp_path, compose=PPO, resume=True, run_dir="x", seed=1)
-    outcome, *_ = run(tmp_path, compose=PPO, resume=True, run_dir="x")
-    assert outcome.error is None
 
 
 def damage(path, how):

@@ -21,7 +21,13 @@ from funrl.tasks import arithmetic
 from funrl.trainer.loop import learn_batch
 
 pytestmark = pytest.mark.gloo
-MESHES = ("sp2", "dp2,tp2")
+SPLIT = (  # a row with few tokens or none for a rank; fewer rows than ranks is met on dp2
+    "ppo, uneven rows",
+    "grpo, empty completions",
+    "grpo, no token left",
+    "dpo, one pair",
+    "reward_model, one pair",
+)
 
 
 class Edge(NamedTuple):
@@ -91,11 +97,11 @@ EDGES = {
 @functools.cache
 def jobs(mesh, reward_model):
     found = {}
-    for name, edge in EDGES.items():
+    for name in SPLIT if mesh == "sp2" else EDGES:
+        edge = EDGES[name]
         settings = dict(edge.settings)
         if settings.get("reward_model"):
-            settings |= {"reward_model": reward_model, "fsdp": "dp" in mesh[:2] and mesh != "dp1"}
-        settings |= {"split_residual": "on"} if mesh == "dp2,tp2" else {}
+            settings |= {"reward_model": reward_model, "fsdp": mesh == "dp2"}
         found[name] = edge.change(small_job(edge.make, mesh=mesh, eval_prompts=1, **settings))
     return found
 
@@ -132,8 +138,7 @@ def test_the_edge_is_met_and_every_number_is_finite(name, runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("name", EDGES)
+@pytest.mark.parametrize(("name", "mesh"), [*((name, "dp2") for name in EDGES), *((name, "sp2") for name in SPLIT)])
 def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
     one, many = runs("dp1")[name], runs(mesh)[name]
     assert_same(many, one, 1e-9)
@@ -166,7 +171,7 @@ def test_a_step_calls_no_more_collectives_on_more_ranks():
     """From prompts to updated weights; tests/cost has the trainer's part on more ranks than are here."""
     found = []
     for mesh in ("dp2", "dp4"):
-        job = small_job(PPO, mesh=mesh, fsdp=True, batch_prompts=8, minibatches=2, epochs=2)
+        job = small_job(PPO, mesh=mesh, fsdp=True, batch_prompts=4, minibatches=2, max_new_tokens=2)
         found += launch(functools.partial(collectives_of_a_step, job), job.sizes, "cpu")
     assert len(found) == 6 and sum(found[0].values()) > 50
     assert all(one == found[0] for one in found)

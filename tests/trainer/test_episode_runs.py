@@ -96,15 +96,14 @@ def episode_job(compose, environment, **settings):
 
 
 @functools.cache
-def steps_of_mesh(name, mesh, steps=2):
+def steps_of_mesh(name, mesh, steps=1):
     job = episode_job(RECIPES[name], Branching(), mesh=mesh)
     return launch(steps_program(job, steps), job.sizes, "cpu")
 
 
 CASES = [  # ranks that share rows, or the tokens of a row, see parts of an episode
-    *((name, "dp2") for name in RECIPES),
+    *((name, "dp2") for name in ("grpo", "sequences", "gigpo", "mt_grpo", "rae")),
     *((name, "sp2") for name in ("ppo", "turns", "sequences", "echo")),
-    ("turns", "dp2,tp2"),
 ]
 
 
@@ -125,7 +124,7 @@ def test_episodes_give_the_same_numbers_on_every_mesh(case):
 @pytest.mark.slow
 def test_metrics_of_episodes_count_each_replica_once():
     job = episode_job(RECIPES["grpo"], Branching(), mesh="dp2", generate_mesh="tp2")
-    metrics = launch(steps_program(job, 2), job.sizes, "cpu")["metrics"]
+    metrics = launch(steps_program(job, 1), job.sizes, "cpu")["metrics"]
     for mine, other in zip(metrics, steps_of_mesh("grpo", "dp1")["metrics"], strict=True):
         for name in ("turns", "tokens", "context_tokens"):
             assert mine[f"episodes/{name}"] == other[f"episodes/{name}"]
@@ -160,15 +159,15 @@ def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it
 def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
     """Rows of an episode are in one micro-batch, however small it is to be."""
     jobs = [episode_job(sequences, Branching(), token_budget=budget) for budget in (16, 4096)]
-    one, other = (launch(steps_program(job, 2), job.sizes, "cpu") for job in jobs)
+    one, other = (launch(steps_program(job, 1), job.sizes, "cpu") for job in jobs)
     assert_same(one, other, 1e-9)
 
 
-@pytest.mark.parametrize("name", quick(["grpo", "ppo", "sequences"], ["ppo", "sequences"]))
+@pytest.mark.parametrize("name", ["ppo", "sequences"])
 def test_a_single_turn_is_a_run_without_environment_to_the_bit(name):
-    job = small_job(RECIPES[name], samples_per_prompt=3, minibatches=2, epochs=2)
+    job = small_job(RECIPES[name], samples_per_prompt=3, minibatches=2)
     plain = launch(steps_program(job, 2), job.sizes, "cpu")
-    job = episode_job(RECIPES[name], single_turn(digits_reward), epochs=2, task="arithmetic")
+    job = episode_job(RECIPES[name], single_turn(digits_reward), task="arithmetic")
     episodes = launch(steps_program(job, 2), job.sizes, "cpu")
     for before, after in zip(plain["batches"], episodes["batches"], strict=True):
         for field in before.names():

@@ -123,8 +123,6 @@ CALCULATOR = {"task": "calculator", "reward": None, "episode_turns": 3}
 RUNS = {
     "two replicas": ({"place": "train:dp1 generate:dp2"}, {}),
     "episodes, tp2": ({"place": "train:dp1 generate:tp2"}, CALCULATOR),
-    "window": ({"place": "train:dp1 generate:dp2", "window": 3}, {}),
-    "clock, tp2": ({"place": "train:dp1 generate:tp2", "clock": "tokens"}, {}),
     "clock, episodes": ({"place": "train:dp1 generate:dp2", "clock": "tokens"}, CALCULATOR),
 }
 
@@ -148,8 +146,7 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
     assert evaluation_of(steps[1]) == evaluation_of(outcome.first) == evaluation_of(alone[0])
     assert evaluation_of(steps[2]) == evaluation_of(alone[2]) != {} and evaluation_of(steps[3]) == {}
     assert evaluation_of(steps[4]) == evaluation_of(outcome.last) == evaluation_of(alone[4])
-    if "window" not in name:
-        check_ages(list(steps.values()), 2)
+    check_ages(list(steps.values()), 2)
     again = repeated(tmp_path, small_job(rollout_is, **together), single())
     assert [str(part) for one in again for part in one.differences if not part.agrees(0.0)] == []
 

@@ -30,11 +30,7 @@ LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
 SPLIT = {"split_residual": "on"}
 MESHES = {
     "ep2": ("ep2", EXPERTS, LOSSES),  # gathered: a token has as many experts as there are ranks
-    "ep4": ("ep4", EXPERTS, LOSSES | {"generate_mesh": "dp2,tp2"}),  # ragged
-    "ep2 ragged": ("ep2", FEW, {"remat": "full"}),
-    "dp2,ep2": ("dp2,ep2", EXPERTS, LOSSES | {"fsdp": True, "generate_mesh": "ep2,tp2"}),
-    "ep2,tp2": ("ep2,tp2", EXPERTS, LOSSES | {"fsdp": True, "remat": "selective", **SPLIT}),
-    "ep2,tp2 ragged": ("ep2,tp2", FEW, SPLIT),
+    "ep2,tp2 ragged": ("ep2,tp2", FEW, {"remat": "full", **SPLIT}),
     "ep2,sp2": (  # several micro-batches
         "ep2,sp2",
         EXPERTS,
@@ -58,7 +54,7 @@ def alone(few, deepseek=False):
     return steps_on("dp1", FEW) if few else steps_on("dp1", EXPERTS, **LOSSES)
 
 
-@pytest.mark.parametrize("case", quick(MESHES, ("ep2", "ep2 ragged")))
+@pytest.mark.parametrize("case", quick(MESHES, ["ep2"]))
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
     one, found = alone(sizes is FEW, sizes is DEEPSEEK), steps_on(mesh, sizes, **more)
@@ -70,6 +66,7 @@ def test_steps_are_those_of_one_process(case):
     assert len(experts) == 4 * (2 if sizes is FEW else 1) and all(x.abs().max() > 1e-6 for x in experts)
 
 
+@pytest.mark.slow
 def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_tokens():
     def steps(mesh, **more):
         job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, **more)

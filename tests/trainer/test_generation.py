@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
-from selection import quick
 from small_runs import GRPO, PPO, Quiet, begin, digits_reward, scored_batch, small_job, whole_batch
 
 from funrl import trees
@@ -78,14 +77,10 @@ def test_the_stop_token_is_not_part_of_the_text():
     assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
 
 
-QUEUES = [(count, queue) for count in (1, 2, 3, 5) for queue in ("fixed", "tickets")]
-
-
-@pytest.mark.parametrize("queued", quick(QUEUES, [(1, "tickets"), (5, "fixed")]), ids=str)
+@pytest.mark.parametrize("count,queue", [(1, "tickets"), (5, "fixed")])
 @pytest.mark.gloo
-def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(queued):
+def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue):
     """An engine that repeats its prompt's first token: rows, widths and rewards must come back in order."""
-    count, queue = queued
     examples = [Example([10 + i] * (1 + i % 3), f"p{i}", {"n": i}) for i in range(count)]
 
     def echo(request):
@@ -142,18 +137,15 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
     assert "no such animal" in said and repr(drawn[-1].text) in said
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bound"), [pytest.param("float32", 1e-5, marks=pytest.mark.slow), ("float64", 1e-10)]
-)
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
-def test_engine_and_trainer_agree_on_log_probabilities(dtype, bound, settings):
-    job = small_job(dtype=dtype, max_new_tokens=12, **settings)
+def test_engine_and_trainer_agree_on_log_probabilities(settings):
+    job = small_job(max_new_tokens=12, **settings)
     run, state = begin(job, single())
     rows, _, metrics = scored_batch(run, state)
     batch = rows.batch
     assert batch.mask.sum() > 20
-    assert (batch.old_logp - batch.rollout_logp).abs()[batch.mask].max() < bound
-    assert metrics["rollout/logprob_gap_max"] < bound
+    assert (batch.old_logp - batch.rollout_logp).abs()[batch.mask].max() < 1e-10
+    assert metrics["rollout/logprob_gap_max"] < 1e-10
     assert batch.old_logp[~batch.mask].abs().max() == 0
 
 
@@ -332,7 +324,7 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
 
         return run
 
-    one, two = (small_job(filtered, mesh=m, max_refills=2) for m in ("dp1", "dp4,tp2"))
+    one, two = (small_job(filtered, mesh=m, max_refills=2) for m in ("dp1", "dp3"))
     a, b = (launch(program(job), job.sizes, "cpu") for job in (one, two))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.score, b.score) and torch.equal(a.group, b.group)
 

@@ -1,25 +1,22 @@
-"""The whole program in float32, on every mesh, and in bfloat16."""
+"""The whole program in float32, on two ranks, and in bfloat16."""
 
 import functools
 
 import pytest
 import torch
-from selection import quick
 from small_runs import PPO, relative, run_steps
 
 from funrl import trees
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 
 pytestmark = pytest.mark.gloo
-MESHES = ("dp2", "tp2", "dp4,tp2")
 
 
-@pytest.mark.parametrize("mesh", quick(MESHES, ("tp2",)))
-def test_loss_and_gradients_in_float32(mesh):
+def test_loss_and_gradients_in_float32():
     """Of the first batch: parameters after Adam are compared in float64 only, it turns 1e-7 into 3e-5."""
     entropy = functools.partial(PPO, entropy_coef=0.1)  # the loss is then not near 0 while the ratio is 1
     settings = {"dtype": "float32"}
-    one, other = (run_steps(1, mesh=m, compose=entropy, **settings) for m in (mesh, "dp1"))
+    one, other = (run_steps(1, mesh=m, compose=entropy, **settings) for m in ("tp2", "dp1"))
     assert torch.equal(one["batches"][0].tokens, other["batches"][0].tokens)
     a, b = one["grads"][0], other["grads"][0]
     for name in ("policy", "critic"):
@@ -32,16 +29,15 @@ def right_length(prompt, completion, **fields):
     return -abs(len(completion) - 3) / 3
 
 
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
-def test_bfloat16_learns_with_float32_weights(mesh):
+@pytest.mark.slow
+def test_bfloat16_learns_with_float32_weights():
     """The reward rises, and the weights hold what a bfloat16 weight could not."""
     settings = {"dtype": "bfloat16", "batch_prompts": 8, "samples_per_prompt": 8, "max_new_tokens": 6}
-    run_ = run_steps(7, mesh=mesh, reward=right_length, minibatches=4, **settings)
+    run_ = run_steps(7, reward=right_length, minibatches=4, **settings)
     rewards = [m["reward/mean"] for m in run_["metrics"]]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
     for tree in run_["weights"].values():
         assert {x.dtype for x in trees.leaves(tree)} == {torch.float32}
         assert any((x != x.bfloat16().float()).any() for x in trees.leaves(tree))
     assert all(grads["policy"].tree["norm"].dtype == torch.float32 for grads in run_["grads"])
-    promised = kernels_work() and mesh in ("dp1", "dp2", "tp2")
-    assert max(m["rollout/logprob_gap_max"] for m in run_["metrics"]) <= (0 if promised else 0.1)
+    assert max(m["rollout/logprob_gap_max"] for m in run_["metrics"]) <= (0 if kernels_work() else 0.1)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from selection import quick
 from small_runs import GRPO, gap, run_steps, small_job
 
 from funrl.algos import clipped_surrogate, token_mean
@@ -64,10 +63,9 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
     assert {s["step"] for s in samples} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("mesh", quick(["dp2", "dp2,tp2"], ["dp2"]))
-def test_the_same_lines_and_samples_on_every_mesh(alone, mesh, tmp_path):
+def test_the_same_lines_and_samples_on_every_mesh(alone, tmp_path):
     _, expected, one = alone
-    _, lines, run_dir = train_in(tmp_path / "other", mesh=mesh)
+    _, lines, run_dir = train_in(tmp_path / "other", mesh="dp2")
     for a, b in zip(lines, expected, strict=True):
         assert a.keys() == b.keys()
         kept = [k for k in b if not k.startswith(MEASURED)]
@@ -99,7 +97,7 @@ def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, c
     assert "every reward" not in notes_of(8)
 
 
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_ends_the_run_with_what_was_trained(mesh, tmp_path):
     """Prompts 8 to 11 are those of step 3; the reward fails at one of them, on one rank."""
     bad = prompt_batch(small_job().task.prompts, 4, 0, 8)[1].text
@@ -115,7 +113,7 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(mesh, tmp_path):
     assert gap(saved, trained) < 1e-9
 
 
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_finite_is_not_applied(mesh, tmp_path):
     def broken():
         return replace(GRPO(), losses={"policy": reduce(scale(math.inf, clipped_surrogate()), token_mean())})

@@ -57,7 +57,7 @@ def on_device(rows, mask="mask"):
     return rows_of(batch, rows.owner, single(META))
 
 
-@pytest.mark.parametrize("case", quick(CASES, ["a critic, a reference and a reward model", "pairs"]))
+@pytest.mark.parametrize("case", quick(CASES, ["a critic, a reference and a reward model"]))
 def test_no_micro_batch_waits_for_the_device(case, models):
     make, settings = CASES[case]
     job = small_job(make, **{name: models.get(value, value) for name, value in settings.items()})
@@ -134,16 +134,9 @@ PLACES = {  # a function of a micro-batch that scores, of one that learns, and o
 QUICK = [("scoring", "item"), ("update", "item")]
 
 
-@pytest.mark.parametrize(
-    ("place", "fault"),
-    [
-        pytest.param(place, fault, marks=[] if (place, fault) in QUICK else pytest.mark.slow)
-        for number, fault in enumerate(FAULTS)
-        for place in ([*PLACES] if fault == "item" else [[*PLACES][number % 2]])
-    ],
-)
-def test_what_waits_is_found(place, fault, monkeypatch):
-    """A fault in each place, which the tests above would be failed by."""
+@pytest.fixture(scope="module")
+def updated():
+    """Score rows and learn from them on the device, where nothing waits."""
     run, state = begin(small_job(ppo), single())
     rows, _, _ = scored_batch(run, state)
     role = run.parts.roles["policy"]
@@ -159,6 +152,19 @@ def test_what_waits_is_found(place, fault, monkeypatch):
             train_step(role, *given)
 
     updated()
+    return updated
+
+
+@pytest.mark.parametrize(
+    ("place", "fault"),
+    [
+        pytest.param(place, fault, marks=[] if (place, fault) in QUICK else pytest.mark.slow)
+        for number, fault in enumerate(FAULTS)
+        for place in ([*PLACES] if fault == "item" else [[*PLACES][number % 2]])
+    ],
+)
+def test_what_waits_is_found(place, fault, updated, monkeypatch):
+    """A fault in each place, which the tests above would be failed by."""
     module, name = PLACES[place]
     sound = getattr(module, name)
 

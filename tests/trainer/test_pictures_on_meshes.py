@@ -36,12 +36,10 @@ pytestmark = pytest.mark.gloo
 MESHES = {
     "dp2": {"mesh": "dp2"},
     "tp2": {"mesh": "tp2"},
-    "fsdp2": {"mesh": "dp2", "fsdp": True},
-    "fsdp2 small micro-batches": {"mesh": "dp2", "fsdp": True, "token_budget": 32},
     "tp2 split": {"mesh": "tp2", "split_residual": "on"},
+    "fsdp2": {"mesh": "dp2", "fsdp": True, "token_budget": 32},  # small micro-batches
     "sp2": {"mesh": "sp2", "generate_mesh": "dp2"},
     "dp2,tp2": {"mesh": "dp2,tp2", "fsdp": True},
-    "dp2,tp2 replicated": {"mesh": "dp2,tp2"},
     "dp2,tp2 balanced": {"mesh": "dp2,tp2", "fsdp": True, "balance": True},
     "dp2 balanced": {"mesh": "dp2", "balance": True},
     "tp2 split balanced": {"mesh": "tp2", "split_residual": "on", "balance": True},
@@ -61,12 +59,19 @@ MODELS = {
     "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
     "tiled": {"tower": TILED_TOWER, "grids": TILED_GRIDS},
 }
-CASES = [("windows", mesh) for mesh in ("dp2", "fsdp2", "sp2", "dp2,tp2")]
-CASES += [("deep", mesh) for mesh in MESHES if mesh not in ("dp2", "tp2", "dp2,tp2", "dp2 balanced")]
-CASES += [("deep, experts", "tp2")]
-CASES += [("square", mesh) for mesh in ("tp2", "fsdp2")]
-CASES += [("tiled", mesh) for mesh in ("tp2", "fsdp2", "sp2")]
-CASES += [("square", "dp2 balanced"), ("tiled", "sp2 balanced")]
+CASES = [  # each mesh, and each model on one
+    ("windows", "dp2"),
+    ("windows", "sp2"),
+    ("windows", "dp2,tp2"),
+    ("deep", "fsdp2"),
+    ("deep, experts", "tp2 split"),
+    ("square", "tp2"),
+    ("tiled", "sp2"),
+    ("deep", "dp2,tp2 balanced"),
+    ("deep", "tp2 split balanced"),
+    ("square", "dp2 balanced"),
+    ("tiled", "sp2 balanced"),
+]
 
 
 @functools.cache
@@ -76,7 +81,7 @@ def alone(model="windows"):
 
 @pytest.mark.parametrize(
     "case",
-    quick(CASES, (("windows", "fsdp2"), ("deep", "dp2,tp2 balanced"), ("square", "fsdp2"), ("tiled", "fsdp2"))),
+    quick(CASES, [("deep", "fsdp2")]),
     ids=", ".join,
 )
 def test_steps_are_those_of_one_process(case):
@@ -108,6 +113,7 @@ def test_tokens_that_see_later_ones_are_not_split_over_sp():
         check_layouts({"policy": job.model}, job.settings, {**job.sizes, "sequence": 2}, job.sizes)
 
 
+@pytest.mark.slow
 def test_a_frozen_tower_stays_and_its_projector_learns():
     one = steps_on("dp1", freeze=None)
     assert_same(steps_on("dp2", freeze=None, balance=True), one, 1e-9)
@@ -138,25 +144,23 @@ def test_a_part_of_one_learning_role_is_frozen_and_adapters_refuse_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["windows", "tiled"])
-def test_adapters_learn_beside_the_decoder_alone(model):
-    one = steps_on("dp1", lora_rank=2, freeze=None, **MODELS[model])
-    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True, **MODELS[model]), one, 1e-9)
+def test_adapters_learn_beside_the_decoder_alone():
+    one = steps_on("dp1", lora_rank=2, freeze=None)
+    assert_same(steps_on("dp2", lora_rank=2, freeze=None, fsdp=True), one, 1e-9)
     learned = {name.split("/")[0] for name, x in trees.named(one["grads"][1]["policy"].tree) if x.any()}
     assert learned == {"layers"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("deep", "tp2"), ("deep", "dp2,tp2 balanced"), ("square", "fsdp2")], ids=", ".join)
-def test_adapters_of_the_tower_learn_where_they_are_named(case):
-    model, mesh = case
+@pytest.mark.parametrize("mesh", ["tp2", "dp2,tp2 balanced"])
+def test_adapters_of_the_tower_learn_where_they_are_named(mesh):
     targets = ("q", "down", "qkv", "value", "proj", "up_proj", "down_proj", "first", "second")
-    given = {"lora_rank": 2, "freeze": None, "adapted": targets, "lr": 0.05} | MODELS[model]
+    given = {"lora_rank": 2, "freeze": None, "adapted": targets, "lr": 0.05} | MODELS["deep"]
     one = steps_on("dp1", **given)
     assert_same(steps_on(**MESHES[mesh], **given), one, 1e-9)
     grads = trees.named(one["grads"][1]["policy"].tree)
     tower = {name for name, x in grads if name.startswith("vision/") and x.abs().max() > 1e-9}
-    assert {name.split("/")[1] for name in tower} >= {"layers"} | ({"merger"} if model != "square" else set())
+    assert {name.split("/")[1] for name in tower} >= {"layers", "merger"}
     assert all("_lora_" in name for name in tower)
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in one["metrics"])
 

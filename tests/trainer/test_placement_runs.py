@@ -84,7 +84,6 @@ def assert_same_runs(placed, together, tolerance=0.0):
 
 LAYOUTS = {
     "dp1": ({}, {"place": "generate:1"}),
-    "tp2 + dp2": ({"mesh": "tp2", "generate_mesh": "dp2"}, {"place": "train:tp2@0-1 generate:dp2@2-3"}),
     "fsdp + tp": (
         {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2"},
         {"place": "train:dp2@0,3 generate:tp2@1-2", "fsdp": True},
@@ -115,35 +114,29 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_run_has_the_same_bits_apart(name):
     compose, settings = RUNS[name]
-    placed = run(compose, place="train:dp2@0-1 generate:dp2@2-3", **settings)
-    assert_same_runs(placed, run(compose, mesh="dp2", **settings))
+    placed = run(compose, place="generate:1", **settings)
+    assert_same_runs(placed, run(compose, **settings))
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
 SCORING = {
     "reference": (GRPO, {}, "train:dp2 generate:1 reference:dp2", {"mesh": "dp2"}),
-    "split layers": (
-        PPO,
-        {"epochs": 2},
-        "train:tp2 generate:dp2 reference:tp2",
-        {"mesh": "tp2", "generate_mesh": "dp2"},
-    ),
-    "sharded": (GRPO, {"fsdp": True}, "train:dp2 generate:1 reference:tp2", {"mesh": "dp2"}),
+    "sharded": (PPO, {"fsdp": True}, "train:dp2 generate:1 reference:tp2", {"mesh": "dp2"}),
 }
 
 
-@pytest.mark.parametrize("name", quick(SCORING, ["reference"]))
+@pytest.mark.parametrize("name", quick(SCORING, []))
 def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
     compose, settings, place, together = SCORING[name]
     compose = functools.partial(compose, kl_coef=0.1)
     placed = run(compose, place=place, **settings)
     assert_same_runs(placed, run(compose, **together, **settings), 1e-9)
-    assert placed.observer.steps[-1][1]["actor/kl_loss" if name != "split layers" else "actor/reward_kl_penalty"] != 0
+    assert placed.observer.steps[-1][1]["actor/kl_loss" if name == "reference" else "actor/reward_kl_penalty"] != 0
 
 
-@pytest.mark.parametrize("settings", quick([{}, {"lora_rank": 2}], []))
-def test_transformers_generate_on_ranks_of_their_own(settings):
-    settings = {"engine": "hf", "dtype": "float32", **settings}
+@pytest.mark.slow
+def test_transformers_generate_on_ranks_of_their_own_with_merged_adapters():
+    settings = {"engine": "hf", "dtype": "float32", "lora_rank": 2}
     placed = run(place="generate:1", **settings)
     assert_same_runs(placed, run(**settings))
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
@@ -152,12 +145,12 @@ def test_transformers_generate_on_ranks_of_their_own(settings):
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
     settings = {"task": "calculator", "reward": None, "episode_turns": 3}
-    placed = run(place="train:dp2@0-1 generate:tp2@2-3", **settings)
-    assert_same_runs(placed, run(mesh="dp2", generate_mesh="tp2", **settings))
+    placed = run(place="generate:1", **settings)
+    assert_same_runs(placed, run(**settings))
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
 
 
-STALE = {"minibatches": 1, "steps": 5, "place": "train:dp2@0-1 generate:dp1@2"}
+STALE = {"minibatches": 1, "steps": 4, "place": "generate:1"}
 
 
 def check_ages(steps, staleness):
@@ -182,7 +175,7 @@ def test_no_token_is_older_than_the_staleness(name):
     one = run(rollout_is, staleness=staleness, **(STALE | settings))
     assert one.outcome.error is None
     check_ages([metrics for _, metrics in one.observer.steps], staleness)
-    first = run(rollout_is, **STALE).observer.shown[0]
+    first = run(rollout_is, minibatches=1, steps=1).observer.shown[0]
     assert first[0] == 0 and first in one.observer.shown
     assert one.observer.steps[0][1]["sync/verified"] == 1
 
@@ -195,8 +188,8 @@ def test_runs_may_keep_caches():
 
 @pytest.mark.slow
 def test_many_steps_ahead_and_evaluations_between_them_end():
-    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 9}))
-    assert ended.observer.steps[-1][0] == 9
+    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 7}))
+    assert ended.observer.steps[-1][0] == 7
     check_ages([metrics for _, metrics in ended.observer.steps], 4)
 
 

@@ -58,8 +58,8 @@ def jiggle(x):
 
 def compositions():
     entropy = functools.partial(PPO, entropy_coef=0.1)
-    cases = [pytest.param(PPO, marks=pytest.mark.slow), entropy, GRPO]  # an entropy is a term more
-    return pytest.mark.parametrize("compose", cases, ids=["ppo", "ppo with entropy", "grpo"])
+    cases = [entropy, pytest.param(GRPO, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("compose", cases, ids=["ppo with entropy", "grpo"])
 
 
 def moved(state):
@@ -199,7 +199,7 @@ def hand_gradient(mesh, rows, budget):
 @pytest.mark.gloo
 def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
     """One to nine rows over four data ranks: the closed form, on every rank's parameters."""
-    cases = [(rows, budget) for rows in (1, 2, 3, 4, 5, 9) for budget in (8, 16, MANY)]
+    cases = [(1, 8), (2, MANY), (3, 8), (4, MANY), (5, 8), (9, 16)]
     over_ranks = launch(
         lambda mesh: [hand_gradient(mesh, *case) for case in cases], {**single().sizes, "data": 4}, "cpu"
     )
@@ -215,13 +215,12 @@ def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("compose", [PPO, GRPO], ids=["ppo", "grpo"])
-def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
-    """Two rows on four data ranks, of two tensor ranks each, with real models: two data ranks only keep pace."""
-    run, state, rows = scored(compose)
+def test_fewer_rows_than_data_ranks_in_a_mini_batch():
+    """Two rows on three data ranks with real models: one data rank only keeps pace."""
+    run, state, rows = scored(PPO)
     few = take(rows, np.array([0, 7]))
     expected = gradients(run, state, few, MANY)
-    sizes = {**run.job.sizes, "data": 4, "tensor": 2}
+    sizes = {**run.job.sizes, "data": 3}
     job = dataclasses.replace(run.job, sizes=sizes, generate_sizes=sizes)
 
     def program(mesh):
@@ -230,7 +229,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
             name: role._replace(params=shard(role.params, parts.roles[name].placed.stored, mesh))
             for name, role in state.roles.items()
         }
-        there = split_rows(few.batch, np.array([3, 1]), mesh)  # two data ranks have no row
+        there = split_rows(few.batch, np.array([2, 0]), mesh)  # one data rank has no row
         return gradients(run._replace(job=job, parts=parts), state._replace(roles=roles), there, 8)
 
     assert_equal(launch(program, sizes, "cpu"), expected, 1e-11)
@@ -240,7 +239,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch(compose):
 @pytest.mark.slow
 def test_a_run_whose_mini_batches_have_fewer_rows_than_ranks():
     settings = {"batch_prompts": 4, "samples_per_prompt": 2, "minibatches": 7}  # mini-batches of two rows, and of fewer
-    assert_same(run_steps(2, mesh="dp4", **settings), run_steps(2, **settings), 1e-9)
+    assert_same(run_steps(1, mesh="dp3", **settings), run_steps(1, **settings), 1e-9)
 
 
 @pytest.mark.parametrize("rows, minibatches, sizes", [(8, 2, [4, 4]), (9, 6, [2, 2, 2, 1, 1, 1]), (3, 6, [1, 1, 1])])

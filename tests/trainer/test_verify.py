@@ -133,10 +133,10 @@ def events_by_sync(events):
 def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypatch):
     """The rank with the wrong number is named, and the ranks take unequal numbers of iterations."""
     load = NativeEngine.load
-    job = small_job(GRPO, mesh="dp2,tp2", steps=3, batch_prompts=3, probe_sync_every=0)
+    job = small_job(GRPO, mesh="dp2", steps=2, batch_prompts=3, probe_sync_every=0)
 
     def program(mesh):
-        spoil = functools.partial(spoiled, load, 2 if mesh.rank == 3 else 99)
+        spoil = functools.partial(spoiled, load, 2 if mesh.rank == 1 else 99)
         monkeypatch.setattr(NativeEngine, "load", lambda self, weights, new=0: spoil(self, weights, new))
         observer = Timed()
         outcome = loop.train_loop(job, mesh, observer)
@@ -144,7 +144,7 @@ def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypa
 
     error, steps = launch(program, job.sizes, "cpu")
     assert "after the sync of version 2 the engine does not hold" in error and steps == [1]
-    assert f"{WRONG} differs" in error and "3" in error.split("differs")[1]
+    assert f"{WRONG} differs" in error and "1" in error.split("differs")[1]
 
 
 @pytest.mark.gloo
@@ -152,21 +152,18 @@ def test_a_wrong_shard_on_one_rank_stops_all_before_its_rows_are_scored(monkeypa
 @pytest.mark.parametrize(
     "mesh, how",
     [
-        ("dp2,tp2", {"generate_mesh": "tp2,dp2"}),
         ("sp3", {}),
         ("dp2,tp2", {"generate_mesh": "dp4", "dtype": "bfloat16", "fsdp": True, "optimizer": "muon"}),
-        ("dp2", {"generate_mesh": "tp2", "dtype": "float32", "fsdp": True, "token_budget": 24}),
     ],
 )
 def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
-    job = small_job(GRPO, mesh=mesh, steps=3, probe_sync_every=1, **how)
+    job = small_job(GRPO, mesh=mesh, steps=2, probe_sync_every=1, **how)
 
     def program(mesh):
         observer = Timed()
         return loop.train_loop(job, mesh, observer).error, observer.reports
 
     error, reports = launch(program, job.sizes, "cpu")
-    assert error is None and [one["sync/verified"] for one in reports] == [1.0] * 3
-    assert max(one["sync/probe_gap"] for one in reports) < {"bfloat16": 0.05, "float32": 1e-5}.get(
-        job.settings.models.dtype, 1e-9
-    )
+    assert error is None and [one["sync/verified"] for one in reports] == [1.0] * 2
+    bound = 0.05 if job.settings.models.dtype == "bfloat16" else 1e-9
+    assert max(one["sync/probe_gap"] for one in reports) < bound

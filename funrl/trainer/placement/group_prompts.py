@@ -1,10 +1,11 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
 Without replacements group i has the i-th prompt of the run, or of those that the ranks that train choose by weights and
-publish. With them a replica takes the next prompt of the order when
-it begins a group, and again for the same place when the filter keeps no row of it: by itself, or where models reward
-completions when the ranks that train ask. A batch has at most as many prompts as in a run by turns: replicas share the
-replacements, in equal parts where their engines are the clock.
+publish. With them a replica takes the next prompt of the order when it begins a group, and again for the same place
+when the filter keeps no row of it: by itself, or where models reward completions when the ranks that train ask. Groups
+b P to (b + 1) P - 1, the places of a batch, have at most as many prompts as a batch of a run by turns: they share the
+replacements, and replicas do in equal parts where their engines are the clock. A later group that overtakes one of them
+brings its own to their batch.
 """
 
 from __future__ import annotations
