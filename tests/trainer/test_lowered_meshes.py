@@ -21,7 +21,7 @@ MESHES = {  # the collectives that its program must have
     "sp2": {"all-to-all"},
     "ep2": {"all-gather", "reduce-scatter"},
 }
-ENGINES = [("float64", "dp2,tp2+lora"), ("bfloat16", "dp2,tp2")]
+ENGINES = [("float64", "dp2,tp2+lora"), ("float64", "dp2+states"), ("bfloat16", "dp2,tp2")]
 RUNS = [
     ("float64", "ppo:dp2", "ppo:tp2"),
     ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
@@ -52,7 +52,7 @@ def test_a_run_on_a_mesh_has_the_metrics_of_torch_s_ranks(runs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype,mesh", ENGINES, ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype,mesh", ENGINES, ids=" ".join)
 def test_completions_of_an_engine_on_a_mesh_are_those_of_torch(dtype, mesh):
     resharded, line = output_of("lowered_engines.py", dtype, mesh).splitlines()
     assert resharded == "resharded by the devices"
