@@ -2,7 +2,8 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
 
-A mesh is that of --generate_mesh, with "+lora" where requests name adapters. It prints the largest difference of a
+A mesh is that of --generate_mesh, with "+lora" where requests name adapters, and "+states" where a layer keeps states,
+of which the engine takes snapshots. It prints the largest difference of a
 log-probability and, of DTYPE bfloat16, that of torch's from float64, else 0; the pages that each lane has used at
 most; and "other tokens" if there are some. Tokens of bfloat16 are greedy.
 """
@@ -19,6 +20,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.mesh.text import parse
 from funrl.models import decoder_config, decoder_model
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
@@ -36,7 +38,8 @@ def completions(model, dtype, make_backend, adapters, second=None):
     Args:
       second: how every other one is sampled; the rest is greedy, and all are without it.
     """
-    options = NativeOptions(max_rows=4, cache_bytes=1 << 20, packed=False, make_backend=make_backend)
+    snapshots = 16 * (model.cell_bytes(SINGLE, dtype) > 0)
+    options = NativeOptions(4, 1 << 20, packed=False, snapshot_tokens=snapshots, make_backend=make_backend)
     engine = native_engine(model, SINGLE, dtype, options._replace(static=make_backend is not None))
     engine.load(trees.named(weights(model, dtype)))
     if adapters[0]:
@@ -77,11 +80,12 @@ def main(dtype, *texts):
     print(resharded())
     dtype = getattr(torch, dtype)
     for text in texts:
-        mesh, _, kind = text.partition("+")
+        mesh, *kinds = text.split("+")
         sizes = parse(mesh)
-        adapters = ("own", None) if kind == "lora" else (None,)
-        experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
-        model = decoder_model(decoder_config(**SIZES | experts))
+        adapters = ("own", None) if "lora" in kinds else (None,)
+        more = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
+        more |= {"mixers": (GatedDeltaNet(2, 4, 8, 6), None)} if "states" in kinds else {}
+        model = decoder_model(decoder_config(**SIZES | more))
         second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
         wanted, _ = completions(model, dtype, None, adapters, second)
         found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)

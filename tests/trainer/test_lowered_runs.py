@@ -16,11 +16,9 @@ from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.xla
 
-RECIPES = {"grpo": GRPO, "ppo": PPO}
-
 
 def steps_of_run(recipe, steps, **settings):
-    run, state = begin(small_job(RECIPES[recipe], **settings), single())
+    run, state = begin(small_job(recipe, **settings), single())
     metrics = []
     for _ in range(steps):
         state, numbers = one_step(run, state)
@@ -29,11 +27,11 @@ def steps_of_run(recipe, steps, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe,dtype,tolerance", [("ppo", "float64", 1e-9), ("grpo", "float32", 1e-3)])
-def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, dtype, tolerance):
+@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-9), ("float32", 1e-3)])
+def test_a_run_in_jax_has_the_numbers_of_one_in_torch(dtype, tolerance):
     pytest.importorskip("jax")
     lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
-    wanted, found = (steps_of_run(recipe, 5, dtype=dtype, lr=lr, backend=name) for name in ("torch", "xla"))
+    wanted, found = (steps_of_run(PPO, 5, dtype=dtype, lr=lr, backend=name) for name in ("torch", "xla"))
     for want, numbers in zip(wanted, found, strict=True):
         assert numbers.keys() == want.keys()
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
@@ -44,7 +42,7 @@ def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, dtype, tolerance):
 def test_a_run_in_bfloat16_or_of_adapters_has_the_numbers_of_one_in_torch(settings):
     pytest.importorskip("jax")
     tolerance = 2e-2 if "dtype" in settings else 1e-9
-    wanted, found = (steps_of_run("grpo", 2, **settings, backend=name) for name in ("torch", "xla"))
+    wanted, found = (steps_of_run(GRPO, 2, **settings, backend=name) for name in ("torch", "xla"))
     for want, numbers in zip(wanted, found, strict=True):
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
 
@@ -59,16 +57,16 @@ class Stopping(Quiet):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_torch_is_continued_in_jax(tmp_path):
-    """tests/trainer/test_lowered_meshes.py has the reverse too."""
+def test_a_checkpoint_of_jax_is_continued_by_torch(tmp_path):
+    """A run that generates; `test_lowered_meshes` has the reverse too."""
     pytest.importorskip("jax")
     whole = Quiet(str(tmp_path / "whole"))
     train_loop(small_job(GRPO, steps=4), single(), whole)
     with pytest.raises(FloatingPointError, match="the machine is gone"):
-        train_loop(small_job(GRPO, steps=4, save_every="1"), single(), Stopping(str(tmp_path / "run")))
+        train_loop(small_job(GRPO, steps=4, save_every="1", backend="xla"), single(), Stopping(str(tmp_path / "run")))
     shutil.rmtree(tmp_path / "run" / "step-3", ignore_errors=True)  # which the run saves when it fails
     again = Quiet(str(tmp_path / "run"))
-    train_loop(small_job(GRPO, steps=4, resume=True, run_dir="x", backend="xla"), single(), again)
+    train_loop(small_job(GRPO, steps=4, resume=True, run_dir="x"), single(), again)
     assert any("resumed after step 2" in note for note in again.notes)
     assert [step for step, _ in again.steps] == [3, 4]
     for (_, numbers), (_, want) in zip(again.steps, whole.steps[2:], strict=True):

@@ -44,11 +44,6 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
             {"keep_cache": True, "staleness": 1, "place": "train:1 generate:1"},
             "keep_cache: layers of a qwen3_next",
         ),
-        (
-            "grpo",
-            {"backend": "xla", "compile": "on", "mesh": "dp2"},
-            "generate_mesh=dp2: layers of a qwen3_next keep a state, .* give --generate_mesh=tp2",
-        ),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],
 )

@@ -235,6 +235,7 @@ CASES = [
     Case("aten.scatter_add.default", lambda d: (d.f(5, 4), 0, d.i(5, 3, 4), d.f(3, 4))),
     Case("aten.scatter_reduce.two", lambda d: (d.f(5), 0, d.i(5, 8), d.f(8), "amax"), smooth=False),
     Case("aten.scatter_reduce.two", lambda d: (d.f(5), 0, d.i(5, 8), d.f(8), "sum")),
+    Case("aten.searchsorted.Tensor", lambda d: (ends(d), torch.arange(7, dtype=torch.int32)), {"right": True}),
     # products
     Case("aten.mm.default", lambda d: (d.f(3, 4), d.f(4, 5))),
     Case("aten.bmm.default", lambda d: (d.f(2, 3, 4), d.f(2, 4, 5))),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from funrl.algos.checking import Available, check
 from funrl.algos.core import Algorithm, Divergence
 from funrl.algos.reading import reads
@@ -15,7 +13,6 @@ from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.text import text as mesh_text
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import TORCH_DTYPES
@@ -30,11 +27,9 @@ from funrl.trainer.jobs.sharding import (
     check_forms,
     check_layouts,
     check_roles,
-    driven_generate_sizes,
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.lowered.backend import decodes_in_jax
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.scorers import (
     JUDGE,
@@ -260,18 +255,7 @@ def check_meshes(
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
     check_forms(models, settings, sizes)
-    if role is not None and decodes_in_jax(settings):
-        _check_lanes(models[role], Mesh(driven_generate_sizes(settings, models[role])))
     return generating
-
-
-def _check_lanes(model: Model, mesh: Mesh) -> None:
-    """Refuse several replicas of an engine in one process where layers keep states. Raises: SettingsError."""
-    if mesh.size(mesh.row_axes) > 1 and model.pages and model.cell_bytes(mesh, torch.float32):
-        raise SettingsError(
-            f"--generate_mesh={mesh_text(mesh.sizes)}: layers of a {model.config.source.family} keep a state, and JAX "
-            f"has states on one tensor group; give --generate_mesh=tp{mesh.world}, or leave --compile=on out"
-        )
 
 
 def check_code(settings: Settings, models: Mapping[str, Model], generates: str | None) -> None:

@@ -24,7 +24,7 @@ from funrl.mesh.mesh import AXES, ROW_AXES, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.lora import FIRST, trained_part, with_lora
 from funrl.models.model import Lora, Model
-from funrl.rollout.native.device.decode_state import STOP, DecodeForm, DecodeState, Spare, empty_state
+from funrl.rollout.native.device.decode_state import CELL, STOP, DecodeForm, DecodeState, Spare, empty_state
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.lowered.decoding import (
@@ -131,6 +131,7 @@ class MeshBackend(XlaBackend):
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._cache = None
+        cells //= self.lanes
         self._spare = Spare(pages // self.lanes, cells or None)  # the page and the cell after those of a lane
         if not pages:
             return
@@ -143,14 +144,28 @@ class MeshBackend(XlaBackend):
             self._cache = trees.map(lambda x: zeros(x, sharding), form)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        from_P, to_P = (np.asarray(pages, dtype=np.int64) for pages in (sources, targets))
-        lane_P = from_P // self._spare.page
-        most = bucket(int(np.bincount(lane_P).max()))
-        at_P = places_in_lanes(lane_P, most)
-        whole = np.full((2, self.lanes * most), self._spare.page)
-        whole[:, at_P] = from_P % self._spare.page, to_P % self._spare.page
         assert isinstance(self._cache, CacheStacks)
+        whole = self._filled_lanes((sources, targets), self._spare.page)
         self._cache = self._cache._replace(pages=self._copied(self._cache.pages, *whole))
+
+    def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
+        assert isinstance(self._cache, CacheStacks) and self._spare.cell is not None
+        whole = self._filled_lanes(tuple(zip(*copies, strict=True)), self._spare.cell)
+        self._cache = self._cache._replace(cells=self._copied(self._cache.cells, *whole))
+
+    def _filled_lanes(self, places: Sequence[Sequence[int]], each: int) -> np.ndarray:
+        """Numbers in each lane to copy from and to, [2, lanes times n], filled up with the spare one.
+
+        Args:
+          places: numbers to copy from and to, both of one lane.
+          each: pages or cells of a lane, and the number of its spare one.
+        """
+        from_P, to_P = np.asarray(places, dtype=np.int64)
+        lane_P = from_P // each
+        most = bucket(int(np.bincount(lane_P).max()))
+        whole = np.full((2, self.lanes * most), each)
+        whole[:, places_in_lanes(lane_P, most)] = from_P % each, to_P % each
+        return whole
 
     def _copied(self, stacks: trees.Tree, from_P: np.ndarray, to_P: np.ndarray) -> trees.Tree:
         with jax.enable_x64(True):
@@ -176,6 +191,7 @@ class MeshBackend(XlaBackend):
         own.tokens_S[at_N] = state.tokens_S[slots_N]
         own.numbers_CS[:, at_N] = state.numbers_CS[:, slots_N]
         own.table_SP[at_N] = state.table_SP[slots_N, : form.pages] % self._spare.page
+        own.numbers_CS[CELL] %= self._spare.cell or 1
         form = form._replace(rows=rows)
         program = self._program(
             ("decode", form, self._spare, self._scales(form.adapters)),
@@ -185,7 +201,7 @@ class MeshBackend(XlaBackend):
         given = (self._weights, self._used(form.adapters), self._cache, own, every)
         sampled, self._cache, after = program.arrays(*given)
         state.tokens_S[slots_N] = to_host(after.tokens_S)[at_N]
-        state.numbers_CS[:, slots_N] = to_host(after.numbers_CS)[:, at_N]
+        state.numbers_CS[:CELL, slots_N] = to_host(after.numbers_CS)[:CELL, at_N]  # a cell's number is of all lanes
         token_B, *logps = (_spread(to_host(x)[at_N], held_B) for x in sampled)
         return token_B, logps[0], logps[1]
 
@@ -251,7 +267,7 @@ def lane_places(work: PassWork, page_tokens: int, spare: Spare, lanes: int) -> t
     """
     lane_S = work.table_SP[:, 0].numpy() // spare.page
     lane_N = np.repeat(lane_S, np.asarray(work.counts))
-    parts = [of_lane(work, lane_S == lane, spare.page) for lane in range(lanes)]
+    parts = [of_lane(work, lane_S == lane, spare) for lane in range(lanes)]
     most = PassSizes(*map(max, zip(*(pass_sizes(part, page_tokens) for part in parts), strict=True)))
     places = [pass_places(part, page_tokens, spare, most) for part in parts]
     sampled_M = np.asarray(work.sampled_positions, dtype=np.int64)
@@ -259,8 +275,8 @@ def lane_places(work: PassWork, page_tokens: int, spare: Spare, lanes: int) -> t
     return trees.map(lambda *x: torch.cat(x), *places), torch.from_numpy(at_M)
 
 
-def of_lane(work: PassWork, own_S: np.ndarray, lane_pages: int) -> PassWork:
-    """The work of the sequences of a lane, whose pages are numbered from 0."""
+def of_lane(work: PassWork, own_S: np.ndarray, spare: Spare) -> PassWork:
+    """The work of the sequences of a lane, whose pages and cells are numbered from 0, as the spare ones are."""
     counts_S = np.asarray(work.counts, dtype=np.int64)
     own_N = np.repeat(own_S, counts_S)
     sampled_M = np.asarray(work.sampled_positions, dtype=np.int64)
@@ -269,10 +285,10 @@ def of_lane(work: PassWork, own_S: np.ndarray, lane_pages: int) -> PassWork:
         work.tokens_N[torch.from_numpy(own_N)],
         counts_S[own_S],
         np.asarray(work.ends)[own_S],
-        work.table_SP[torch.from_numpy(own_S)] % lane_pages,
+        work.table_SP[torch.from_numpy(own_S)] % spare.page,
         index_N[sampled_M[own_N[sampled_M]]],
         adapters=None if work.adapters is None else work.adapters[own_S],
-        cells=None if work.cells is None else work.cells[own_S],
+        cells=None if work.cells is None or spare.cell is None else work.cells[own_S] % spare.cell,
     )
 
 

@@ -60,6 +60,13 @@ def _scatter_reduce(
     return ways[how](_written(index, source))
 
 
+def _searchsorted(
+    result: OperatorResult, ordered: JaxArray, x: JaxArray, right: bool = False, side: str | None = None, **_: Any
+) -> JaxArray:
+    assert ordered.ndim == 1
+    return jnp.searchsorted(ordered, x, side=side or ("right" if right else "left"))
+
+
 INDEXING: dict[str, Lowering] = {
     "aten.embedding": of_arguments(lambda weight, index, *_: jnp.take(weight, index, axis=0)),
     "aten.gather": _gather,
@@ -71,4 +78,5 @@ INDEXING: dict[str, Lowering] = {
     "aten.scatter": _scatter,
     "aten.scatter_add": _scatter_add,
     "aten.scatter_reduce": _scatter_reduce,
+    "aten.searchsorted": _searchsorted,
 }
