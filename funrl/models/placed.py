@@ -70,7 +70,7 @@ class Placed:
 
     @property
     def balance(self) -> Balance | None:
-        """How ranks share the work on the values that rows own; None: each works on those of its own rows."""
+        """Way in which ranks share the work on the values that rows own; None: each works on those of its own rows."""
         return self.model.owned.balance if self.balances and self.model.owned is not None else None
 
     @property

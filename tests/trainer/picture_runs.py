@@ -196,8 +196,8 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, b
     learning = {name: one.adapters is not None for name, one in job.models.items()}
     models = {name: with_lora(model, lora) if lora and own else model for name, own in learning.items()}
     task = job.task._replace(prompts=prompts, heldout=heldout)
-    settings = with_flags(job.settings, balance_pictures=balance)
-    return dataclasses.replace(job, settings=settings, model=model, models=models, task=task, lora=lora)
+    chosen = with_flags(job.settings, balance_pictures=balance)
+    return dataclasses.replace(job, settings=chosen, model=model, models=models, task=task, lora=lora)
 
 
 def picture_steps(job, steps):

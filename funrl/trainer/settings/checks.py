@@ -18,7 +18,6 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.mesh_checks import (
-    check_balance,
     check_pools,
     check_sequence_parallel,
     check_sharding,
@@ -103,7 +102,6 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_sharding,
         check_sequence_parallel,
         check_split_residual,
-        check_balance,
         _check_lora,
         _check_reward_timeout,
         _check_trackers,

@@ -15,7 +15,15 @@ from funrl.compiled_kernels.exact.packs import forget
 from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
+from funrl.trainer.steps.micro import (
+    own_places,
+    packed,
+    plan_epoch,
+    row_cost,
+    sizes_of,
+    token_ranks,
+    with_assignments,
+)
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
 from funrl.trainer.steps.skipped import Skips, Suspects
@@ -160,7 +168,8 @@ class MiniBatch(NamedTuple):
         """This rank's micro-batches with what the role's loss reads."""
         assert role.loss is not None
         fields = row_fields_of(role.loss)
-        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields, role.placed.balance):
+        pieces = packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields)
+        for piece in with_assignments(pieces, self.rows, self.packing, self.part, balance=role.placed.balance):
             yield piece.batch
 
 

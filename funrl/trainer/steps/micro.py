@@ -150,7 +150,7 @@ def own_micro_batches(
         packing = pack(rows.lengths, rows.mesh.lanes, sizes, most, cost=cost)
     else:
         packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
-    yield from packed(rows, packing, None, most, mask, row_fields, balance)
+    yield from with_assignments(packed(rows, packing, None, most, mask, row_fields), rows, packing, balance=balance)
 
 
 def packed(
@@ -160,16 +160,13 @@ def packed(
     max_rows: int,
     mask: str = "mask",
     row_fields: Collection[str] = (),
-    balance: Balance | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches of a packing. Those of one number, on several devices, follow one another.
 
     Args:
       part: numbers of the rows that the packing is of; None: all.
-      mask, row_fields, balance: as in `own_micro_batches`.
+      mask, row_fields: as in `own_micro_batches`.
     """
-    shared = balance is not None and balance.sizes in rows.batch.names()
-    assigned = assignments(rows, packing, part, balance) if balance is not None and shared else None
     lengths = rows.lengths
     own = rows.own
     rows = counted_by(rows, mask) if "episode_tokens" in row_fields else rows
@@ -181,11 +178,32 @@ def packed(
         numbers = places if part is None else part[places]
         places = np.searchsorted(own, numbers)
         micro = micro_batch(batch, lengths[own], places, size, max_rows, rows.mesh)
-        fields = _spread_rows(rows, micro, row_fields)
-        if balance is not None and assigned is not None:
-            micro = micro._replace(batch=declare(micro.batch, {balance.name: balance.field}))
-            fields[balance.name] = next(assigned)
-        yield micro._replace(batch=micro.batch._replace(**fields))
+        yield micro._replace(batch=micro.batch._replace(**_spread_rows(rows, micro, row_fields)))
+
+
+def with_assignments(
+    pieces: Iterator[MicroBatch],
+    rows: Rows,
+    packing: Packing,
+    part: np.ndarray | None = None,
+    *,
+    balance: Balance | None,
+) -> Iterator[MicroBatch]:
+    """Micro-batches of `packed` with the field of `balance`, where rows own such values; else as they are.
+
+    Args:
+      pieces: of `packed`.
+      rows, packing, part: of them, as there.
+      balance: of the model; None: ranks share no work.
+    """
+    if balance is None or balance.sizes not in rows.batch.names():
+        yield from pieces
+        return
+    fields = {balance.name: balance.field}
+    assigned = assignments(rows, packing, part, balance)
+    for piece in pieces:
+        batch = declare(piece.batch, fields)._replace(**{balance.name: next(assigned)})
+        yield piece._replace(batch=batch)
 
 
 def own_places(packing: Packing, rows: Rows) -> list[np.ndarray]:
