@@ -127,12 +127,6 @@ def test_numbers_and_gradients_are_those_of_float64(name, dtype):
         assert (a - b).abs().max() <= TOLERANCE[dtype] * b.abs().max()
 
 
-@pytest.mark.slow  # gradients are compared with those of a reference above
-@pytest.mark.parametrize("name", CASES)
-def test_finite_differences(name):
-    assert torch.autograd.gradcheck(CASES[name][1], [x.requires_grad_() for x in arguments(name)])
-
-
 @pytest.mark.parametrize("name", [name for name in CASES if "groups" not in name])
 def test_a_row_depends_on_no_other_row_and_on_no_thread(name):
     _, fn, _ = CASES[name]

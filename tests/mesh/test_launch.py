@@ -212,23 +212,6 @@ def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.slow
-def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
-    script = tmp_path / "program.py"
-    script.write_text(
-        "import torch\nfrom funrl.mesh import collectives, launch\nfrom funrl.mesh.mesh import parse\n"
-        "launch.cores = lambda: 6\n"
-        "total = launch.launch(lambda m: collectives.psum(torch.ones(1), m, 'data').item(), parse('dp2'), 'cpu')\n"
-        "print(f'sum {total} {torch.get_num_threads()}\\n', end='')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
-        capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 2.0 3") == 2
-
-
 def test_a_mesh_of_another_size_than_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
@@ -336,6 +319,7 @@ def test_a_program_that_cannot_be_sent_is_an_error_before_the_start(monkeypatch)
 
 BEFORE = """
 import contextlib, os, threading
+import torch
 import torch.distributed as dist
 from funrl.mesh import collectives, launch
 from funrl.mesh.mesh import parse
@@ -348,36 +332,37 @@ def before(rank):
 def program(m, opened):
     rank, began = opened
     assert (rank, began) == (m.rank, (os.getpid(), False, 1))
-    return sum(collectives.gather_objects(rank + 1, m)), os.getpid() == here
-launch.can_fork = FORK
-total, in_place = launch.launch(program, parse("MESH"), "cpu", before=before)
-print(f"sum {total} {in_place}\\n", end="")
+    return sum(collectives.gather_objects(rank + 1, m)), os.getpid() == here, torch.get_num_threads()
+launch.cores = lambda: 6
+for mesh in MESHES:
+    total, in_place, threads = launch.launch(program, parse(mesh), "cpu", before=before)
+    print(f"sum {total} {in_place} {threads}\\n", end="", flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("start", "mesh"),
-    [
-        ("forked", "dp1"),
-        ("forked", "dp2"),
-        pytest.param("torchrun", "dp2", marks=pytest.mark.slow),
-    ],
-)
-def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(start, mesh, tmp_path):
-    script, ranks = tmp_path / "program.py", int(mesh[2:])
-    script.write_text(
-        BEFORE.replace("FORK", "launch.can_fork" if start == "forked" else "lambda: False").replace("MESH", mesh)
-    )
-    torchrun = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+def lines_of(command, script, meshes):
+    """What a program prints that launches ranks on one mesh after the other, in order."""
+    script.write_text(BEFORE.replace("MESHES", repr(meshes)))
     done = subprocess.run(
-        [sys.executable, *(torchrun if start == "torchrun" else []), str(script)],
+        [sys.executable, *command, str(script)],
         capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line)
-    assert lines[:ranks] == [f"left {rank} False" for rank in range(ranks)]
-    in_place = start == "torchrun" or ranks == 1
-    assert lines[ranks:] == [f"sum {sum(range(ranks + 1))} {in_place}"] * (ranks if start == "torchrun" else 1)
+    return sorted(line for line in done.stdout.splitlines() if line)
+
+
+def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(tmp_path):
+    lines = lines_of([], tmp_path / "program.py", ["dp1", "dp2"])
+    assert [line for line in lines if line.startswith("left")] == ["left 0 False", "left 0 False", "left 1 False"]
+    assert [line[:-2] for line in lines[3:]] == ["sum 1 True", "sum 3 False"]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
+    """They are the processes that it started, each with its share of the cores."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    lines = lines_of(torchrun, tmp_path / "program.py", ["dp2"])
+    assert lines == ["left 0 False", "left 1 False", "sum 3 True 3", "sum 3 True 3"]
 
 
 def test_what_came_before_is_left_where_a_rank_fails(tmp_path):

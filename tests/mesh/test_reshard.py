@@ -87,7 +87,7 @@ def volume_bytes(step, message):
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("seed", range(75))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -287,10 +287,7 @@ def test_large_parts_go_without_staging(monkeypatch):
     program.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "before,after",
-    [("dp64", "dp16,tp4"), ("dp8,tp8", "dp16,tp4"), pytest.param("dp128", "dp64,tp2", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("before,after", [("dp64", "dp16,tp4"), ("dp8,tp8", "dp16,tp4")])
 def test_groups_of_messages_are_small_and_the_same_on_both_ends(before, after, monkeypatch):
     """What NCCL starts at once: both ranks of a message have it in groups of one number, in the same order."""
     monkeypatch.setattr(buckets, "NEAR", 8)

@@ -11,7 +11,7 @@ from drawn_families import drawn
 from hf_peers import assert_logits_and_files, greedy, greedy_of, peer_of, tokens_of
 from selection import quick
 
-DRAWS, QUICK = 16, 3
+DRAWS, QUICK = 6, 1
 
 
 @pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))

@@ -29,9 +29,9 @@ from funrl.models.vision.inputs import picture_inputs
 from funrl.models.vision.tiles import NO_TILES
 from funrl.trainer.steps.micro import micro_batch
 
-DRAWS, QUICK = 24, 6
-GEMMA_DRAWS, QUICK_GEMMA = 12, 2
-TILED_DRAWS, QUICK_TILED = 12, 2
+DRAWS, QUICK = 9, 3
+GEMMA_DRAWS, QUICK_GEMMA = 4, 1
+TILED_DRAWS, QUICK_TILED = 4, 1
 
 
 def drawn_config(number: int) -> Any:

@@ -26,7 +26,7 @@ from funrl.models import Inputs, ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
 
-DRAWS, QUICK = 16, 2
+DRAWS, QUICK = 6, 1
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

@@ -55,7 +55,7 @@ def _step(params, rows, length, packed, layer):
 def test_nothing_is_compiled_again_after_warm_up(caplog):
     torch._dynamo.reset()
     params = MODEL.init(torch.Generator().manual_seed(0))
-    layer = compile_layer(MODEL, "on", backend="aot_eager")  # what inductor does with a graph has tests of its own
+    layer = compile_layer(MODEL, "on", backend="eager")  # what is compiled again is dynamo's matter alone
     counts = torch._dynamo.utils.counters["stats"]
     before = counts["unique_graphs"]
     with caplog.at_level(logging.INFO, "funrl.models.compiling.compile"):
@@ -65,7 +65,7 @@ def test_nothing_is_compiled_again_after_warm_up(caplog):
     logged = [r.getMessage() for r in caplog.records]
     assert warm > before and len(logged) == warm - before
     assert "compiled one of 3 layers to train 4x12x16 in" in logged[0]
-    for rows, length, packed in ((5, 19, False), (3, 30, True), (8, 7, False), (2, 10, True)):
+    for rows, length, packed in ((5, 19, False), (3, 30, True)):
         got = _step(params, rows, length, packed, layer)
         expected = _step(params, rows, length, packed, None)
         for a, b in zip(got, expected, strict=True):
@@ -118,9 +118,8 @@ def gradients(model, params, row, layer):
 @pytest.mark.parametrize(
     ("config", "remat"),
     [
-        pytest.param(QWEN, "none", marks=pytest.mark.slow),
-        pytest.param(QWEN, "full", marks=pytest.mark.slow),
-        (MIXTURE, "selective"),
+        (QWEN, "full"),
+        pytest.param(MIXTURE, "selective", marks=pytest.mark.slow),
     ],
 )
 def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(config, remat):
@@ -129,7 +128,7 @@ def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(confi
     model, graphs = decoder_model(config), []
     params = model.init(torch.Generator().manual_seed(0), torch.float64)
     layer = compile_layer(model, "on", remat=remat, backend=counted(graphs))
-    for lengths, padding in (((5, 9, 2), 4), ((3, 7, 16), 4), ((20, 1, 2), 1)):
+    for lengths, padding in (((5, 9, 2), 4), ((20, 1, 2), 1)):
         row = packed_row(lengths, padding)
         for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
             assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
@@ -153,7 +152,7 @@ def test_a_gated_delta_net_is_compiled_once():
     model = decoder_model(with_fields(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),)))
     params = model.init(torch.Generator().manual_seed(0), torch.float64)
     layer = compile_layer(model, "on", remat="selective", backend=counted(graphs))
-    for lengths, padding in (((5, 9, 2), 4), ((30, 70, 16), 4), ((20, 1, 2), 1)):
+    for lengths, padding in (((5, 9, 2), 4), ((30, 40, 16), 4)):
         row = packed_row(lengths, padding)
         for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
             assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
@@ -165,7 +164,7 @@ def test_a_gated_delta_net_is_compiled_once():
 @pytest.mark.slow
 def test_inductor_computes_the_same_with_selective_recomputation():
     torch._dynamo.reset()
-    model = decoder_model(MIXTURE)
+    model = decoder_model(with_fields(QWEN, layers=1))
     params, row = model.init(torch.Generator().manual_seed(0), torch.float64), packed_row((5, 9, 2), 4)
     layer = compile_layer(model, "on", remat="selective")
     for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):

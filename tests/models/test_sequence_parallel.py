@@ -249,7 +249,7 @@ def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
         with pytest.raises(ModelError, match="7 tokens does not divide over the mesh sp2: pad it to a multiple of 2"):
             model.token_scores(params, Batch(tokens=torch.zeros(1, 7, dtype=torch.int64)))
     with simulate("tp8") as mesh:
-        model = places_on(mesh, config(8, 4), splits=True)["policy"]
+        model = places_on(mesh, config(8, 4, layers=1), splits=True)["policy"]
         params = scatter(model.model.init(torch.Generator().manual_seed(0), torch.float64), model.stored)
         with pytest.raises(ModelError, match="36 tokens does not divide over the mesh tp8: pad it to a multiple of 8"):
             model.token_scores(params, packed())

@@ -128,7 +128,6 @@ def _vllm_server(model, mesh, dtype):
 KINDS = {
     "packed float32": Kind(_native(True), same=0),
     "packed float32, drafts": Kind(_native(True, 4), same=0),
-    "torch float32": Kind(_native(False)),
     "torch float64": Kind(_native(False), torch.float64, 1e-10, 1e-12),
     "static float64": Kind(_native(False, static=True), torch.float64, 1e-10, 1e-12),
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),

@@ -349,24 +349,24 @@ def left_behind(promise, kind, mesh):
     return [engine.unfinished() for engine in engines]
 
 
-QUICK_ON_RANKS = [
+ON_RANKS = [  # that ranks could keep in ways of their own; the first two are quick
     log_probs_are_what_they_are_called,
     cancelled_requests_end_at_once,
+    weights_that_are_not_finite_are_an_error_and_leave_nothing,
     an_error_in_the_caller_leaves_nothing_in_flight,
     a_pause_and_a_load_in_the_middle,
     parts_are_the_whole,
 ]
 
 
-def marks(name, promise):
-    on_ranks = bool(KINDS[name].mesh)
-    return [pytest.mark.gloo] * on_ranks + [pytest.mark.slow] * (on_ranks and promise not in QUICK_ON_RANKS)
+def promises():
+    for name, kind in KINDS.items():
+        for promise in ON_RANKS if kind.mesh else CONTRACT:
+            marks = [pytest.mark.gloo, *[pytest.mark.slow] * (promise not in ON_RANKS[:2])] if kind.mesh else []
+            yield pytest.param(name, promise, marks=marks, id=f"{name}-{promise.__name__}")
 
 
-@pytest.mark.parametrize(
-    ("name", "promise"),
-    [pytest.param(n, p, marks=marks(n, p), id=f"{n}-{p.__name__}") for n in KINDS for p in CONTRACT],
-)
+@pytest.mark.parametrize(("name", "promise"), promises())
 def test_every_engine_keeps_its_promises(name, promise):
     kind = KINDS[name]
     absent = {"packed": NO_PACKING, "vllm": NO_VLLM}.get(name.split()[0])

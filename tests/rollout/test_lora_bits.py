@@ -30,7 +30,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 20, 8
+DRAWS, QUICK = 10, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 # Several ranks and targets, of which one has them all.
@@ -173,9 +173,8 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 
 
 ON_RANKS = [
-    (2, [("llama, scaled", torch.bfloat16), ("qwen2", torch.float32)]),
-    (2, [("gemma2", dtype) for dtype in DTYPES]),
-    (4, [("qwen3", torch.float32), ("qwen3", torch.bfloat16)]),
+    (2, [("llama, scaled", torch.bfloat16)]),
+    (4, [("qwen3", torch.float32), ("gemma2", torch.float64)]),
 ]
 
 

@@ -78,11 +78,10 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("how", [Sampling(), Sampling(temperature=0.7), Sampling(greedy=True)], ids=str)
+@pytest.mark.parametrize("how", [Sampling(temperature=0.7), Sampling(greedy=True)], ids=str)
 @pytest.mark.parametrize(("dtype", "packed", "close"), ENGINES)
-@pytest.mark.parametrize("name", ["llama", "qwen3 window"])
-def test_log_probs_are_those_of_the_trainer(name, dtype, packed, close, how):
-    config, gaps = CONFIGS[name], []
+def test_log_probs_are_those_of_the_trainer(dtype, packed, close, how):
+    config, gaps = CONFIGS["qwen3 window"], []
     done = completed(engine_of(config, dtype, packed=packed), PROMPTS, how)
     params, placed = weights(config, dtype), place(decoder_model(config), dtype=dtype)
     for prompt, one in zip(PROMPTS, done, strict=True):
@@ -128,13 +127,9 @@ def mixed_requests(count=40, seed=0):
 
 
 WAYS = {
-    "one by one": {"max_rows": 1},
     "few rows": {"max_rows": 3},
-    "little cache": {"pages": 8},
     "little cache, few rows": {"pages": 7, "max_rows": 2},
-    "prompts in small pieces": {"pass_tokens": 5},
     "pieces, little cache": {"pass_tokens": 7, "pages": 10},
-    "a look every five passes": {"look_every": 5},
     "looks and preemptions": {"look_every": 3, "pages": 9, "max_rows": 6, "pass_tokens": 11},
     "last come, first served": {"reverse": True},
     "submitted bit by bit": {"trickle": True},
@@ -146,14 +141,11 @@ DTYPES = {
 }
 WAYS_OF = {
     "packed": WAYS,
-    "torch": [*WAYS][1::2],
-    "static": ("few rows", "pieces, little cache", "submitted bit by bit"),
+    "torch": ("pieces, little cache", "looks and preemptions"),
+    "static": ("pieces, little cache", "submitted bit by bit"),
 }
 QUICK = (
-    ("packed", "few rows"),
     ("packed", "looks and preemptions"),
-    ("torch", "little cache, few rows"),
-    ("torch", "looks and preemptions"),
     ("static", "submitted bit by bit"),
 )
 

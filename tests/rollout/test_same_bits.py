@@ -16,9 +16,9 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 28, 12
+DRAWS, QUICK = 14, 5
 MOST_DRAWS = 12  # within which a fault is found
-ON_RANKS = [("tp2", 3), *((mesh, 5) for mesh in ("sp2", "dp2", "sp2,tp2"))]  # meshes, numbers of draws
+ON_RANKS = [("tp2", 3), ("dp2,sp2", 4)]  # meshes, numbers of draws
 ALONE = {"generate": "tp1", "train": "dp1,sp1,tp1", "threads": 1}
 
 
@@ -36,11 +36,9 @@ def test_a_draw(number):
 
 
 QUICK_FAULTS = (
-    "attention by torch, whose order of keys is another", "attention over pages by torch", "products by MKL",
-    "norms by torch", "a merged split", "a running maximum", "logits without their cap", "a window of one token less",
-    "a bias after rounding", "the temperature twice", "a packed neighbour that leaks", "positions off by one",
-    "pages of old weights", "old tokens with the new version", "the log-probability of another row",
-    "a page shared by samples that write", "sums by psum",
+    "attention by torch, whose order of keys is another", "products by MKL", "a bias after rounding",
+    "a packed neighbour that leaks", "pages of old weights", "old tokens with the new version",
+    "the log-probability of another row",
 )  # fmt: skip
 
 
@@ -62,7 +60,7 @@ def test_packing_and_padding_change_no_bits(family, dtype):
     """The same rows: alone, with neighbours in other orders, and with more or less padding."""
     draw = draw_of(7, **ALONE, family=family, dtype=dtype, samples=4, pause="no")
     written = generate(draw)
-    packings = [(1, 8), *((budget, multiple) for budget in (60, 150, 400) for multiple in (1, 16, 61))]
+    packings = [(1, 8), (60, 1), (150, 16), (400, 61)]
     for number, (budget, multiple) in enumerate(packings):  # the number chooses the order
         drawn = draw._replace(number=number, budget=budget, multiple=multiple)
         assert compare(drawn, written).differ == 0

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from bit_texts import Texts as DenseTexts
-from test_same_bits_experts import Texts as ExpertTexts
+from bit_texts import Texts
 
 from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
@@ -14,16 +13,12 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))]
-CASES = {
-    "qwen2, whose biases are rounded before the residual stream": (DenseTexts, "qwen2", torch.bfloat16),
-    "deepseek": (ExpertTexts, "deepseek", torch.float32),
-}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_compiled_layer_has_the_bits_of_the_plain_one(name):
-    kind, family, dtype = CASES[name]
-    texts = kind(family, dtype, 2)
+def test_a_compiled_layer_has_the_bits_of_the_plain_one():
+    """Of a model whose biases are rounded before the residual stream."""
+    dtype = torch.bfloat16
+    texts = Texts("qwen2", dtype, 2)
     generator = torch.Generator().manual_seed(1)
 
     def with_biases(name, x):

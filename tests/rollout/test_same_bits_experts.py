@@ -5,6 +5,7 @@ Families of their own for the draws of `test_same_bits`; `-k "draw and 17"` runs
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import pytest
@@ -27,7 +28,7 @@ from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
-DRAWS, QUICK = 30, 7
+QUICK = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 4, "head": 16, "mlp": 96}
 FAMILIES = {
@@ -110,26 +111,22 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))
+@pytest.mark.parametrize("number", quick(range(len(FAMILIES)), range(QUICK)))
 def test_a_draw(number):
-    """Thirty have each family in each dtype once."""
+    """One of each family."""
     pick = random.Random(number)
     torch.set_num_threads(pick.choice([1, 2]))
-    again, family = divmod(number, len(FAMILIES))
-    texts = Texts(list(FAMILIES)[family], DTYPES[(number + again) % len(DTYPES)], number)
+    texts = Texts(list(FAMILIES)[number], DTYPES[number % len(DTYPES)], number)
     assert texts.generate(speculate=pick.choice([0, 0, 3]), max_rows=pick.choice([1, 3, 512])).differ() == 0
 
 
 OF_SWITCHES = [
-    *((family, torch.float32) for family in SWITCHES),
-    *((family, torch.bfloat16) for family in ("gpt-oss", "ernie 4.5 moe", "phi3, long")),
-    *((family, torch.float64) for family in ("gpt-oss", "exaone 4")),
+    *zip(SWITCHES, itertools.cycle(DTYPES), strict=False),
+    ("gpt-oss", torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize(
-    "case", quick(OF_SWITCHES, [("gpt-oss", torch.float32), ("ministral 3", torch.float32)]), ids=str
-)
+@pytest.mark.parametrize("case", quick(OF_SWITCHES, [("gpt-oss", torch.float32)]), ids=str)
 def test_a_switch(case):
     family, dtype = case
     assert Texts(family, dtype, 3).generate(max_rows=3).differ() == 0
@@ -198,30 +195,17 @@ def count_on(mesh, cases):
     return counts
 
 
-OF_TENSOR_RANKS = [("qwen2 moe", torch.bfloat16), ("olmo2", torch.float32)]
-OF_EXPERT_RANKS = [("qwen3 moe", torch.float32)]
-TENSOR_MESHES, EXPERT_MESHES = ("tp2", "tp4"), ("ep2", "ep2,tp2")
-OF_ALL = [*(family for family in FAMILIES if family != "odd sizes"), "gpt-oss", "ernie 4.5"]
-
-
-def cases_of(mesh):
-    """Families with a dtype each, which the meshes of a kind take by turns."""
-    if mesh in EXPERT_MESHES:
-        turn = EXPERT_MESHES.index(mesh)
-        families = [family for family in OF_ALL if "experts" in ALL_FAMILIES[family]]
-    else:
-        turn = TENSOR_MESHES.index(mesh)
-        families = (OF_ALL[::2], OF_ALL[1::4])[turn]
-    return [(family, DTYPES[(OF_ALL.index(family) + turn) % len(DTYPES)]) for family in families]
+OF_TENSOR_RANKS = [("latent attention", torch.float32), ("olmo2, one key head", torch.bfloat16)]
+OF_BOTH = [("deepseek v3", torch.bfloat16), ("deepseek", torch.float64), ("gpt-oss", torch.float32)]
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "mesh,cases",
     [
-        ("tp2", OF_TENSOR_RANKS),
-        ("ep2", OF_EXPERT_RANKS),
-        *(pytest.param(mesh, cases_of(mesh), marks=pytest.mark.slow) for mesh in (*TENSOR_MESHES, "ep2,tp2")),
+        ("ep2", [("qwen3 moe", torch.float32)]),
+        pytest.param("tp4", OF_TENSOR_RANKS, marks=pytest.mark.slow),
+        pytest.param("ep2,tp2", OF_BOTH, marks=pytest.mark.slow),
     ],
 )
 def test_the_bits_do_not_depend_on_the_mesh(mesh, cases):
@@ -238,7 +222,7 @@ def scored_by_ulysses(mesh, families):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_ranks_that_share_a_row_keep_the_bits():
-    families = ["deepseek", "qwen3 moe", "olmo2", "gpt-oss"]
+    families = ["deepseek", "gpt-oss"]
     found = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
     assert found == dict.fromkeys(families, 0)
 

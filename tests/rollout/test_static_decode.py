@@ -27,7 +27,7 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
-ROWS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 16)
 SLOTS, PAGES = 17, 4
 KINDS = ((0, Sampling(temperature=0.7)), (1, Sampling(top_k=5, top_p=0.9, min_p=0.01)), (2, Sampling(greedy=True)))
 FAMILIES = {"qwen3 window": CONFIGS["qwen3 window"], "gemma2": OTHERS["gemma2"]} | EXPERTS
@@ -41,13 +41,12 @@ def decoder_on(device, config, dtype):
     return backend, empty_state(torch.zeros(SLOTS, dtype=torch.int64, device=device), 2, PAGES)
 
 
-@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float32], [torch.bfloat16]), ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family, dtype):
+@pytest.mark.parametrize("family", quick(FAMILIES, ["qwen3 window", "gemma2", "deepseek_v3", "gpt_oss"]))
+def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family):
     """On a device whose tensors have no numbers that one could ask for. Every size makes the same calls."""
     counts = []
     with torch.inference_mode():
-        backend, state = decoder_on("meta", FAMILIES[family], dtype)
+        backend, state = decoder_on("meta", FAMILIES[family], torch.bfloat16)
         for rows in ROWS:
             rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
             with no_waits() as seen:
@@ -249,15 +248,14 @@ def replayed_on_ranks(mesh, refused):
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "refused",
-    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3],
-    ids=["all replay", "the first fails", "a later one fails"],
+    [1, pytest.param(3, marks=pytest.mark.slow)],
+    ids=["the first fails", "a later one fails"],
 )
 def test_tensor_ranks_replay_together_or_not_at_all(refused):
     ranks = launch(lambda mesh: replayed_on_ranks(mesh, refused), parse("tp2"), "cpu")
     for plain, replayed, captured, attempts in ranks:
         assert_same(replayed, plain, 1e-12)
-        assert attempts == refused if refused else attempts >= 3
-        assert captured == (0 if refused else attempts)
+        assert attempts == refused and captured == 0
 
 
 class CountedCopy(HostCopy):
