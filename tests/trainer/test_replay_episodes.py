@@ -56,7 +56,6 @@ class Named(Rivals):
 
 RUNS = {
     "states": (Named, ("policy", "rival"), {"agents": None, "steps": 3}),
-    "branches": (Branching, ("policy", "other"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),
 }
