@@ -61,16 +61,15 @@ def test_so_does_a_model_of_a_directory(tmp_path):
 
 WINDOW = {"place": "train:dp1 generate:dp2", "window": 3}
 AHEAD = {
-    "renewed self": ("renewed self", WINDOW),
-    "merged adapters": ("second policy", {"place": "train:dp1 generate:tp2", "lora_rank": 2, "steps": 4}),
+    "renewed self": WINDOW | {"lora_rank": 2},
+    "second policy": {"place": "train:dp1 generate:tp2", "steps": 4},
 }
 WRITTEN = {"minibatches": 1, "steps": 5, "staleness": 2, "eval_every": 9}
 
 
 @pytest.mark.parametrize("name", quick(AHEAD, ["renewed self"]))
 def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
-    named, settings = AHEAD[name]
-    agents = AGENTS[named]
+    agents, settings = AGENTS[name], AHEAD[name]
     job = job_of(rollout_is, agents=agents, save_rollouts=1, **WRITTEN | settings)
     count = job.settings.run.steps
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")

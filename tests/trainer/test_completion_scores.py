@@ -89,8 +89,7 @@ def test_scores_are_the_same_on_every_mesh(reward_model):
     settings = {"compose": gdpo, "reward_model": reward_model, "token_budget": 64}
     one = run_steps(2, **settings)
     assert one["batches"][0].scores.shape == (8, 2)
-    for mesh in ("dp2,tp2", "dp3"):
-        assert_same(run_steps(2, mesh=mesh, **settings), one, 1e-9)
+    assert_same(run_steps(2, mesh="dp3", **settings), one, 1e-9)
 
 
 def test_a_rank_with_fewer_rows_and_texts_of_one_token_are_read_too(reward_model):

@@ -168,10 +168,9 @@ def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
     assert len(set(places_in_order(job.task.prompts, 18, 0, 0).tolist())) == 18
 
 
-@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.slow), PARTIAL], ids=["whole", "partial"])
-def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(more, tmp_path):
+def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
-    settings = {"compose": GRPO, "curriculum": f"{tmp_path}/own.py:short_first", "difficulty": "0.2,0.8", **more}
+    settings = {"compose": GRPO, "curriculum": f"{tmp_path}/own.py:short_first", "difficulty": "0.2,0.8", **PARTIAL}
     _, steps, _, weights = run(tmp_path / "whole", **settings)
     assert sum(metrics["curriculum/passed_over"] for _, metrics in steps) > 3
     crash(tmp_path / "run", **settings)

@@ -43,9 +43,8 @@ class Verdicts(Branching):
 def test_a_recipe_trains_on_episodes(name):
     job = episode_job(recipe(name), Verdicts(), samples_per_prompt=4)
     run, state = begin(job, single())
-    for _ in range(2):
-        state, metrics = one_step(run, state)
-        assert all(math.isfinite(x) for x in metrics.values())
+    _, metrics = one_step(run, state)
+    assert all(math.isfinite(x) for x in metrics.values())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_flags_act import CHANGES, TESTED
+from test_flags_act import CHANGES, SHOWN, TESTED
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
@@ -39,8 +39,8 @@ def weigh(prompts, step, metrics):
     return [float(place % 2) for place in range(len(prompts))]
 """
 COMMON = {
-    "device": "cpu", "batch_prompts": 2, "steps": 3, "save_every": 0, "dtype": "float64", "compile": "off",
-    "eval_prompts": 2, "lr": 0.05, "eval_every": 2,
+    "device": "cpu", "batch_prompts": 2, "steps": 2, "save_every": 0, "dtype": "float64", "compile": "off",
+    "eval_prompts": 2, "lr": 0.05, "eval_every": 1,
 }  # fmt: skip
 OF_PROMPTS = {"reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5, "minibatches": 2}
 TIMES = re.compile(r"time_s/|perf/|memory/")
@@ -218,24 +218,21 @@ def what_it_does(flag, base, changed):
     return "output" if flag.effect == "output" and changed.text != base.text else ""
 
 
-FURTHER = ("filter, adapters, scorer", "teacher", "embedded task, experts")  # whose loop is that of others
+WHOLE = ("critic, reference", "texts")  # the others have the loop of one of these
+FURTHER = [name for name in KINDS if name not in WHOLE]
 
 
 def flags_of(name):
-    """The flags that a kind of run tries: all; of kinds that differ in their roles alone, by turns, and their own."""
+    """The flags that a kind of run tries: all; of kinds that differ in roles or data alone, by turns, and their own.
+
+    What changes the weights or the output of a run that samples is left to tests/trainer/test_flags_act.py.
+    """
     flags = list(settings_flags().values())
-    if name not in FURTHER:
+    if KINDS[name].data == "prompts":
+        flags = [flag for flag in flags if flag.name not in {*CHANGES, *SHOWN}]
+    if name in WHOLE:
         return flags
-    own = {
-        "max_refills",
-        "empty_filter",
-        "lora_rank",
-        "lora_alpha",
-        "lora_targets",
-        "reward_model",
-        "teacher",
-        "teacher_top_k",
-    }
+    own = {"empty_filter", "reward_model", "teacher", "teacher_top_k"}
     turn = FURTHER.index(name)
     return [flag for number, flag in enumerate(flags) if flag.name in own or number % len(FURTHER) == turn]
 

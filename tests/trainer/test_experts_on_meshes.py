@@ -20,7 +20,6 @@ from funrl.trainer.steps.router_bias import biases_of
 
 pytestmark = pytest.mark.gloo
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
-FEW = SIZES | {"experts": Experts(count=4, per_token=1, mlp=8, normalized=False)}
 DEEPSEEK = SIZES | {
     "family": "deepseek_v3", "kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4),
     "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8, wide=True),
@@ -30,7 +29,6 @@ LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
 SPLIT = {"split_residual": "on"}
 MESHES = {
     "ep2": ("ep2", EXPERTS, LOSSES),  # gathered: a token has as many experts as there are ranks
-    "ep2,tp2 ragged": ("ep2,tp2", FEW, {"remat": "full", **SPLIT}),
     "ep2,sp2": (  # several micro-batches
         "ep2,sp2",
         EXPERTS,
@@ -48,22 +46,20 @@ def steps_on(mesh, sizes, router_bias_rate=0.0, **more):
 
 
 @functools.cache
-def alone(few, deepseek=False):
-    if deepseek:
-        return steps_on("dp1", DEEPSEEK, **BIASES)
-    return steps_on("dp1", FEW) if few else steps_on("dp1", EXPERTS, **LOSSES)
+def alone(deepseek):
+    return steps_on("dp1", DEEPSEEK, **BIASES) if deepseek else steps_on("dp1", EXPERTS, **LOSSES)
 
 
 @pytest.mark.parametrize("case", quick(MESHES, ["ep2"]))
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
-    one, found = alone(sizes is FEW, sizes is DEEPSEEK), steps_on(mesh, sizes, **more)
+    one, found = alone(sizes is DEEPSEEK), steps_on(mesh, sizes, **more)
     assert_same(found, one, 1e-9)
     if sizes is DEEPSEEK:
         (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (found, one))
         assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 4 * 0.01 + 1e-12
     experts = [x for name, x in _grads(one) if "expert_" in name or name.endswith("router")]
-    assert len(experts) == 4 * (2 if sizes is FEW else 1) and all(x.abs().max() > 1e-6 for x in experts)
+    assert len(experts) == 4 and all(x.abs().max() > 1e-6 for x in experts)
 
 
 @pytest.mark.slow

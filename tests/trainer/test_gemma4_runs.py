@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
-    meshes = {"dp1": (), "dp2": ("--fsdp",), "tp2": ("--split_residual=on",), "ep2": (), "sp2": ("--remat=full",)}
+    meshes = {"dp1": (), "tp2": ("--split_residual=on",), "ep2": (), "sp2": ("--remat=full",)}
     changes = learn_from_texts(meshes, folder, tmp_path)
     assert all((change > 0) != name.endswith("layer_scalar") for name, change in changes.items())
 

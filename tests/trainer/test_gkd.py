@@ -115,14 +115,12 @@ def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    "flags", [pytest.param({"mesh": "dp2,tp2"}, marks=pytest.mark.slow), {"mesh": "dp2", "fsdp": True}]
-)
-def test_steps_are_the_same_on_every_mesh(flags, teacher):
+@pytest.mark.slow
+def test_steps_are_the_same_fully_sharded(teacher):
     settings = {"compose": functools.partial(gkd, 0.5, entropy_coef=0.01), "teacher": teacher, "token_budget": 40}
-    one = run_steps(3, **settings)
+    one = run_steps(2, **settings)
     assert one["metrics"][0]["actor/pg_loss"] > 0.01
-    assert_same(run_steps(3, **settings, **flags), one, 1e-9)
+    assert_same(run_steps(2, mesh="dp2", fsdp=True, **settings), one, 1e-9)
 
 
 def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, prompts):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gloo
 SIZES = {"embed": 16, "layers": 2, "heads": 8, "kv_heads": 2, "head": 4, "mlp": 32}
 SPLIT = {"split_residual": "on"}
 LAYOUTS = {
-    "dp3 fully sharded, with muon": {"mesh": "dp3", "fsdp": True, "optimizer": "muon"},
+    "dp3 fully sharded": {"mesh": "dp3", "fsdp": True},
     "dp2 fully sharded to tp2": {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2"},
     "dp2,tp2 policy and critic fully sharded, to tp4": {
         "mesh": "dp2,tp2",
@@ -53,8 +53,8 @@ def _steps(**settings):
 
 
 @functools.cache
-def _alone(optimizer="adamw"):
-    return _steps(mesh="dp1", optimizer=optimizer)
+def _alone():
+    return _steps(mesh="dp1")
 
 
 QUICK = ("dp2 fully sharded to tp2",)
@@ -62,7 +62,7 @@ QUICK = ("dp2 fully sharded to tp2",)
 
 @pytest.mark.parametrize("layout", quick(LAYOUTS, QUICK))
 def test_ppo_is_the_same_in_every_layout(layout):
-    assert_same(_steps(**LAYOUTS[layout]), _alone(LAYOUTS[layout].get("optimizer", "adamw")), 1e-9)
+    assert_same(_steps(**LAYOUTS[layout]), _alone(), 1e-9)
 
 
 def _noted_gradients(job, mesh):

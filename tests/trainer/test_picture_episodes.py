@@ -8,7 +8,6 @@ import pytest
 import torch
 from picture_runs import TEMPLATE, picture_steps, save_seeing_model
 from PIL import Image
-from selection import quick
 from small_runs import GRPO, SMALL, Quiet, assert_same
 from test_replay import replayed, unlike
 
@@ -91,14 +90,14 @@ def test_the_trainer_sees_what_the_engine_saw_in_every_turn(alone):
 
 
 MESHES = {
-    "dp2": {"mesh": "dp2"},
     "tp2": {"mesh": "tp2"},
     "fsdp2": {"mesh": "dp2", "fsdp": True, "token_budget": 128},
     "in workers": {"env_workers": 1},
 }
 
 
-@pytest.mark.parametrize("mesh", quick(list(MESHES), ("fsdp2",)))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 def test_steps_are_those_of_one_process(folder, alone, mesh):
     assert_same(steps_on(folder, **MESHES[mesh]), alone, 1e-9)
 

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
-    meshes = {"dp1": (), "dp2": ("--fsdp",), "tp2": ("--split_residual=on",), "sp2": ("--fsdp", "--remat=selective")}
+    meshes = {"dp1": (), "tp2": ("--split_residual=on",), "sp2": ("--fsdp", "--remat=selective")}
     changes = learn_from_texts(meshes, folder, tmp_path)
     assert changes["model.layers.1.linear_attn.in_proj_qkvz.weight"] > 1e-4
     samples = {(tmp_path / mesh / "samples.jsonl").read_text() for mesh in meshes}

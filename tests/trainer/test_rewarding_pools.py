@@ -36,18 +36,13 @@ def assert_same_numbers(placed, together):
 RUNS = {
     "reward model": (grpo, ["reward_model"], "train:1 generate:1 reward_model:1", {}),
     "other tokens": (grpo, ["own_tokenizer"], "train:dp2 generate:dp2 reward_model:tp2", {"mesh": "dp2"}),
-    "judge and reward model": (grpo, ["reward_model", "judge"], "train:1 generate:tp2 reward_model:1 judge:tp2", {}),
+    "judge and reward model": (grpo, ["reward_model", "judge"], "train:1 generate:1 reward_model:1 judge:tp2", {}),
 }
 
 
 TOGETHER = {
     "reward model": (grpo, ["reward_model"], {"place": "generate:1"}, {}),
-    "steps, other layers": (
-        PPO,
-        ["process_reward_model"],
-        {"place": "train:tp2 generate:dp2"},
-        {"mesh": "tp2", "generate_mesh": "dp2"},
-    ),
+    "steps": (PPO, ["process_reward_model"], {"place": "generate:1"}, {}),
 }
 
 
