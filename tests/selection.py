@@ -51,7 +51,6 @@ LONG = {  # files that take a minute or more of a core, or long tests of which t
     "test_chaos.py",
     "test_clock_runs.py",
     "test_compile_phase.py",
-    "test_compiled_models.py",
     "test_every_flag_acts.py",
     "test_experiments.py",
     "test_first_day.py",

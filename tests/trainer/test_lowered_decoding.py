@@ -4,10 +4,9 @@ import pytest
 
 pytest.importorskip("jax")
 import torch
-from small_runs import GRPO, MEASURED, begin, one_step, small_job
 
 from funrl import trees
-from funrl.mesh.mesh import SINGLE, single
+from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
@@ -21,7 +20,6 @@ from funrl.trainer.lowered.decoding import XlaBackend
 pytestmark = pytest.mark.xla
 
 SIZES = {"vocab": 40, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32, "qk_norm": "head"}
-GAPS = {torch.float64: 1e-12, torch.float32: 1e-5}  # of log-probabilities
 WAYS = ({"greedy": True}, {"temperature": 0.8, "top_p": 0.9}, {"repetition_penalty": 1.3})
 
 
@@ -66,16 +64,7 @@ def assert_same(wanted, found, gap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", GAPS, ids=str)
-def test_completions_are_those_of_torch(dtype):
-    torch_engine, jax_engine = engines(decoder_model(decoder_config(**SIZES)), dtype)
-    for way in WAYS:
-        wanted, found = (complete(engine, requests(**way)) for engine in (torch_engine, jax_engine))
-        assert_same(wanted, found, GAPS[dtype])
-
-
-@pytest.mark.slow
-def test_windows_and_adapters_are_those_of_torch():
+def test_windows_adapters_and_ways_to_sample_are_those_of_torch():
     """Beside requests without an adapter, and loaded again with another scale, which a program has as a constant."""
     model = decoder_model(decoder_config(**SIZES, windows=(6, None)))
     results = []
@@ -86,7 +75,8 @@ def test_windows_and_adapters_are_those_of_torch():
             layouts = trees.named(engine.adapter_weights(lora).layouts)
             factors = {name: jiggled(torch.zeros(layout.shape, dtype=torch.float64)) for name, layout in layouts}
             engine.load_adapter("own", lora, factors.items())
-            done.append(complete(engine, requests(("own", None), greedy=True)[:count]))
+            ways = [requests(("own", None), **way) for way in WAYS]
+            done.append(complete(engine, [ways[i % len(WAYS)][i] for i in range(6)][:count]))
         results.append(done)
     for wanted, found in zip(*results, strict=True):
         assert_same(wanted, found, 1e-12)
@@ -105,9 +95,9 @@ def test_latent_attention_decodes_as_in_torch():
 def test_states_of_linear_attention_are_those_of_torch():
     """Prompts of several pages, prompts that go on from snapshots, and copies of a begun sequence's state."""
     mixer = GatedDeltaNet(2, 4, 8, 6)
-    sizes = SIZES | {"layers": 4, "mixers": (mixer, None) * 2}
+    sizes = SIZES | {"mixers": (mixer, None)}
     results = []
-    for engine in engines(decoder_model(decoder_config(**sizes)), torch.float64, snapshot_tokens=16):
+    for engine in engines(decoder_model(decoder_config(**sizes)), torch.float32, snapshot_tokens=16):
         first = complete(engine, requests(greedy=True))
         more = [
             Request(9 + i, [*x.prompt, *y.tokens.tolist(), 7], x.sampling, 9 + i)
@@ -117,16 +107,4 @@ def test_states_of_linear_attention_are_those_of_torch():
         ]
         group = [Request(20 + i, list(range(21)), Sampling(max_new_tokens=6), 20 + i) for i in range(2)]
         results.append([*first, *complete(engine, [*more, *group])])
-    assert_same(*results, 1e-12)
-
-
-@pytest.mark.slow
-def test_a_run_that_decodes_in_jax_has_the_numbers_of_one_in_torch():
-    metrics = []
-    for options in ({}, {"backend": "xla", "compile": "on"}):
-        run, state = begin(small_job(GRPO, **options), single())
-        for _ in range(2):
-            state, numbers = one_step(run, state)
-        metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
-    assert isinstance(run.parts.generator.engine._backend, XlaBackend)
-    assert metrics[1] == pytest.approx(metrics[0], rel=1e-9, abs=1e-9)
+    assert_same(*results, 1e-5)

@@ -50,22 +50,6 @@ def test_collectives_have_kinds_axes_and_bytes_of_their_larger_side():
     assert sent == {"all-gather": (("tensor",), 1, 48), "all-reduce": (("data", "tensor"), 1, 4)}
 
 
-@pytest.mark.parametrize(
-    "target,mesh,says",
-    [
-        ("h100:8", "dp8", "target 'h100:8' begins with none of v5e, v6e, v5p, such as v5e:4x4"),
-        ("v5e:2x2", "dp8", "v5e:2x2 has 4 devices, the mesh has 8"),
-        ("v5e:7x9", "dp8", "libtpu does not compile for v5e:7x9"),
-    ],
-    ids=["kind", "count", "topology"],
-)
-def test_targets_are_checked(target, mesh, says):
-    if ahead.libtpu_problem() is not None:
-        pytest.skip(str(ahead.libtpu_problem()))
-    with pytest.raises(XlaError, match=says):
-        topology_mesh(target, parse(mesh))
-
-
 def test_libtpu_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr(ahead.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(XlaError, match="libtpu is not installed: pip install libtpu"):
