@@ -185,6 +185,7 @@ launch(program, parse("dp2"), "cpu")
 """
 
 
+@pytest.mark.slow  # interrupts of runs are in tests/cli/test_interrupts.py
 def test_an_interrupt_leaves_no_process():
     run = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

@@ -97,7 +97,7 @@ def test_greedy_completions_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma2", "granite", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4", "gemma4 experts"]
+    "name", quick(["gemma2", "granite", "deepseek_v3", "gpt_oss", "gemma4", "gemma4 experts"], ["gemma2", "gpt_oss"])
 )
 def test_log_probabilities_are_the_trainers(name):
     config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)

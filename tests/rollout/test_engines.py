@@ -366,7 +366,7 @@ def promises():
             yield pytest.param(name, promise, marks=marks, id=f"{name}-{promise.__name__}")
 
 
-@pytest.mark.parametrize(("name", "promise"), promises())
+@pytest.mark.parametrize(("name", "promise"), list(promises()))
 def test_every_engine_keeps_its_promises(name, promise):
     kind = KINDS[name]
     absent = {"packed": NO_PACKING, "vllm": NO_VLLM}.get(name.split()[0])

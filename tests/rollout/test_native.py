@@ -246,6 +246,7 @@ def test_stop_strings_need_a_tokenizer():
         completed(engine, PROMPTS, Sampling(stop_strings=("ab",)))
 
 
+@pytest.mark.slow
 def test_samples_follow_the_model():
     config = CONFIGS["llama"]
     hidden = decoder_model(config).apply(weights(config, torch.float64), Inputs(torch.tensor([[1, 2]]))).hidden

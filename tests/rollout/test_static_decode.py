@@ -246,9 +246,10 @@ def replayed_on_ranks(mesh, refused):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "refused",
-    [1, pytest.param(3, marks=pytest.mark.slow)],
+    [1, 3],
     ids=["the first fails", "a later one fails"],
 )
 def test_tensor_ranks_replay_together_or_not_at_all(refused):
