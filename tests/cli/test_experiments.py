@@ -281,6 +281,6 @@ def test_dpo_learns_the_preference_and_to_add(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_reward_model_learns_the_preference(tmp_path, capsys):
-    status, _, err = run("reward_model", capsys, *WARM, "--steps=25", f"--run_dir={tmp_path}")
+    status, _, err = run("reward_model", capsys, *WARM, "--steps=50", f"--run_dir={tmp_path}")
     assert status == 0, err
     assert metrics_of(tmp_path)[-1]["eval/accuracy"] > 0.75
