@@ -247,9 +247,9 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
 WARM = ("--device=cpu", "--compile=off", "--eval_prompts=128")  # with the whole warm start
 
 
-# One of each kind: a critic, pairs, implicit rewards. The others differ by a formula, which tests/algos compares with
-# loops; GRPO, with groups, learns by Muon below.
-LEARNS = ("ppo", "online_dpo", "prime")
+# A critic, and pairs. The others differ by a formula, which tests/algos compares with loops; GRPO, with groups, learns
+# by Muon below, and tests/trainer/test_roles.py has the implicit rewards of PRIME.
+LEARNS = ("ppo", "online_dpo")
 
 
 @pytest.mark.slow
@@ -258,6 +258,7 @@ def test_an_experiment_raises_the_reward(name, tmp_path, capsys):
     status, _, err = run(name, capsys, *WARM, "--steps=5", f"--run_dir={tmp_path}")
     assert status == 0, err
     metrics = metrics_of(tmp_path)
+    assert metrics[0]["eval/reward"] > 0.1  # by the demonstrations of the warm start
     assert metrics[-1]["eval/reward"] > metrics[0]["eval/reward"] + 0.1
 
 
@@ -283,10 +284,3 @@ def test_reward_model_learns_the_preference(tmp_path, capsys):
     status, _, err = run("reward_model", capsys, *WARM, "--steps=50", f"--run_dir={tmp_path}")
     assert status == 0, err
     assert metrics_of(tmp_path)[-1]["eval/accuracy"] > 0.75
-
-
-@pytest.mark.slow
-def test_sft_learns_the_demonstrations(tmp_path, capsys):
-    status, _, err = run("sft", capsys, *WARM[:2], "--steps=90", "--lr=3e-3", f"--run_dir={tmp_path}")
-    assert status == 0, err
-    assert metrics_of(tmp_path)[-1]["eval/nll"] < 0.6 * metrics_of(tmp_path)[0]["eval/nll"]

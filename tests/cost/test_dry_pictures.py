@@ -92,6 +92,7 @@ def own_job(folder, algorithm="grpo", **given):
     return plain(algorithm, model=folder, dry_run=True, hardware="cpu", **given)
 
 
+@pytest.mark.slow
 def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     """torch counts the products of a tower that computes, with attention as plain products."""
     tokens = 80
@@ -182,6 +183,7 @@ def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
         assert phases[name].total == pytest.approx(costs.total, rel=0.05), name
 
 
+@pytest.mark.parametrize("folder", ["qwen2_5_vl"], indirect=True)
 def test_a_frozen_tower_has_no_backward_pass(folder):
     """Of a product, a weight that learns takes another one of its size, and an input that learns too."""
     rows, tokens = 4, 80
@@ -198,7 +200,8 @@ def test_a_frozen_tower_has_no_backward_pass(folder):
     assert 2.5 * forward < learning < 3.3 * forward
 
 
-@pytest.mark.parametrize("mesh", quick(["dp2", "sp2"], ["sp2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["dp2", "sp2"])
 def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
     """Task pictures of 16 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows.
 

@@ -29,7 +29,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
 
-QUICK = ("ppo", "dapo", "prime", "gkd", "dpo", "process_reward_model")
+QUICK = ("ppo", "gkd", "dpo")
 TAUGHT = ("distillation", "gkd")
 
 
@@ -122,7 +122,7 @@ def test_so_it_does_whatever_the_family(family, tmp_path):
 def test_layers_without_experts_before_those_with_some_do_not_stand_for_them(monkeypatch):
     """A model with three of them and seven others is on the line through shallower ones."""
     experts = dataclasses.replace(SWITCHES["deepseek_v3"]["experts"], dense=(0, 1, 2))
-    job = small("grpo", sizes=SWITCHES["deepseek_v3"] | {"layers": 10, "experts": experts})
+    job = small("sft", sizes=SWITCHES["deepseek_v3"] | {"layers": 10, "experts": experts})
     few, more = traced_layers(job.model)
     assert few.layers == (0, 1, 2, 3, 4, 5) and [(deep.layers, count) for deep, count in more] == [((*range(7),), 4)]
     found = dry_run.estimate(job, 8, CPU).phases
@@ -143,18 +143,17 @@ def gemma4_e2b(folder):
 
 @pytest.mark.slow
 def test_layers_of_each_kind_are_on_a_line_of_their_own(tmp_path):
-    job = plain("grpo", model=gemma4_e2b(tmp_path))
+    job = plain("sft", model=gemma4_e2b(tmp_path))
     traced = traced_layers(job.model)
     assert len(traced.few.layers) == 12 and [count for _, count in traced.more] == [4]
     found = dry_run.estimate(job, 8, CPU).phases
-    exact = trace(job, 8, 16).phases
-    assert_alike({name: found[name] for name in exact}, exact)
+    assert_alike(found, trace(job, 8, 8).phases)
 
 
-@pytest.mark.parametrize("minibatches", [1, 4])
+@pytest.mark.parametrize("minibatches", [1, 2])
 def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
-    rows, budget = 128, 256
-    job = small("grpo", sizes={"layers": 1}, token_budget=budget, minibatches=minibatches, batch_prompts=64)
+    rows, budget = 64, 256
+    job = small("grpo", sizes={"layers": 1}, token_budget=budget, minibatches=minibatches, batch_prompts=32)
     exact = trace(job, 8, rows).phases
     found = dry_run.estimate(job, 8, CPU).phases
     assert_alike({name: found[name] for name in exact}, exact)
@@ -167,11 +166,11 @@ def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
 
 @pytest.mark.slow
 def test_scoring_and_learning_are_on_lines_of_their_own():
-    given = {"sizes": {"layers": 1}, "token_budget": 256, "batch_prompts": 64}
-    few, many = (small("ppo", score_token_budget=n, **given) for n in (128, 1024))
+    given = {"sizes": {"layers": 1}, "token_budget": 256, "batch_prompts": 24, "minibatches": 2}
+    few, many = (small("grpo", score_token_budget=n, **given) for n in (64, 512))
     found = [dry_run.estimate(job, 8, CPU).phases for job in (few, many)]
     for phases, job in zip(found, (few, many), strict=True):
-        exact = trace(job, 8, 128).phases
+        exact = trace(job, 8, 48).phases
         assert_alike({name: phases[name] for name in exact}, exact)
     held = [phases["score_policy"].peak["activations"] for phases in found]
     assert held[1] > 5.9 * held[0]
@@ -189,14 +188,14 @@ def test_deep_models_are_on_the_line():
 
 @pytest.mark.slow
 def test_deep_sharded_models_are_on_the_line():
-    job = small("ppo", sizes={"layers": 6}, mesh="dp4", fsdp=True, remat="full", batch_prompts=8, token_budget=32)
-    shallow = dry_run.estimate(job, 8, CPU).phases
+    job = small("sft", sizes={"layers": 6}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
+    shallow = dry_run.estimate(job, 32, CPU).phases
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
-        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 8), tracer_of(job, parts, CPU)).phases
-    for name in ("update_critic", "update_policy"):
-        for kind in ("optimizer", "gradients", "activations", "staging"):  # the engine has weights of its own
-            assert shallow[name].peak[kind] == pytest.approx(exact[name].peak[kind], rel=0.02), (name, kind)
+        exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 32, 4), tracer_of(job, parts, CPU)).phases
+    for kind in ("optimizer", "gradients", "activations", "staging"):
+        found, whole = (phases["update_policy"].peak[kind] for phases in (shallow, exact))
+        assert found == pytest.approx(whole, rel=0.02), kind
 
 
 def test_a_teacher_has_a_line_of_its_own(tmp_path):
@@ -450,7 +449,7 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     assert gathers == 7 + 2  # the embedding and the unembedding go by themselves
 
 
-@pytest.mark.parametrize("name", quick(("ppo", "grpo", "dapo", "dpo", "otb"), ("ppo",)))
+@pytest.mark.parametrize("name", quick(("ppo", "dpo", "otb"), ("dpo",)))
 def test_no_more_collectives_are_called_on_more_ranks(name):
     counts = []
     for data in (2, 8, 32):
@@ -469,10 +468,10 @@ def test_no_more_collectives_are_called_on_more_ranks(name):
 def test_ranks_that_share_tokens_share_the_work(form):
     """Twice as many tokens go together, and each of two layers exchanges four times for them: Ulysses twice either
     way, a ring of two keys and values once there and once back, and their gradients twice."""
-    given = {"token_budget": 128, "sizes": {"layers": 2}}
-    one = dry_run.estimate(small("grpo", **given), 8, CPU).phases["update_policy"]
-    job = small("grpo", **given, mesh="sp2", sequence_parallel=form)
-    update = dry_run.estimate(job, 8, CPU).phases["update_policy"]
+    given = {"token_budget": 128, "sizes": {"layers": 2}, "batch_prompts": 16}
+    one = dry_run.estimate(small("sft", **given), 32, CPU).phases["update_policy"]
+    job = small("sft", **given, mesh="sp2", sequence_parallel=form)
+    update = dry_run.estimate(job, 32, CPU).phases["update_policy"]
     micro_batches = 16 * 32 / 256
     exchanges = sum(traffic.count for (kind, _), traffic in update.traffic.items() if kind == "all_to_all_single")
     assert exchanges / micro_batches == 8
@@ -483,9 +482,10 @@ def test_ranks_that_share_tokens_share_the_work(form):
 def test_ranks_that_share_tokens_gather_states():
     """Of each micro-batch a layer's ends, 4 heads of 8 x (6 + 8) numbers, and 3 tokens of 56 channels; and back."""
     nets = {"layers": 2, "family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 6),)}
-    job = small("grpo", token_budget=128, sizes=nets, mesh="sp2")
-    plain_job = small("grpo", token_budget=128, sizes={"layers": 2}, mesh="sp2", sequence_parallel="ring")
-    update, other = (dry_run.estimate(one, 8, CPU).phases["update_policy"] for one in (job, plain_job))
+    given = {"token_budget": 128, "mesh": "sp2", "batch_prompts": 16}
+    job = small("sft", sizes=nets, **given)
+    plain_job = small("sft", sizes={"layers": 2}, sequence_parallel="ring", **given)
+    update, other = (dry_run.estimate(one, 32, CPU).phases["update_policy"] for one in (job, plain_job))
     passed = 4 * 8 * (6 + 8) + 3 * (2 * 2 * 8 + 4 * 6)
     assert [layer.passed for layer in job.model.abilities.cost.layers] == [passed] * 2
     for way in ("all_gather_into_tensor", "reduce_scatter_tensor"):

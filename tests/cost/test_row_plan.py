@@ -72,7 +72,7 @@ def sends(job, mesh):
 
 
 RUNS = [
-    ("ppo", 6, {"mesh": "dp2", "epochs": 3, "minibatches": 2, "max_new_tokens": 1}),
+    ("ppo", 6, {"mesh": "dp2", "epochs": 2, "minibatches": 2, "max_new_tokens": 1}),
     ("grpo", 6, {"mesh": "dp2,tp2", "generate_mesh": "dp4", "samples_per_prompt": 3, "max_new_tokens": 1}),
     ("otb", 6, {"mesh": "dp2", "samples_per_prompt": 4, "max_new_tokens": 1}),  # whole groups are scored together
     ("dpo", 9, {"mesh": "dp2"}),

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import funrl
+from funrl.cli.run import main
+from funrl.cost.dry_run import PROMPT_TOKENS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
@@ -57,17 +60,31 @@ def test_the_types_of_keywords_are_current():
     assert keywords.PAGE.read_text() == keywords.page(), "python tools/keywords.py writes them anew"
 
 
-@pytest.mark.slow
-def test_the_dry_runs_of_the_presets_are_current():
-    text, smallest = recipes.PAGE.read_text(), "qwen2.5_0.5b_1gpu"
-    assert all("\nfits: " in recipes.shown(text, preset) for preset in recipes.PRESETS)
+@pytest.mark.parametrize("preset", recipes.PRESETS)
+def test_the_dry_run_of_a_preset_on_the_page_is_of_its_flags(preset):
+    """All fit; the test below makes two of them again."""
+    shown = recipes.shown(recipes.PAGE.read_text(), preset)
+    flags = yaml.safe_load((ROOT / f"recipes/{preset}.yaml").read_text())
+    train = flags["mesh"] + " fully sharded" * ("fsdp" in flags)
+    tokens = PROMPT_TOKENS + flags["max_new_tokens"]
+    rows = flags["batch_prompts"] * flags["samples_per_prompt"]
+    assert f": train {train}, generate {flags.get('generate_mesh', flags['mesh'])}\n" in shown
+    assert f"\na step: {rows:,} completions, prompt and completion {tokens:,} tokens" in shown
+    assert f" --steps={flags['steps']} take " in shown and "\nfits: " in shown
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["qwen2.5_0.5b_1gpu", "llama3_70b_8nodes"])
+def test_the_dry_runs_of_the_presets_are_current(preset, capsys, monkeypatch):
     def facts(output):
         """The model, and the verdict with its peak; the other numbers of a page may be those of an earlier version."""
-        return [line for line in output.splitlines() if line.startswith(("qwen2, ", "fits: "))]
+        return [line for line in output.splitlines() if line.startswith(("qwen2, ", "llama, ", "fits: "))]
 
-    found = facts(recipes.dry_run(smallest))
-    assert len(found) == 2 and found == facts(recipes.shown(text, smallest)), "python tools/recipes.py makes them"
+    monkeypatch.chdir(ROOT)
+    assert main("grpo", ["grpo", *recipes.arguments(preset)]) == 0
+    found = facts(capsys.readouterr().out)
+    shown = facts(recipes.shown(recipes.PAGE.read_text(), preset))
+    assert len(found) == 2 and found == shown, "python tools/recipes.py makes them"
 
 
 def defined():
