@@ -27,23 +27,21 @@ def steps_of_run(recipe, steps, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype,tolerance", [("float64", 1e-9), ("float32", 1e-3)])
-def test_a_run_in_jax_has_the_numbers_of_one_in_torch(dtype, tolerance):
+@pytest.mark.parametrize(
+    "recipe,steps,settings,tolerance",
+    [
+        (PPO, 5, {}, 1e-9),
+        (PPO, 1, {"dtype": "bfloat16", "lr": 1e-3}, 2e-2),
+        (GRPO, 2, {"lora_rank": 2, "remat": "full"}, 1e-9),
+    ],
+    ids=["float64", "bfloat16", "adapters"],
+)
+def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, steps, settings, tolerance):
+    """tests/trainer/test_lowered_meshes.py has float32."""
     pytest.importorskip("jax")
-    lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
-    wanted, found = (steps_of_run(PPO, 5, dtype=dtype, lr=lr, backend=name) for name in ("torch", "xla"))
+    wanted, found = (steps_of_run(recipe, steps, **settings, backend=name) for name in ("torch", "xla"))
     for want, numbers in zip(wanted, found, strict=True):
         assert numbers.keys() == want.keys()
-        assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16", "lr": 1e-3}, {"lora_rank": 2, "remat": "full"}], ids=str)
-def test_a_run_in_bfloat16_or_of_adapters_has_the_numbers_of_one_in_torch(settings):
-    pytest.importorskip("jax")
-    tolerance = 2e-2 if "dtype" in settings else 1e-9
-    wanted, found = (steps_of_run(GRPO, 2, **settings, backend=name) for name in ("torch", "xla"))
-    for want, numbers in zip(wanted, found, strict=True):
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
 
 
@@ -72,6 +70,14 @@ def test_a_checkpoint_of_jax_is_continued_by_torch(tmp_path):
     for (_, numbers), (_, want) in zip(again.steps, whole.steps[2:], strict=True):
         kept = [name for name in want if not name.startswith(("memory/", "time_s/")) and not name.endswith(MEASURED)]
         assert [numbers[name] for name in kept] == pytest.approx([want[name] for name in kept], rel=1e-9, abs=1e-9)
+
+
+def test_the_engine_of_one_device_decodes_in_jax():
+    pytest.importorskip("jax")
+    from funrl.trainer.lowered.decoding import XlaBackend
+
+    settings = settings_of(backend="xla", compile="on")
+    assert backend.make_engine_backend(settings, settings.devices.train.chosen) is XlaBackend
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def weights(model):
     return model.init(torch.Generator().manual_seed(0), torch.float64)
 
 
+@pytest.mark.slow
 def test_a_deep_program_of_two_kinds_of_layers_is_as_large_as_a_shallow_one():
     products = {}
     for turns in (2, 3):
