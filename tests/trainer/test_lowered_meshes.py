@@ -1,5 +1,6 @@
 """Programs on meshes of JAX's devices, in processes of their own, as JAX fixes their number when it starts."""
 
+import json
 import os
 import subprocess
 import sys
@@ -29,6 +30,7 @@ RUNS = [
 DECODED = ("float64", "grpo:dp2+fsdp+on=tp2")
 METRICS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2}
 STEPS = {"bfloat16": "1"}
+COMMAND = ["-m", "funrl.cli.main"]
 
 
 @pytest.mark.slow
@@ -76,11 +78,32 @@ def test_a_checkpoint_of_a_mesh_is_continued_by_the_other_backend(tmp_path):
         assert float(line.split()[2]) < 1e-9, line
 
 
+@pytest.mark.slow
+def test_adapters_of_a_hugging_face_folder_learn_on_a_mesh_with_remat_as_in_torch(tmp_path):
+    from mesh_runs import saved_model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    saved_model(tmp_path / "start", "qwen3", **sizes, num_key_value_heads=2, head_dim=4)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("\n".join(json.dumps({"prompt": f"{i}+3=", "completion": str(i + 3)}) for i in range(8)))
+    words = ["sft", f"--model={tmp_path / 'start'}", f"--data={texts}", f"--eval_data={texts}", "--batch_prompts=4"]
+    words += ["--steps=2", "--lora_rank=2", "--lr=0.01", "--remat=full", "--device=cpu", "--dtype=float64"]
+    losses = {}
+    for backend, mesh in (("xla", "dp2"), ("torch", "dp1")):
+        run = tmp_path / backend
+        output_of(COMMAND, *words, f"--backend={backend}", f"--mesh={mesh}", f"--run_dir={run}")
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses[backend] = [line["eval/loss"] for line in lines if "eval/loss" in line]
+        assert (run / "adapter").is_dir()
+    assert losses["xla"] == pytest.approx(losses["torch"], rel=1e-9) and losses["xla"][-1] < losses["xla"][0] - 0.01
+
+
 def output_of(program, *args):
-    """Output of a program beside this file."""
+    """Output of a program beside this file, or of funrl."""
     path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
     environment = os.environ | DEVICES | {"PYTHONPATH": path}
-    command = [sys.executable, str(HERE / program), *args]
+    start = program if program == COMMAND else [str(HERE / program)]
+    command = [sys.executable, *start, *args]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
