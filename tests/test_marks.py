@@ -7,9 +7,8 @@ import pytest
 from selection import starts_jax
 
 TESTS = Path(__file__).parent
-OF_JAX = [
-    file for name in ("xla/test_*", "trainer/test_lowered_*", "cost/test_ahead_*") for file in TESTS.glob(f"{name}.py")
-]
+NAMED = ("xla/test_*", "trainer/test_lowered_*", "cost/test_ahead_*", "cost/test_compiled_models")
+OF_JAX = [file for name in NAMED for file in TESTS.glob(f"{name}.py")]
 
 
 @pytest.mark.parametrize("file", OF_JAX, ids=lambda file: file.name)

@@ -102,15 +102,15 @@ class TrainKeywords(SharedKeywords, total=False):
     json: TruthValue
     hardware: TextValue | None
     place: TextValue | None
-    fsdp: TruthValue
-    fsdp_axes: TextValue | None
-    fsdp_models: TextValue | None
-    grad_reduce_dtype: TextValue
     sequence_parallel: TextValue
     split_residual: TextValue
     balance_pictures: TruthValue
     remat: TextValue
     offload: TextValue | None
+    fsdp: TruthValue
+    fsdp_axes: TextValue | None
+    fsdp_models: TextValue | None
+    grad_reduce_dtype: TextValue
     heartbeat: WholeValue
     stalled_after: WholeValue
     verify_sync: TruthValue

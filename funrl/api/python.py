@@ -338,7 +338,7 @@ def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
                 "name a mesh"
             )
         return chosen_devices(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
-    if not (chosen.devices.fsdp and not built and ranks_of_node() is not None):
+    if not (chosen.sharding.fsdp and not built and ranks_of_node() is not None):
         return chosen
     hardware = hardware_of(chosen.devices.device or device_type())
     chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())

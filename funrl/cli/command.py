@@ -117,7 +117,7 @@ def with_mesh(command: Command) -> Command:
     """
     settings = command.settings
     wanted = settings.devices.train.wanted
-    node = ranks_of_node() if settings.devices.fsdp and settings.devices.fsdp_axes is None else None
+    node = ranks_of_node() if settings.sharding.fsdp and settings.sharding.fsdp_axes is None else None
     if wanted is None and node is None:
         return command
     from funrl.cost.placement.place_search import chosen_devices

@@ -107,10 +107,10 @@ def remedies(estimate: Estimate, settings: Settings, hardware: Hardware, worst: 
     passing = sum(peak.get(k, 0) for k in ("activations", "logits"))
     total = sum(peak.values())
     changes = []
-    if not settings.devices.fsdp and sizes["data"] > 1 and states > 0.2 * total:
+    if not settings.sharding.fsdp and sizes["data"] > 1 and states > 0.2 * total:
         changes.append({"fsdp": True})
     whole = [role for role in estimate.roles if not is_sharded(settings, role)]
-    if settings.devices.fsdp and whole and states > 0.2 * total:
+    if settings.sharding.fsdp and whole and states > 0.2 * total:
         changes.append({"fsdp_models": ",".join(estimate.roles)})
     if settings.devices.remat == "none" and worst.startswith(UPDATES) and passing > 0.2 * total:
         changes.append({"remat": "full"})

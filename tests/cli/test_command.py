@@ -48,7 +48,7 @@ def read(source, *flags, **defaults):
 def test_a_command_has_settings_arguments_and_a_kind(own):
     command = read(f"{own}:rl", "--clip", "0.5", "--steps=3", "--mesh=dp2", "--nofsdp")
     assert (command.kind, command.source, command.experiment) == ("rl", f"{own}:rl", "own")
-    assert (command.settings.run.steps, command.settings.devices.mesh, command.settings.devices.fsdp) == (
+    assert (command.settings.run.steps, command.settings.devices.mesh, command.settings.sharding.fsdp) == (
         3,
         "dp2",
         False,

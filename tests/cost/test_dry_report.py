@@ -218,7 +218,7 @@ def test_what_does_not_fit_is_said_with_the_flag_that_helps():
     said = verdict(found, settings(mesh="dp4"), costs)
     assert "does not fit: a rank needs 102 GB" in said
     assert "with --fsdp: 20 GB, in update_policy (fits); a step takes 15 s, 50% longer" in said
-    assert len(tried) == 1 and tried[0].devices.fsdp
+    assert len(tried) == 1 and tried[0].sharding.fsdp
     assert verdict(helped, settings(), costs).startswith("fits: ")
 
 
@@ -235,7 +235,7 @@ def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
         return found
 
     said = verdict(found, settings(mesh="dp4", token_budget=4096), costs)
-    assert [(one.devices.fsdp, one.devices.remat, one.updates.token_budget) for one in tried] == [
+    assert [(one.sharding.fsdp, one.devices.remat, one.updates.token_budget) for one in tried] == [
         (True, "none", 4096), (True, "full", 4096), (True, "none", 1024)
     ]  # fmt: skip
     assert [line for line in said.splitlines() if line.startswith("  with ")] == [

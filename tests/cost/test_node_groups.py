@@ -46,5 +46,5 @@ def test_a_run_on_two_nodes_takes_them(monkeypatch):
         monkeypatch.setenv(name, value)
     argv = ["funrl sft", "--mesh=dp4", "--fsdp", "--device=cpu", "--batch_prompts=8"]
     command = with_mesh(read_command(Experiment("sft", "sft", {}), argv, writes=False))
-    assert command.settings.devices.mesh == "dp2,ep2" and command.settings.devices.fsdp_axes == "ep"
+    assert command.settings.devices.mesh == "dp2,ep2" and command.settings.sharding.fsdp_axes == "ep"
     assert "inside of each node of 2 and copied to 2 nodes" in command.notes[-1]

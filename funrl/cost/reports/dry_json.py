@@ -31,7 +31,7 @@ def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[
         "devices": rates.devices,
         "mesh": meshes.text(job.sizes),
         "generate_mesh": meshes.text(job.generate_sizes) if "generate" in estimate.phases else None,
-        "fsdp": settings.devices.fsdp,
+        "fsdp": settings.sharding.fsdp,
         "step": {
             "rows": rows_of_step(job),
             "tokens_per_row": estimate.tokens,

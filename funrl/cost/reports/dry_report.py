@@ -198,9 +198,9 @@ def described_pool(estimate: Estimate, settings: Settings, fits: Verdict, hardwa
 def title(estimate: Estimate, settings: Settings) -> str:
     """First lines of a report: the model, the meshes and the step."""
     job = estimate.job
-    train = meshes.text(job.sizes) + (" fully sharded" if settings.devices.fsdp else "")
-    if settings.devices.fsdp_models is not None:
-        train += f" ({settings.devices.fsdp_models})"
+    train = meshes.text(job.sizes) + (" fully sharded" if settings.sharding.fsdp else "")
+    if settings.sharding.fsdp_models is not None:
+        train += f" ({settings.sharding.fsdp_models})"
     generate = f", generate {meshes.text(job.generate_sizes)}" if "generate" in estimate.phases else ""
     world = meshes.Mesh(job.sizes).world
     rank = settings.adapters.lora_rank

@@ -55,15 +55,15 @@ class MeshSplit(NamedTuple):
 def split_of(job: Job, width: int, hardware: Hardware) -> MeshSplit:
     """The split of a job whose rows have `width` tokens."""
     settings = job.settings
-    over = [SHORT[short] for short in parts(settings.devices.fsdp_axes)] or list(TOKEN_AXES)
+    over = [SHORT[short] for short in parts(settings.sharding.fsdp_axes)] or list(TOKEN_AXES)
     outermost = next((axis for axis in AXES if axis in over and job.sizes[axis] > 1), "tensor")
     return MeshSplit(
         tensor=job.sizes["tensor"],
         rows=devices(job.sizes, ROW_AXES),
         sequence=job.sizes["sequence"],
         experts=job.sizes["expert"],
-        shards=devices(job.sizes, over) if settings.devices.fsdp else 1,
-        alone=devices(job.sizes, [axis for axis in over if axis != "expert"]) if settings.devices.fsdp else 1,
+        shards=devices(job.sizes, over) if settings.sharding.fsdp else 1,
+        alone=devices(job.sizes, [axis for axis in over if axis != "expert"]) if settings.sharding.fsdp else 1,
         reach=devices(job.sizes, AXES[AXES.index(outermost) :]),
         generating=(job.generate_sizes["tensor"], devices(job.generate_sizes, ROW_AXES)),
         stream=job.sizes["tensor"] if splits_residual(settings, job.sizes, hardware.accelerator) else 1,

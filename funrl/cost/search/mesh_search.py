@@ -230,7 +230,7 @@ def _untraced(ranked: Ranked, best: Sequence[Traced]) -> list[int]:
 
 
 def _training(settings: Settings) -> tuple[str, bool, str | None]:
-    return settings.devices.mesh, settings.devices.fsdp, settings.devices.fsdp_axes
+    return settings.devices.mesh, settings.sharding.fsdp, settings.sharding.fsdp_axes
 
 
 def _other(ranked: Ranked, number: int, errors: Mapping[int, str], given: Settings) -> Other:
@@ -264,10 +264,10 @@ def ways(settings: Settings, world: int, axes: tuple[str, ...], experts: bool) -
     for sizes in factorisations(world, len(free)):
         mesh = dict.fromkeys(AXES, 1) | dict(zip(free, sizes, strict=True))
         given = with_flags(settings, mesh=meshes.text(mesh))
-        if mesh["expert"] == 1 or experts or settings.devices.fsdp_axes is not None:
-            if not settings.devices.fsdp:
+        if mesh["expert"] == 1 or experts or settings.sharding.fsdp_axes is not None:
+            if not settings.sharding.fsdp:
                 yield given
-            if settings.devices.fsdp or any(mesh[axis] > 1 for axis in ROW_AXES):
+            if settings.sharding.fsdp or any(mesh[axis] > 1 for axis in ROW_AXES):
                 yield with_flags(given, fsdp=True)
         elif mesh["data"] > 1 and mesh["expert"] * mesh["tensor"] == RANKS_PER_NODE:
             yield with_flags(given, fsdp=True, fsdp_axes="ep")
@@ -290,7 +290,7 @@ def usable_axes(settings: Settings, models: Mapping[str, Model]) -> tuple[tuple[
     for axis in (axis for axis in AXES if axis not in usable):
         short = next(short for short, name in SHORT.items() if name == axis)
         probe = with_flags(settings, mesh=f"{short}2", generate_mesh=None, fsdp=axis in ROW_AXES)
-        probe = with_flags(probe, fsdp_axes=settings.devices.fsdp_axes if settings.devices.fsdp else None)
+        probe = with_flags(probe, fsdp_axes=settings.sharding.fsdp_axes if settings.sharding.fsdp else None)
         try:
             check_meshes(probe, models, probe.devices.train.chosen, float("inf"))
             usable.append(axis)

@@ -31,8 +31,8 @@ def with_groups(
       node: ranks of each node; None: all are on one node.
     """
     if (
-        not settings.devices.fsdp
-        or settings.devices.fsdp_axes is not None
+        not settings.sharding.fsdp
+        or settings.sharding.fsdp_axes is not None
         or node is None
         or settings.devices.train.wanted is not None
     ):

@@ -136,7 +136,7 @@ def tracer_of(job: Job, parts: Parts, hardware: Hardware, real: bool = False) ->
     """A tracer that recognizes the weights of the roles; if `real`, it also computes."""
     stored = [role.placed.stored for role in parts.roles.values()]
     shapes = {tuple(layout.local_shape(0)) for layout in trees.leaves(stored)}
-    shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.devices.fsdp else set()
+    shapes |= {tuple(x.shape) for x in trees.leaves(job.model.shapes)} if job.settings.sharding.fsdp else set()
     vocabulary = next((layout.local_shape(0)[0] for layout in trees.leaves(unembedding(parts))), 0)
     return Tracer(hardware, shapes, (vocabulary,), real=real)
 
@@ -306,7 +306,7 @@ def _together(job: Job, path: str | None) -> tuple[int, int]:
     """
     counts = [(1, 1)]
     for name, model in job.models.items():
-        if job.directories.get(name) == path and job.settings.devices.fsdp:
+        if job.directories.get(name) == path and job.settings.sharding.fsdp:
             tables = stored_rules(job.settings, name), COMPUTE
             stored, compute = (decoder_of(layouts(model.shapes, model.axes, table, job.sizes)) for table in tables)
             itemsize = job.dtype.itemsize

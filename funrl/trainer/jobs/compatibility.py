@@ -155,10 +155,10 @@ def _check_roles(algorithm: Algorithm) -> None:
 
 def _check_reduction(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse a dtype of sums that a run does not have. Raises: SettingsError."""
-    dtype = settings.devices.grad_reduce_dtype
+    dtype = settings.sharding.grad_reduce_dtype
     if dtype != "auto" and not learns_sharded(settings, algorithm.losses):
         raise SettingsError(
-            f"--grad_reduce_dtype={dtype} does nothing: --fsdp_models={settings.devices.fsdp_models} shards no model "
+            f"--grad_reduce_dtype={dtype} does nothing: --fsdp_models={settings.sharding.fsdp_models} shards no model "
             f"that learns; leave it out, or shard {', '.join(algorithm.losses)}"
         )
 

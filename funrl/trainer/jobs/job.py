@@ -144,7 +144,7 @@ class BaseJob:
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients of sharded weights are summed over ranks."""
-        return TORCH_DTYPES.get(self.settings.devices.grad_reduce_dtype, self.master)
+        return TORCH_DTYPES.get(self.settings.sharding.grad_reduce_dtype, self.master)
 
     @property
     def reward_names(self) -> tuple[str, ...]:

@@ -26,20 +26,20 @@ from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
 
 def stored_rules(settings: Settings, role: str) -> Rules:
     """The rule table by which a role's weights are stored."""
-    if not settings.devices.fsdp or not is_sharded(settings, role):
+    if not settings.sharding.fsdp or not is_sharded(settings, role):
         return STORED
-    named = {SHORT[short] for short in parts(settings.devices.fsdp_axes)} or set(TOKEN_AXES)
+    named = {SHORT[short] for short in parts(settings.sharding.fsdp_axes)} or set(TOKEN_AXES)
     return fully_sharded(STORED, tuple(axis for axis in AXES if axis in named))
 
 
 def is_sharded(settings: Settings, role: str) -> bool:
     """True if --fsdp shards the weights of a role: without --fsdp_models, those of every role."""
-    return role in (parts(settings.devices.fsdp_models) or (role,))
+    return role in (parts(settings.sharding.fsdp_models) or (role,))
 
 
 def learns_sharded(settings: Settings, learning: Collection[str]) -> bool:
     """True if --fsdp shards the weights of some of the roles that learn."""
-    return settings.devices.fsdp and any(is_sharded(settings, role) for role in learning)
+    return settings.sharding.fsdp and any(is_sharded(settings, role) for role in learning)
 
 
 def check_roles(settings: Settings, roles: Collection[str]) -> None:
@@ -48,10 +48,10 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
     Raises:
       SettingsError: it names another one.
     """
-    absent = [role for role in parts(settings.devices.fsdp_models) if role not in roles]
+    absent = [role for role in parts(settings.sharding.fsdp_models) if role not in roles]
     if absent:
         raise SettingsError(
-            f"--fsdp_models={settings.devices.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
+            f"--fsdp_models={settings.sharding.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
         )
 
 
@@ -100,7 +100,7 @@ def check_layouts(
     Raises:
       MeshError: a size that does not divide, or an axis over which there is nothing to split.
     """
-    experts = settings.devices.fsdp or any(model.abilities.routers is not None for model in models.values())
+    experts = settings.sharding.fsdp or any(model.abilities.routers is not None for model in models.values())
     for mesh in (sizes, generate_sizes):
         if mesh["expert"] > 1 and not experts:
             shape = meshes.text(dict(mesh))

@@ -66,7 +66,7 @@ def _check_torch_xla(settings: Settings) -> None:
     axes = [axis for axis, size in devices.train.chosen.items() if size > 1 and axis != "data"]
     refused = {
         f"--mesh={devices.mesh}": bool(axes),
-        "--fsdp": devices.fsdp,
+        "--fsdp": settings.sharding.fsdp,
         f"--place={devices.place}": devices.place is not None,
         f"--generate_mesh={devices.generate_mesh}": devices.generate_mesh is not None,
         f"--remat={devices.remat}": devices.remat != "none",

@@ -386,9 +386,9 @@ def _check_lora(settings: Settings) -> None:
             f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
             "the biases belong to the base, which is frozen; leave one out"
         )
-    if settings.devices.fsdp_models is not None:
+    if settings.sharding.fsdp_models is not None:
         raise SettingsError(
-            f"--fsdp_models={settings.devices.fsdp_models} with "
+            f"--fsdp_models={settings.sharding.fsdp_models} with "
             f"--lora_rank={settings.adapters.lora_rank}: all models share one base, which is sharded as a whole; "
             "leave it out"
         )

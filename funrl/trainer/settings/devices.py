@@ -53,31 +53,6 @@ class DeviceSettings:
         chosen="cuda where there is one",
         effect="ranks",
     )
-    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
-    fsdp_axes: str | None = flag(
-        None,
-        "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
-        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
-        chosen="all; on several nodes within each, if that fits",
-        requires="fsdp",
-        effect="ranks",
-    )
-    fsdp_models: str | None = flag(
-        None,
-        "which models --fsdp shards",
-        names_like(*ROLES),
-        example="policy",
-        chosen="all",
-        requires="fsdp",
-        effect="ranks",
-    )
-    grad_reduce_dtype: str = flag(
-        "auto",
-        "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
-        "partial sum to 8 bits; auto: that of the weights, which is float32, or float64 with --dtype=float64",
-        one_of("auto", "float32", "bfloat16"),
-        requires="fsdp",
-    )
     sequence_parallel: str = flag(
         "auto",
         "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
@@ -156,6 +131,37 @@ class DeviceSettings:
             return MeshFlag("place", str(placement), placement.generate.sizes)
         text = self.generate_mesh
         return None if text is None else read_mesh(text, "generate_mesh", automatic=False)
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """Shards of weights, gradients and optimizer states."""
+
+    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
+    fsdp_axes: str | None = flag(
+        None,
+        "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
+        some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
+        chosen="all; on several nodes within each, if that fits",
+        requires="fsdp",
+        effect="ranks",
+    )
+    fsdp_models: str | None = flag(
+        None,
+        "which models --fsdp shards",
+        names_like(*ROLES),
+        example="policy",
+        chosen="all",
+        requires="fsdp",
+        effect="ranks",
+    )
+    grad_reduce_dtype: str = flag(
+        "auto",
+        "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
+        "partial sum to 8 bits; auto: that of the weights, which is float32, or float64 with --dtype=float64",
+        one_of("auto", "float32", "bfloat16"),
+        requires="fsdp",
+    )
 
 
 @dataclass(frozen=True)

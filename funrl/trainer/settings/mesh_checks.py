@@ -156,9 +156,9 @@ def check_sharding(settings: Settings) -> None:
     """Refuse sharding of weights, or of a tower's work, over axes with one device. Raises: SettingsError."""
     if settings.devices.balance_pictures and devices(mesh_sizes(settings)) == 1:
         raise SettingsError(f"--balance_pictures does nothing: --mesh={settings.devices.mesh} has one device")
-    if not settings.devices.fsdp:
+    if not settings.sharding.fsdp:
         return
-    named = parts(settings.devices.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
+    named = parts(settings.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if devices(mesh_sizes(settings), [SHORT[short] for short in named]) == 1:
         raise SettingsError(
             f"--fsdp: the mesh {settings.devices.mesh} has only one device over {','.join(named)}: nothing to shard "

@@ -17,7 +17,7 @@ from typing import Any
 from funrl.mesh.text import MeshError
 from funrl.trainer.settings.data import ExampleSettings, FormatSettings
 from funrl.trainer.settings.declaration import Flag, SettingsError, value_type
-from funrl.trainer.settings.devices import DeviceSettings, WaitSettings
+from funrl.trainer.settings.devices import DeviceSettings, ShardSettings, WaitSettings
 from funrl.trainer.settings.generation import EngineSettings, SamplingSettings
 from funrl.trainer.settings.models import ModelSettings
 from funrl.trainer.settings.outputs import EvaluationSettings, OutputSettings
@@ -43,6 +43,7 @@ class Settings:
     asynchrony: AsynchronySettings = field(default_factory=AsynchronySettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
     devices: DeviceSettings = field(default_factory=DeviceSettings)
+    sharding: ShardSettings = field(default_factory=ShardSettings)
     waiting: WaitSettings = field(default_factory=WaitSettings)
     engines: EngineSettings = field(default_factory=EngineSettings)
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
