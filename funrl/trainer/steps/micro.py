@@ -15,7 +15,7 @@ from funrl import trees
 from funrl.algos.masks import first_of_equal
 from funrl.batch import Batch, as_dict, declare, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
-from funrl.data.micro_batch import Slots, pack_tokens, slots
+from funrl.data.micro_batch import Slots, pack_tokens, shortest_first, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
 from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
@@ -275,7 +275,7 @@ def micro_batch(
     Args:
       batch: its per-token fields are of this rank's rows; the device is waited for unless its mask is on the host.
       lengths: [b] tokens of each of these.
-      rows: their places, at most `max_rows`, which fixes the shape of `offsets`.
+      rows: their places, in the order of their offsets, at most `max_rows`, which fixes the shape of `offsets`.
       mesh: whose ranks share its tokens, if it has such.
     """
     device = batch.tokens.device
@@ -286,7 +286,7 @@ def micro_batch(
     if not len(batch.tokens):  # a rank without rows computes padding
         fields = {n: x.new_zeros(1, 1, *x.shape[2:]) for n, x in fields.items()}
         host_mask = host_mask.new_zeros(1, 1)
-    rows = rows[np.argsort(lengths[rows], kind="stable")]  # neighbours of one length share a call of CPU attention
+    rows = rows[shortest_first(lengths[rows], np.arange(len(rows)))]
     places = slots(lengths, rows, batch.tokens.shape[1], size, max_rows)
     mask_1N = pack_tokens(host_mask, places, False)
     own = size if mesh.driven else size // token_ranks(mesh)

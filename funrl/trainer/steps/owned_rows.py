@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.data.micro_batch import shortest_first
 from funrl.data.packing import Packing
 from funrl.fields import Field
 from funrl.kinds import OwnedLines, Ragged, Value, line_places
@@ -72,8 +73,7 @@ def assignments(rows: Rows, packing: Packing, part: np.ndarray | None, balance: 
     sizes = table["sizes"].cpu()
     begins = np.cumsum(counts) - counts
     numbers = np.arange(len(counts)) if part is None else part
-    # As in `micro_batch`: the shortest rows of a micro-batch are first.
-    order = np.lexsort((packing.start, rows.lengths[numbers], packing.rank, packing.micro))
+    order = shortest_first(rows.lengths[numbers], packing.start, packing.rank, packing.micro)
     cuts = np.searchsorted(packing.micro[order], np.arange(1, len(packing.size)))
     for places in np.split(order, cuts):
         some = numbers[places]
