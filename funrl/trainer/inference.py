@@ -47,8 +47,9 @@ from funrl.trainer.settings.checks import check_together, data_files, names_of_f
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import GivenObjects, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
+from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.prompts import EVAL_SEED, evaluate_heldout
+from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState, main_role_of
 from funrl.trainer.steps.state import State

@@ -54,9 +54,9 @@ from funrl.trainer.profiling import StepProfiler
 from funrl.trainer.recovery import Recovery
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.curriculum import CurriculumError
-from funrl.trainer.sources.empty_steps import FilterError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.sources.selection import FilterError
 from funrl.trainer.sources.source import Source, closed_at_end, is_skipped
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics

@@ -23,7 +23,8 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, raise_everywhere, to_rows
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.prompts import Generation, evaluate_heldout
+from funrl.trainer.sources.prompts import evaluate_heldout
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 

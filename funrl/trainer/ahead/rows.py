@@ -22,8 +22,7 @@ from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.prompts import Generation
-from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 

@@ -57,14 +57,14 @@ from funrl.trainer.sources.completion_scores import (
 )
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
-from funrl.trainer.sources.evaluation import source_of, verdicts
+from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
 from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.prompts import Generation, PromptEvaluation, RowSelection, prompt_source
-from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.prompts import prompt_source
+from funrl.trainer.sources.source import Generation, RowSelection, Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.owned_rows import with_owned

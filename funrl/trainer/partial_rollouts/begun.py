@@ -14,7 +14,7 @@ from funrl.data.prompts import Example
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.prompts import Chosen
+from funrl.trainer.sources.selection import Chosen
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 

@@ -21,7 +21,9 @@ from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, run_requests, to_rows
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
-from funrl.trainer.sources.prompts import Chosen, Generation, filter_samples, first_samples
+from funrl.trainer.sources.prompts import first_samples
+from funrl.trainer.sources.selection import Chosen, filter_samples
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, rows_of, take, widened
 from funrl.trainer.storage.row_shards import HeldRows

@@ -24,7 +24,9 @@ from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import LONGEST_REMARK
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.prompts import Chosen, Generation, filter_samples, first_samples
+from funrl.trainer.sources.prompts import first_samples
+from funrl.trainer.sources.selection import Chosen, filter_samples
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows

@@ -31,19 +31,13 @@ from funrl.trainer.partial_rollouts.begun import (
 )
 from funrl.trainer.partial_rollouts.completions import CompletionWriter
 from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
-from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
-from funrl.trainer.sources.prompts import (
-    Generation,
-    chosen_rows,
-    one_step_of,
-    prompt_source,
-    rewarded_samples,
-)
-from funrl.trainer.sources.source import SKIPPED, Source
+from funrl.trainer.sources.prompts import one_step_of, prompt_source
+from funrl.trainer.sources.selection import chosen_rows, count_empty, filter_metrics, rewarded_samples, skips_empty
+from funrl.trainer.sources.source import SKIPPED, Generation, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 from funrl.trainer.storage.row_shards import HeldRows

@@ -55,7 +55,8 @@ from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
-from funrl.trainer.sources.prompts import Generation, evaluate_heldout, first_samples, rewarded_rows
+from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, take
 

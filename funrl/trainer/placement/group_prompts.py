@@ -24,8 +24,8 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.prompts import BASELINE_SEED, Generation
-from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.sources.prompts import BASELINE_SEED
+from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows
 
 

@@ -40,8 +40,7 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.prompts import Generation
-from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows
 
 REPLICAS = "replicas"  # in service together, as `Admission` names generators

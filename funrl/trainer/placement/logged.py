@@ -37,8 +37,8 @@ from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.prompts import Generation, baseline_sampling, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Source
+from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 

@@ -27,8 +27,8 @@ from funrl.trainer.sources.completion_scores import scored_in_order
 from funrl.trainer.sources.curriculum import UNWEIGHTED, as_chosen
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.prompts import Generation, prompt_source
-from funrl.trainer.sources.source import Source
+from funrl.trainer.sources.prompts import prompt_source
+from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 

@@ -48,8 +48,9 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import ShownSample, shown_samples
-from funrl.trainer.sources.prompts import Generation, baseline_sampling, filter_samples
-from funrl.trainer.sources.source import DroppedPrompt
+from funrl.trainer.sources.prompts import baseline_sampling
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again

@@ -14,13 +14,34 @@ from torch import Tensor
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
 from funrl.rewards.answers import final_answer
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at, mean_over_samples, sample_counts
 from funrl.trainer.sources.generation import Rollout, completion_texts, first_texts
 from funrl.trainer.steps.step_rows import Rows
 
 TABLE_ROWS = 256  # rows of the table whose texts are in memory at a time
 MOST_SETS = 32  # sets of held-out prompts that can have metrics of their own
+EVAL_SEED = 1 << 40  # of evaluations; no training step has it
 FEWEST_VOTES = 3  # with two, the first decides
+
+
+class PromptEvaluation(NamedTuple):
+    """The evaluation of completions of held-out prompts.
+
+    Attributes:
+      heldout: the prompts.
+      sampling: of their completions.
+      solved: scores [R, K] -> [R] bool, completions that count as solved, or None if scores are not verdicts; None:
+        unknown.
+      seed: of the completions.
+      table_prompts: bound on the prompts whose completions are shown; None: all.
+    """
+
+    heldout: Sequence[Example]
+    sampling: Sampling
+    solved: Callable[[Tensor], Tensor | None] | None = None
+    seed: int = EVAL_SEED
+    table_prompts: int | None = 32
 
 
 class EvalRow(NamedTuple):
@@ -84,7 +105,7 @@ def evaluated(
       examples: P prompts.
       done: N completions of each.
       rows: of them, with all rewards.
-      solved: as in `prompts.PromptEvaluation`.
+      solved: as in `PromptEvaluation`.
       decode: token ids -> text.
       names: of the rewards.
     """

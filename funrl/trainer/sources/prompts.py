@@ -3,119 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl import trees
-from funrl.algos.terms import Filter
 from funrl.data.order import order_digest, take_next
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.curriculum import PromptSchedule
-from funrl.trainer.sources.empty_steps import count_empty, filter_metrics, skips_empty
-from funrl.trainer.sources.episode_rows import (
-    EpisodeSetup,
-    kept_samples,
-    outcome_rows,
-    rewarded_episodes,
-    rows_of_samples,
-)
+from funrl.trainer.sources.episode_rows import outcome_rows, rewarded_episodes
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
-from funrl.trainer.sources.generation import RewardedEngine, Rollout, rollout, to_rows
+from funrl.trainer.sources.generation import Rollout, rollout, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample, shown_samples, with_scores
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
-from funrl.trainer.sources.source import SKIPPED, Elsewhere, Source, same_order
+from funrl.trainer.sources.selection import (
+    Chosen,
+    chosen_of_step,
+    chosen_rows,
+    count_empty,
+    episode_numbers,
+    filter_metrics,
+    filter_samples,
+)
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
 WriteRows = Callable[..., tuple[Rollout, Rows]]
-EVAL_SEED = 1 << 40  # of evaluations; no training step has it
-BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither has it
-
-
-class RowSelection(NamedTuple):
-    """Selection of the rows to train on.
-
-    Attributes:
-      filter: batch -> [B] bool, rows worth training on; None: all.
-      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
-      max_refills: bound on the prompts sampled for a batch, in batches.
-    """
-
-    filter: Filter | None = None
-    when_empty: str = "skip"
-    max_refills: int = 8
-
-    @property
-    def rounds(self) -> int:
-        """Bound on the prompts sampled for each place of a batch."""
-        return self.max_refills if self.filter else 1
-
-
-class PromptEvaluation(NamedTuple):
-    """The evaluation of completions of held-out prompts.
-
-    Attributes:
-      heldout: the prompts.
-      sampling: of their completions.
-      solved: scores [R, K] -> [R] bool, completions that count as solved, or None if scores are not verdicts; None:
-        unknown.
-      seed: of the completions.
-      table_prompts: bound on the prompts whose completions are shown; None: all.
-    """
-
-    heldout: Sequence[Example]
-    sampling: Sampling
-    solved: Callable[[Tensor], Tensor | None] | None = None
-    seed: int = EVAL_SEED
-    table_prompts: int | None = 32
-
-
-class Generation(NamedTuple):
-    """Settings of a source of completions.
-
-    Attributes:
-      engine: engine and rewards.
-      schedule: prompts to train on and their order.
-      sampling: of their completions.
-      evaluation: on held-out prompts.
-      selection: which rows are trained on.
-      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
-        phase for each model); None: there are none, or ranks `elsewhere` have added them.
-      demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
-      reward_names: names of the columns of `scores`.
-      greedy_baseline: whether rows get the score of a greedy completion of their prompt.
-      shows: step -> whether to show samples.
-      pad: id of the padding token.
-      choices: experts recorded for each token; 0: none.
-      episodes: how prompts become episodes; None: each is completed once.
-      versions: whether rows have the versions of the weights that sampled their tokens.
-      elsewhere: other ranks, which generate and reward; None: this one does.
-    """
-
-    engine: RewardedEngine
-    schedule: PromptSchedule
-    sampling: Sampling
-    evaluation: PromptEvaluation
-    selection: RowSelection = RowSelection()
-    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
-    demonstrate: Callable[[Rows, Sequence[Example]], Rows] | None = None
-    reward_names: tuple[str, ...] = ()
-    greedy_baseline: bool = False
-    shows: Callable[[int], bool] = lambda step: False
-    pad: int = 0
-    choices: int = 0
-    episodes: EpisodeSetup | None = None
-    versions: bool = False
-    elsewhere: Elsewhere | None = None
+BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a training step nor an evaluation has it
 
 
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
@@ -124,60 +45,36 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
     completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
-    sampling = generation.sampling
-    prompts, batch_size, seed, weighing = generation.schedule
-    selection = generation.selection
-    refilled = generation.elsewhere is not None and generation.elsewhere.refills
-    most = batch_size * (1 if refilled else selection.rounds)
+    prompts, _, seed, weighing = generation.schedule
     log = [] if generation.episodes is None or generation.episodes.log is None else generation.episodes.log
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        begin = consumed = state["prompts_consumed"]
+        begin = state["prompts_consumed"]
         log.clear()
-        weights, measured, weighed = weighing.weights(state["curriculum"], step)
-        batches: list[Chosen] = []
-        sampled = dropped_rows = failed = 0
-        totals: list[tuple[Totals, Totals]] = []  # of rewards' further numbers, and of facts about episodes
-        room = batch_size
+        weights, measured, metrics = weighing.weights(state["curriculum"], step)
+        rounds: list[SamplingRound] = []
         spare: tuple[list[Example], Rows] | None = None
-        while room and sampled < most:
-            taken = take_next(prompts, min(room, most - sampled), seed, position=consumed, weights=weights)
-            with clock.phase("generate"):
-                places = taken.places if generation.elsewhere is None else generation.elsewhere.order(taken.places)
-            selected = [prompts[place] for place in places.tolist()]
-            noise = derived_seed(seed, consumed)
-            done, rows = rewarded_rows(generation, clock, selected, sampling=sampling, seed=noise)
-            if not sampled and generation.shows(step):
-                show.samples(step, first_samples(generation, selected[:8], done, rows=rows, samples=sampling.samples))
-            measured = weighing.measured(measured, places, done.scores, done.failed)
-            replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
-            failed += failed_rows(rows) + sum(prompt.failed for prompt in replaced)
-            totals += [*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)]
-            if spare is None or len(rows.owner):  # where all episodes failed there are no rows
-                spare = selected, rows
-            kept_PS = filter_samples(generation, rows, len(selected))
-            useful = kept_prompts(generation, kept_PS)
-            consumed = taken.end + len(replaced)
-            sampled += len(selected) + len(replaced)
-            room -= len(useful)
-            batches.append(chosen_rows(selected, rows, useful, kept_PS=kept_PS))
-            dropped_rows += int((~kept_PS[useful]).sum())
-        if weights is not None:
-            weighed["curriculum/passed_over"] = consumed - begin - sampled
-        metrics = filter_metrics(sum(len(chosen.examples) for chosen in batches), sampled, dropped_rows)
+        for newest, part in sampling_rounds(generation, clock, show, step=step, position=begin, weights=weights):
+            measured = weighing.measured(measured, newest.places, newest.done.scores, newest.done.failed)
+            if spare is None or len(newest.rows.owner):  # where all episodes failed there are no rows
+                spare = newest.examples, newest.rows
+            rounds.append(part)
         assert spare is not None
-        batches, skipped = _batches(generation, batches, spare, (step, sampled), show)
-        unusable = 0 if batches[0].examples else sampled * sampling.samples
-        entries, facts = (add_totals(*parts) for parts in zip(*totals, strict=True))
+        consumed = rounds[-1].end
+        sampled = sum(part.sampled for part in rounds)
+        if weights is not None:
+            metrics["curriculum/passed_over"] = consumed - begin - sampled
+        chosen, skipped = chosen_of_step(generation, [part.chosen for part in rounds], spare, (step, sampled), show)
+        unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
+        entries, facts = totals_of(rounds)
         state, emptiness = count_empty(state, step, unusable, facts, show)
         baseline = generation.greedy_baseline and not skipped
-        batch = one_step_of(generation, batches, begin, clock=clock, baseline=baseline)
-        batch = batch if skipped else with_demonstrations(generation, batch, batches)
-        metrics[SKIPPED] = float(skipped)
-        failures = {} if rows.batch.get("failed") is None else {"reward/failed": float(failed)}
-        state = {**state, "prompts_consumed": consumed, "curriculum": measured}
-        further = entry_metrics(entries) | episode_metrics(facts) | emptiness
-        return batch, state, weighed | failures | further | (metrics if selection.filter else {})
+        batch = one_step_of(generation, chosen, begin, clock=clock, baseline=baseline)
+        batch = batch if skipped else with_demonstrations(generation, batch, chosen)
+        metrics |= failure_metrics(rounds) | entry_metrics(entries) | episode_metrics(facts) | emptiness
+        if generation.selection.filter:
+            metrics |= rounds_metrics(rounds) | {SKIPPED: float(skipped)}
+        return batch, {**state, "prompts_consumed": consumed, "curriculum": measured}, metrics
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
     first = {"prompts_consumed": 0, "order": order, "curriculum": weighing.init()}
@@ -196,53 +93,127 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed, episodes=log)
 
 
+class SampledPrompts(NamedTuple):
+    """Prompts that were sampled together, with all of their rows.
+
+    Attributes:
+      examples: [P] the prompts.
+      places: [P] their indices among all.
+      done, rows: of `rewarded_rows`.
+    """
+
+    examples: list[Example]
+    places: np.ndarray
+    done: Rollout
+    rows: Rows
+
+
+class SamplingRound(NamedTuple):
+    """Result of a round of sampling for a step, without the rows that the filter drops.
+
+    Attributes:
+      chosen: the prompts of which the filter keeps a row, with these rows.
+      end: next position in the order of the prompts.
+      sampled: number of prompts, with those that ranks `elsewhere` have replaced.
+      dropped_rows: number of rows of the chosen prompts that the filter drops.
+      failed: number of rows on which a reward function failed; None: a failure ends the run.
+      totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.
+    """
+
+    chosen: Chosen
+    end: int
+    sampled: int
+    dropped_rows: int
+    failed: int | None
+    totals: Sequence[tuple[Totals, Totals]]
+
+
+def sampling_rounds(
+    generation: Generation, clock: Clock, show: Show, *, step: int, position: int, weights: np.ndarray | None
+) -> Iterator[tuple[SampledPrompts, SamplingRound]]:
+    """Sample prompts until the filter has kept enough for a batch, within the bound of `RowSelection`.
+
+    Args:
+      generation, clock, show: as of the source.
+      step: its number.
+      position: of the first prompt in their order.
+      weights: [N] of all prompts; None: all equal.
+    """
+    prompts, room, seed, _ = generation.schedule
+    refilled = generation.elsewhere is not None and generation.elsewhere.refills
+    left = room * (1 if refilled else generation.selection.rounds)
+    first = True
+    while room and left > 0:
+        taken = take_next(prompts, min(room, left), seed, position=position, weights=weights)
+        newest = sample_prompts(generation, clock, taken.places, derived_seed(seed, position))
+        if first and generation.shows(step):
+            samples = generation.sampling.samples
+            examples = newest.examples[:8]
+            show.samples(step, first_samples(generation, examples, newest.done, rows=newest.rows, samples=samples))
+        part = filter_round(generation, newest, taken.end)
+        yield newest, part
+        position = part.end
+        room -= len(part.chosen.examples)
+        left -= part.sampled
+        first = False
+
+
+def sample_prompts(generation: Generation, clock: Clock, places: np.ndarray, seed: int) -> SampledPrompts:
+    """Rewarded rows of the next prompts.
+
+    Args:
+      generation, clock: as of the source.
+      places: indices of the prompts, of which others may have overtaken some `elsewhere`.
+      seed: of the noise.
+    """
+    with clock.phase("generate"):
+        places = places if generation.elsewhere is None else generation.elsewhere.order(places)
+    examples = [generation.schedule.prompts[place] for place in places.tolist()]
+    done, rows = rewarded_rows(generation, clock, examples, sampling=generation.sampling, seed=seed)
+    return SampledPrompts(examples, places, done, rows)
+
+
+def filter_round(generation: Generation, newest: SampledPrompts, end: int) -> SamplingRound:
+    """The round of the newest prompts; `end` is the position after the last one that was taken."""
+    examples, _, done, rows = newest
+    replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
+    failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
+    kept_PS = filter_samples(generation, rows, len(examples))
+    useful = kept_prompts(generation, kept_PS)
+    return SamplingRound(
+        chosen_rows(examples, rows, useful, kept_PS=kept_PS),
+        end + len(replaced),
+        len(examples) + len(replaced),
+        dropped_rows=int((~kept_PS[useful]).sum()),
+        failed=None if rows.batch.get("failed") is None else failed,
+        totals=[*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)],
+    )
+
+
+def totals_of(rounds: Sequence[SamplingRound]) -> tuple[Totals, Totals]:
+    """Totals of rewards' further numbers, and of facts about episodes, over a step."""
+    entries, episodes = zip(*(pair for part in rounds for pair in part.totals), strict=True)
+    return add_totals(*entries), add_totals(*episodes)
+
+
+def failure_metrics(rounds: Sequence[SamplingRound]) -> dict[str, float]:
+    """Metrics of failed rewards; none where a failure ends the run."""
+    if rounds[-1].failed is None:
+        return {}
+    return {"reward/failed": float(sum(part.failed or 0 for part in rounds))}
+
+
+def rounds_metrics(rounds: Sequence[SamplingRound]) -> dict[str, float]:
+    """Metrics of the filter."""
+    kept = sum(len(part.chosen.examples) for part in rounds)
+    return filter_metrics(kept, sum(part.sampled for part in rounds), sum(part.dropped_rows for part in rounds))
+
+
 def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[Chosen]) -> Rows:
     """The batch with demonstrations of its prompts, if the run has them."""
     if generation.demonstrate is None:
         return batch
     return generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
-
-
-def _batches(
-    generation: Generation,
-    batches: Sequence[Chosen],
-    spare: tuple[list[Example], Rows],
-    numbers: tuple[int, int],
-    show: Show,
-) -> tuple[list[Chosen], bool]:
-    """Batches with prompts, or what can be trained on of the spare one; and whether the step is to be skipped.
-
-    Args:
-      batches: of the step.
-      spare: prompts and all of their rows.
-      numbers: the step's number, and the number of prompts sampled in it.
-    """
-    step, sampled = numbers
-    useful = [chosen for chosen in batches if chosen.examples]
-    if useful:
-        count = sum(len(chosen.examples) for chosen in useful)
-        note_short_batch(generation, show, step, kept=count, sampled=sampled)
-        return useful, False
-    chosen = unfiltered_rows(generation, *spare)
-    when_empty = generation.selection.when_empty
-    return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
-
-
-def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
-    """Show a remark if the filter kept fewer prompts than the batch needs.
-
-    Args:
-      generation: as of the source.
-      show: receives the remark.
-      step: number of the step.
-      kept, sampled: prompts.
-    """
-    wanted = generation.schedule.batch
-    if kept < wanted and generation.selection.filter is not None:
-        elsewhere = generation.elsewhere
-        fixed = elsewhere is not None and elsewhere.refills and generation.rescore is not None  # --max_refills=1
-        advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
-        show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
 
 def evaluate_heldout(
@@ -296,64 +267,12 @@ def rewarded_rows(
     return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
 
 
-def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, rows that the filter keeps."""
-    samples = generation.sampling.samples
-    if generation.episodes is not None:
-        kept_E = kept_samples(on_cpu(rows), generation.selection.filter, prompts * samples)
-        return kept_E.reshape(prompts, samples)
-    if generation.selection.filter is None:
-        return np.ones((prompts, samples), dtype=bool)
-    return generation.selection.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, samples)
-
-
-def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
-    """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
-
-    Raises:
-      RewardError: a reward function failed on all of them.
-    """
-    failed_B = rows.batch.get("failed")
-    if generation.episodes is not None:
-        kept_E = kept_samples(on_cpu(rows), None, prompts * generation.sampling.samples)
-        return kept_E.reshape(prompts, -1)
-    if failed_B is None or generation.engine.on_error != "skip":
-        return np.ones((prompts, generation.sampling.samples), dtype=bool)
-    if failed_B.all():
-        raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
-    return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
-
-
 def kept_prompts(generation: Generation, kept_PS: np.ndarray) -> np.ndarray:
     """Numbers of the newest prompts of which the filter keeps a row; ranks `elsewhere` learn them."""
     prompts = np.flatnonzero(kept_PS.any(1))
     if generation.elsewhere is not None:
         generation.elsewhere.keep(prompts)
     return prompts
-
-
-class Chosen(NamedTuple):
-    """Prompts taken for the batch, their kept rows, and the number of kept rows of each prompt."""
-
-    examples: list[Example]
-    rows: Rows
-    counts: np.ndarray
-
-
-def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
-    """The kept rows of some prompts."""
-    samples = kept_PS.shape[1]
-    numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
-    kept = take(rows, rows_of_samples(rows, numbers))
-    own_samples = numbers if kept.examples is None else kept.examples
-    counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
-    return Chosen([examples[i] for i in prompts], kept, counts)
-
-
-def unfiltered_rows(generation: Generation, examples: Sequence[Example], rows: Rows) -> Chosen:
-    """All rows of some prompts that can be trained on, regardless of the filter."""
-    kept_PS = rewarded_samples(generation, rows, len(examples))
-    return chosen_rows(examples, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -371,7 +290,7 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     device = rows.batch.group.device
     places = rows.batch.group.unique_consecutive().cpu().numpy()
     group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
-    rows = rows.with_fields(group=group_B, failed=None, episode=_episode_numbers(chosen, device))
+    rows = rows.with_fields(group=group_B, failed=None, episode=episode_numbers(chosen, device))
     if not baseline:
         return rows
     greedy = None if generation.elsewhere is None else generation.elsewhere.baseline_rows(places)
@@ -418,19 +337,6 @@ def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Row
     compared = take(rows, kept)
     score_B = greedy.batch.score[torch.from_numpy(place_B[kept]).to(greedy.batch.score.device)]
     return compared.with_fields(greedy_score=score_B.to(rows.batch.score))
-
-
-def _episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
-    """[B] a number for the episode of each row, different in all parts; None: rows are no episodes'."""
-    numbers = []
-    begin = 0
-    for part in chosen:
-        episode_B = part.rows.examples
-        if episode_B is None:
-            return None
-        numbers.append(begin + episode_B)
-        begin = 1 + int(numbers[-1].max(initial=begin - 1))
-    return torch.from_numpy(np.concatenate(numbers)).to(device)
 
 
 def first_samples(

@@ -1,4 +1,4 @@
-"""The contracts of a source of rows, and of ranks that generate rows for others."""
+"""The contracts of a source of rows and of ranks that generate rows for others; settings of a source of rollouts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from funrl import trees
+from funrl.algos.terms import Filter
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.curriculum import PromptSchedule
+from funrl.trainer.sources.episode_rows import EpisodeSetup
+from funrl.trainer.sources.evaluation import PromptEvaluation
+from funrl.trainer.sources.generation import RewardedEngine, Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.roles import RoleState
@@ -121,6 +125,64 @@ class Elsewhere(Protocol):
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics on the held-out prompts; `show` receives some completions."""
         ...
+
+
+class RowSelection(NamedTuple):
+    """Selection of the rows to train on.
+
+    Attributes:
+      filter: batch -> [B] bool, rows worth training on; None: all.
+      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
+      max_refills: bound on the prompts sampled for a batch, in batches.
+    """
+
+    filter: Filter | None = None
+    when_empty: str = "skip"
+    max_refills: int = 8
+
+    @property
+    def rounds(self) -> int:
+        """Bound on the prompts sampled for each place of a batch."""
+        return self.max_refills if self.filter else 1
+
+
+class Generation(NamedTuple):
+    """Settings of a source of completions.
+
+    Attributes:
+      engine: engine and rewards.
+      schedule: prompts to train on and their order.
+      sampling: of their completions.
+      evaluation: on held-out prompts.
+      selection: which rows are trained on.
+      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
+        phase for each model); None: there are none, or ranks `elsewhere` have added them.
+      demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
+      reward_names: names of the columns of `scores`.
+      greedy_baseline: whether rows get the score of a greedy completion of their prompt.
+      shows: step -> whether to show samples.
+      pad: id of the padding token.
+      choices: experts recorded for each token; 0: none.
+      episodes: how prompts become episodes; None: each is completed once.
+      versions: whether rows have the versions of the weights that sampled their tokens.
+      elsewhere: other ranks, which generate and reward; None: this one does.
+    """
+
+    engine: RewardedEngine
+    schedule: PromptSchedule
+    sampling: Sampling
+    evaluation: PromptEvaluation
+    selection: RowSelection = RowSelection()
+    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
+    demonstrate: Callable[[Rows, Sequence[Example]], Rows] | None = None
+    reward_names: tuple[str, ...] = ()
+    greedy_baseline: bool = False
+    shows: Callable[[int], bool] = lambda step: False
+    pad: int = 0
+    choices: int = 0
+    episodes: EpisodeSetup | None = None
+    versions: bool = False
+    elsewhere: Elsewhere | None = None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,203 @@
+"""Rows that a step is trained on, and steps without any: the filter kept none, or no episode can be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from funrl.data.prompts import Example
+from funrl.rewards.call import RewardError
+from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
+from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.pending_rewards import Totals
+from funrl.trainer.sources.source import EMPTY, Generation
+from funrl.trainer.steps.step_rows import Rows, on_cpu, take
+
+MOST_EMPTY = 5  # steps in a row
+
+
+class FilterError(RuntimeError):
+    """The algorithm's filter kept no row of a step."""
+
+
+class Chosen(NamedTuple):
+    """Prompts taken for the batch, their kept rows, and the number of kept rows of each prompt."""
+
+    examples: list[Example]
+    rows: Rows
+    counts: np.ndarray
+
+
+def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
+    """The kept rows of some prompts."""
+    samples = kept_PS.shape[1]
+    numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
+    kept = take(rows, rows_of_samples(rows, numbers))
+    own_samples = numbers if kept.examples is None else kept.examples
+    counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
+    return Chosen([examples[i] for i in prompts], kept, counts)
+
+
+def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, rows that the filter keeps."""
+    samples = generation.sampling.samples
+    if generation.episodes is not None:
+        kept_E = kept_samples(on_cpu(rows), generation.selection.filter, prompts * samples)
+        return kept_E.reshape(prompts, samples)
+    if generation.selection.filter is None:
+        return np.ones((prompts, samples), dtype=bool)
+    return generation.selection.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, samples)
+
+
+def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
+    """[prompts, samples] bool, rows that can be trained on, regardless of the filter.
+
+    Raises:
+      RewardError: a reward function failed on all of them.
+    """
+    failed_B = rows.batch.get("failed")
+    if generation.episodes is not None:
+        kept_E = kept_samples(on_cpu(rows), None, prompts * generation.sampling.samples)
+        return kept_E.reshape(prompts, -1)
+    if failed_B is None or generation.engine.on_error != "skip":
+        return np.ones((prompts, generation.sampling.samples), dtype=bool)
+    if failed_B.all():
+        raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
+    return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
+
+
+def unfiltered_rows(generation: Generation, examples: Sequence[Example], rows: Rows) -> Chosen:
+    """All rows of some prompts that can be trained on, regardless of the filter."""
+    kept_PS = rewarded_samples(generation, rows, len(examples))
+    return chosen_rows(examples, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
+
+
+def chosen_of_step(
+    generation: Generation,
+    rounds: Sequence[Chosen],
+    spare: tuple[list[Example], Rows],
+    numbers: tuple[int, int],
+    show: Show,
+) -> tuple[list[Chosen], bool]:
+    """The rows that a step is trained on, or those of the spare prompts that can be; and whether to skip the step.
+
+    Args:
+      generation, show: as of the source.
+      rounds: what each round of the step has chosen.
+      spare: prompts and all of their rows.
+      numbers: the step's number, and the number of prompts sampled in it.
+    """
+    step, sampled = numbers
+    useful = [chosen for chosen in rounds if chosen.examples]
+    if useful:
+        count = sum(len(chosen.examples) for chosen in useful)
+        note_short_batch(generation, show, step, kept=count, sampled=sampled)
+        return useful, False
+    chosen = unfiltered_rows(generation, *spare)
+    when_empty = generation.selection.when_empty
+    return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
+
+
+def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
+    """Show a remark if the filter kept fewer prompts than the batch needs.
+
+    Args:
+      generation: as of the source.
+      show: receives the remark.
+      step: number of the step.
+      kept, sampled: prompts.
+    """
+    wanted = generation.schedule.batch
+    if kept < wanted and generation.selection.filter is not None:
+        elsewhere = generation.elsewhere
+        fixed = elsewhere is not None and elsewhere.refills and generation.rescore is not None  # --max_refills=1
+        advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
+        show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
+
+
+def episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
+    """[B] a number for the episode of each row, different in all parts; None: rows are no episodes'."""
+    numbers = []
+    begin = 0
+    for part in chosen:
+        episode_B = part.rows.examples
+        if episode_B is None:
+            return None
+        numbers.append(begin + episode_B)
+        begin = 1 + int(numbers[-1].max(initial=begin - 1))
+    return torch.from_numpy(np.concatenate(numbers)).to(device)
+
+
+def skips_empty(when_empty: str, step: int, prompts: int, show: Show) -> bool:
+    """True if a step whose rows were all dropped by the filter has no update; shows a remark.
+
+    Args:
+      when_empty: "skip", "stop" or "use".
+      step: its number.
+      prompts: sampled in the step.
+      show: receives the remark.
+
+    Raises:
+      FilterError: `when_empty` is "stop".
+    """
+    dropped = f"step {step}: the filter dropped all of {prompts} prompts"
+    if when_empty == "stop":
+        raise FilterError(f"{dropped} (--empty_filter=stop)")
+    used = "the last of them are used unfiltered" if when_empty == "use" else "the step has no update"
+    show.note(f"{dropped}; {used} (--empty_filter={when_empty})")
+    return when_empty == "skip"
+
+
+def count_empty(
+    state: Mapping[str, Any], step: int, unusable: int, facts: Totals, show: Show
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Count steps in a row without a usable episode, which have no update; shows a remark.
+
+    Args:
+      state: of a source; without "empty_steps" it has no episodes, and stays as it is.
+      step: number of the step.
+      unusable: episodes that were run in it if none of them can be trained on; else 0.
+      facts: totals of the step's episodes, of which "failed" and "unscored" are shown.
+      show: receives the remark.
+
+    Returns: the state, and metrics.
+
+    Raises:
+      RewardError: there have been `MOST_EMPTY` of them in a row.
+    """
+    if "empty_steps" not in state:
+        return dict(state), {}
+    count = state["empty_steps"] + 1 if unusable else 0
+    failed, unscored = (int(facts.get(name, (0.0, 0))[0]) for name in ("failed", "unscored"))
+    problem = f"step {step}: none of {unusable} episodes can be trained on: {failed} failed, {unscored} are unscored"
+    if failed:
+        problem += "; a failed one leaves out its group"
+    if unscored:
+        problem += "; one that a limit ends before any reward is unscored, return 0.0 to count it as a failure"
+    if count >= MOST_EMPTY:
+        raise RewardError(
+            f"{problem}; the {count - 1} steps before had none either: see the remarks on failed episodes, and try the "
+            "environment with funrl generate --env"
+        )
+    if count:
+        show.note(f"{problem}; the step has no update, and the run ends after {MOST_EMPTY} such steps in a row")
+    return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
+
+
+def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
+    """Metrics of a filter.
+
+    Args:
+      kept, sampled: prompts.
+      dropped_rows: of the prompts that are kept.
+    """
+    return {
+        "filter_groups/kept_share": kept / sampled,
+        "filter_groups/sampled_prompts": sampled,
+        "filter_groups/dropped_prompts": sampled - kept,
+        "filter_groups/dropped_rows": dropped_rows,
+    }
