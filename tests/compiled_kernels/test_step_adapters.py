@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from test_decode_step import NO_KERNEL, Sequences, config_of, weights
+from paged_sequences import NO_KERNEL, Sequences, config_of, weights
 
 from funrl import trees
 from funrl.compiled_kernels.decode_step import packed_decoder

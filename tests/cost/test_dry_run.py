@@ -2,23 +2,18 @@
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import pytest
-import torch
 from dry_jobs import CPU, H100, plain, settings, small, write_config
 from selection import quick, unlike_recipes
 
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.tracing import estimate as cost_estimate
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
-from funrl.mesh import message_sizes
 from funrl.mesh.mesh import single
-from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.latent_attention import Latent
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -281,80 +276,6 @@ def test_a_single_update_reads_its_own_forward_pass():
     assert set(often) - set(once) == {"score_policy"}
 
 
-def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
-    how = {"model": write_config(tmp_path), "minibatches": 2}
-    one, two, split = (
-        dry_run.estimate(plain("ppo", mesh=mesh, generate_mesh=mesh, **how, **more), 8, CPU)
-        for mesh, more in (("dp2", {}), ("dp2,tp2", {}), ("dp2,tp2", {"split_residual": "on"}))
-    )
-    assert two.phases["update_policy"].peak["weights"] < 0.6 * one.phases["update_policy"].peak["weights"]
-    group = {text: name for name, (text, *_) in two.axes.items()}
-    assert {group["dp2"], group["tp2"]} <= {name for _, name in two.phases["update_policy"].traffic}
-    # of one micro-batch: the embedding, 2 a layer, and the maximum and the sums of the logits
-    assert two.phases["score_policy"].traffic["all_reduce", group["tp2"]].count == 1 + 2 * 2 + 2
-    # with a split residual each of the former is scattered, and what each half and the unembedding begin with gathered
-    whole, parts = (
-        {kind: sent for (kind, name), sent in found.phases["score_policy"].traffic.items() if name == group["tp2"]}
-        for found in (two, split)
-    )
-    assert parts["all_reduce"].count == 2
-    summed = (1 + 2 * 2, whole["all_reduce"].nbytes - parts["all_reduce"].nbytes)
-    assert parts["all_gather_into_tensor"] == parts["reduce_scatter_tensor"] == summed
-
-
-def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(tmp_path):
-    model = write_config(tmp_path)
-    flags = {"model": model, "mesh": "dp2,tp2", "generate_mesh": "dp2,tp2", "dtype": "bfloat16"}
-    on, off = (dry_run.estimate(plain("grpo", verify_sync=verify, **flags), 8, CPU) for verify in (True, False))
-    assert set(on.phases) - set(off.phases) == {"verify"}
-    ((op, group),) = on.phases["verify"].traffic
-    weights = len(trees.leaves(on.job.model.shapes))
-    assert op == "all_reduce" and on.axes[group][0] == "dp2,tp2"
-    assert on.phases["verify"].traffic[op, group].nbytes == 40 * (weights + 1)
-    both = 2 * on.parameters / 2  # float32 masters and a bfloat16 engine, halves of both
-    assert on.phases["verify"].seconds >= 16 * both / CPU.bandwidth
-
-
-def test_512_ranks_and_sharding_over_data(tmp_path):
-    flags = {"model": write_config(tmp_path), "mesh": "dp64,tp8", "batch_prompts": 128, "samples_per_prompt": 1}
-    whole, sharded = (
-        dry_run.estimate(plain("ppo", H100.memory, fsdp=fsdp, **flags), 8, H100) for fsdp in (False, True)
-    )
-    assert sharded.phases["reshard"].peak["optimizer"] < 0.1 * whole.phases["reshard"].peak["optimizer"]
-    operations = {op for op, _ in sharded.phases["update_policy"].traffic}
-    assert {"all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"} <= operations
-    assert not torch.distributed.is_initialized()
-
-
-def test_the_sharded_gradients_of_many_micro_batches_are_gradients(tmp_path):
-    model = write_config(tmp_path, num_hidden_layers=3)
-    job = plain("grpo", model=model, mesh="dp4", fsdp=True, batch_prompts=64, token_budget=256)
-    policy = dry_run.estimate(job, 8, CPU)
-    with pretended(job.sizes) as mesh:
-        placed = build(job, mesh, lambda _: None).roles["policy"].placed
-        shards = sum(4 * math.prod(lay.local_shape(0)) for lay in trees.leaves(placed.stored))
-    for part in ("backward", "optimizer"):
-        assert policy.phases["update_policy"].peaks[part]["gradients"] >= 0.95 * shards, part
-
-
-def test_gradients_that_are_summed_in_bfloat16_are_half_the_bytes(tmp_path):
-    model = write_config(tmp_path, num_hidden_layers=3, hidden_size=512, intermediate_size=2048)
-    flags = {"model": model, "mesh": "dp4", "fsdp": True, "dtype": "bfloat16", "remat": "full", "minibatches": 2}
-    wide, half = (
-        dry_run.estimate(plain("grpo", batch_prompts=16, grad_reduce_dtype=dtype, **flags), 8, H100)
-        for dtype in ("auto", "bfloat16")
-    )
-    sums = [
-        next(sent for (op, _), sent in found.phases["update_policy"].traffic.items() if op == "reduce_scatter_tensor")
-        for found in (wide, half)
-    ]
-    assert sums[1] == (sums[0].count, sums[0].nbytes / 2)
-    held = [found.phases["update_policy"].peaks["backward"] for found in (wide, half)]
-    layer = sum(x.numel() for x in trees.leaves(wide.job.models["policy"].shapes["layers"][0]) if x.ndim > 1)
-    saved = sum(held[0].values()) - sum(held[1].values())
-    assert 1.5 * layer < saved < 2.5 * layer  # bytes: each gradient of a layer on its way takes 2 instead of 4
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_update_holds_states_and_gradients_and_nothing_of_the_forward_pass(optimizer):
     job = small("grpo", optimizer=optimizer)
@@ -368,20 +289,6 @@ def test_an_update_holds_states_and_gradients_and_nothing_of_the_forward_pass(op
 def layer_matrices(job):
     """The weights that muon makes orthogonal: the layers' matrices."""
     return [x for name, x in trees.named(job.models["policy"].shapes) if name.startswith("layers") and x.ndim > 1]
-
-
-def test_muon_sends_matrices_where_they_are_whole(tmp_path):
-    flags = {"model": write_config(tmp_path), "mesh": "dp4", "fsdp": True, "batch_prompts": 16}
-    sent = [
-        {
-            op
-            for op, _ in dry_run.estimate(plain("grpo", optimizer=name, **flags), 8, CPU)
-            .phases["update_policy"]
-            .traffic
-        }
-        for name in ("adamw", "muon")
-    ]
-    assert sent[1] - sent[0] == {"all_to_all_single"}
 
 
 def test_a_configuration_is_enough_and_must_be_there(tmp_path):
@@ -429,66 +336,3 @@ def test_tokens_of_a_prompt_are_the_flags_or_the_embedded_tasks(tmp_path):
 def test_it_computes_in_the_dtype_of_the_hardware_that_it_assumes(given, dtype):
     assert compute_dtype(settings(dry_run=True, device="cpu", **given)) == dtype
     assert compute_dtype(settings(device="cpu", dtype=given.get("dtype", "auto"))) == given.get("dtype", "float32")
-
-
-@pytest.mark.slow
-def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
-    """Layers in twos, of which one is left over: the line through shallow models has the messages of all of them."""
-    job = small("grpo", mesh="dp16", fsdp=True, batch_prompts=128, sizes={"layers": 13})
-    layer = 4 * trees.count(job.model.shapes["layers"][0])
-    monkeypatch.setattr(message_sizes, "PIECE_BYTES", 3 * layer // (2 * 16))
-    found = []
-    for depth in (3, 20):  # by the line, and all of them
-        monkeypatch.setattr(cost_estimate, "DEPTH", depth)
-        phases = dry_run.estimate(job, 8, CPU).phases
-        found.append({name: {key: one.count for key, one in costs.traffic.items()} for name, costs in phases.items()})
-    assert found[0].keys() == found[1].keys()
-    for name, counts in found[0].items():
-        assert counts == pytest.approx(found[1][name]), name
-    gathers = next(n for (op, _), n in found[0]["score_reference"].items() if op.startswith("all_gather"))
-    assert gathers == 7 + 2  # the embedding and the unembedding go by themselves
-
-
-@pytest.mark.parametrize("name", quick(("ppo", "dpo", "otb"), ("dpo",)))
-def test_no_more_collectives_are_called_on_more_ranks(name):
-    counts = []
-    for data in (2, 8, 32):
-        job = small(name, mesh=f"dp{data},tp2", fsdp=True, batch_prompts=128)
-        with pretended(job.sizes) as mesh:
-            parts = build(job, mesh, lambda _: None)
-            found = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 4), tracer_of(job, parts, CPU))
-        counts.append(
-            {phase: sum(one.count for one in costs.traffic.values()) for phase, costs in found.phases.items()}
-        )
-    assert counts[0] == counts[1] and sum(counts[0].values()) > 0
-    assert all(counts[2][phase] <= count for phase, count in counts[1].items())  # over nodes these layers join
-
-
-@pytest.mark.parametrize("form", ["ulysses", "ring"])
-def test_ranks_that_share_tokens_share_the_work(form):
-    """Twice as many tokens go together, and each of two layers exchanges four times for them: Ulysses twice either
-    way, a ring of two keys and values once there and once back, and their gradients twice."""
-    given = {"token_budget": 128, "sizes": {"layers": 2}, "batch_prompts": 16}
-    one = dry_run.estimate(small("sft", **given), 32, CPU).phases["update_policy"]
-    job = small("sft", **given, mesh="sp2", sequence_parallel=form)
-    update = dry_run.estimate(job, 32, CPU).phases["update_policy"]
-    micro_batches = 16 * 32 / 256
-    exchanges = sum(traffic.count for (kind, _), traffic in update.traffic.items() if kind == "all_to_all_single")
-    assert exchanges / micro_batches == 8
-    assert one.flops / 2 <= update.flops * (1 + 1e-9) and update.flops < 0.75 * one.flops
-    assert update.peak["activations"] == pytest.approx(one.peak["activations"], rel=0.4)
-
-
-def test_ranks_that_share_tokens_gather_states():
-    """Of each micro-batch a layer's ends, 4 heads of 8 x (6 + 8) numbers, and 3 tokens of 56 channels; and back."""
-    nets = {"layers": 2, "family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 6),)}
-    given = {"token_budget": 128, "mesh": "sp2", "batch_prompts": 16}
-    job = small("sft", sizes=nets, **given)
-    plain_job = small("sft", sizes={"layers": 2}, sequence_parallel="ring", **given)
-    update, other = (dry_run.estimate(one, 32, CPU).phases["update_policy"] for one in (job, plain_job))
-    passed = 4 * 8 * (6 + 8) + 3 * (2 * 2 * 8 + 4 * 6)
-    assert [layer.passed for layer in job.model.abilities.cost.layers] == [passed] * 2
-    for way in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        sent, before = (sum(t.nbytes for (op, _), t in one.traffic.items() if op == way) for one in (update, other))
-        micro_batches = 16 * 32 / 256
-        assert sent - before == micro_batches * 2 * 2 * passed * 4

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from selection import quick
-from test_certificate import CONFIG, SMALL, WRONG, shows, stale, weights, without
+from synced_engines import CONFIG, SMALL, WRONG, shows, stale, weights, without
 
 from funrl import trees
 from funrl.mesh import rules

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_report import checked
+from written_runs import checked
 
 from funrl.cli import main as cli
 from funrl.data.processors.thumbnails import ShownPicture
