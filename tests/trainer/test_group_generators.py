@@ -10,20 +10,30 @@ import torch.distributed as dist
 
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.batch import Batch
+from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.transfer import Arrived, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupPrompts, positions_left
+from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
 from funrl.trainer.placement.groups import GroupGenerators, TakenGroup
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
+from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.observing import ShownSample, with_scores
 from funrl.trainer.steps.step_rows import rows_of
+
+
+def new_generators(schedule=None, window=3):
+    engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
+    rule = AdmissionRule(places=4, staleness=1, window=window)
+    return GroupGenerators(
+        cast(Any, engine), single(), cast(Any, None), rule=rule, early=False, schedule=cast(Any, schedule)
+    )
 
 
 @pytest.fixture
@@ -31,11 +41,7 @@ def generators(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(channel, "run_store", lambda: store)
     monkeypatch.setattr(groups, "run_store", lambda: store)
-    engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
-    rule = AdmissionRule(places=4, staleness=1, window=3)
-    return GroupGenerators(
-        cast(Any, engine), single(), cast(Any, None), rule=rule, early=False, schedule=cast(Any, None)
-    )
+    return new_generators()
 
 
 def test_a_run_begins_with_the_first_group(generators):
@@ -73,6 +79,20 @@ def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over(generators)
     assert generators.saved({"prompts_consumed": 8})["left"].tolist() == [5, 8]
     assert positions_left([5, 8], consumed=8, used=[5, 12, 10]) == [8, 11]
     assert positions_left([8, 11], consumed=11, used=[8, 11, 13]) == []
+
+
+def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_over():
+    prompts = [Example([1], str(number), {}) for number in range(40)]
+    weights = weighing(prompts, lambda step: [float(number % 3 == 0) for number in range(40)], None, (), single())
+    begun, resumed = (new_generators(PromptSchedule(prompts, 4, 0, weights), window=1) for _ in range(2))
+    begun.weighed = resumed.weighed = True
+    state, _ = begun.choose({"curriculum": weights.init()}, 1, steps=5)
+    positions, end = begun.chosen
+    assert len(positions) == 2 * 4 and end > 2 * 4, "the weights passed over no position"
+    begun.chosen = ChosenPrompts(positions[4:], end)  # as after the batch of step 1
+    resumed.choose(resumed.restored(begun.saved(state)), 2, steps=5)
+    assert resumed.chosen.positions[:4].tolist() == positions[4:].tolist()
+    assert len(resumed.chosen.positions) == 2 * 4 and min(resumed.chosen.positions[4:].tolist()) >= end
 
 
 def test_replicas_share_the_replacements_of_a_batch(generators):
