@@ -279,7 +279,8 @@ class Balance(NamedTuple):
     """Work on the values that rows own, shared by the ranks of a mesh.
 
     Attributes:
-      part: of the weights that do this work; its gradients are those of the values that a rank computes.
+      part: of the tree of weights, by its name, that does this work; its gradients are those of the values that a rank
+        computes.
       sizes: ragged field with one line for each value.
       name, field: of a micro-batch, with the ranks that compute its values.
       assign: `(sizes of the values that all ranks have in one micro-batch, the index over the row axes of the rank that

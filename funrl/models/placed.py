@@ -82,8 +82,7 @@ class Placed:
             return partial
 
         def axes(name: str, of_tokens: frozenset[str]) -> frozenset[str]:
-            shared = name.removeprefix("decoder/").startswith(f"{balance.part}/")
-            return of_tokens | {"tensor"} if shared else of_tokens
+            return of_tokens | {"tensor"} if name.startswith(f"{balance.part}/") else of_tokens
 
         return trees.map_named(axes, partial)
 
