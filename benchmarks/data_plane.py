@@ -13,23 +13,22 @@ the longest, or an equal share of each mini-batch.
 the world. Each line is a process of its own: bytes after the move, the peak over move and advantages, what the rank
 sends, the CPU-seconds of its advantages. Rows have the fields that GRPO and PPO read.
 
-`data`: memory and time of a file of 100,000 lines of 200 tokens.
+`data`: memory and time of a file of lines of 200 tokens, by default 100,000.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import multiprocessing
 import os
-import resource
 import tempfile
 import time
-from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from random_trainer import alone, resident
 
 from funrl.algos.applying import apply_advantage
 from funrl.algos.recipes.grpo import grpo
@@ -106,7 +105,6 @@ def own_fields(algorithm: str, lengths: np.ndarray) -> dict[str, torch.Tensor]:
 
 def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     """Rank 0's share of a step, from rows where they were generated to advantages where they are trained."""
-    torch.set_num_threads(1)
     lengths = lengths_of(options.rows, options.longest)
     mesh = fake_mesh(ranks)
     generated = np.arange(len(lengths)) // GROUP % ranks
@@ -114,7 +112,7 @@ def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     score = torch.randint(0, 2, (len(lengths),), generator=torch.Generator().manual_seed(1)).float()
     recipe = ALGORITHMS[algorithm]()
     mine = np.flatnonzero(generated == 0)
-    before = resident()
+    before = resident("VmRSS")
     fields = own_fields(algorithm, lengths[mine])
     moved = move_rows(fields, lengths, generated, trained, mesh)
     del fields
@@ -124,7 +122,7 @@ def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     moved.fields.clear()
     columns = {"score": score[torch.from_numpy(own)], "length": torch.from_numpy(lengths[own])}
     table = gather_table(columns, trained, mesh, ROWS)
-    held = resident() - before
+    held = resident("VmRSS") - before
     row_fields = {"score": score, "length": torch.from_numpy(lengths), "group": torch.arange(len(lengths)) // GROUP}
     assert table["score"].shape == score.shape
     batch = with_across(Batch(**fields, **row_fields), across(trained, mesh, ROWS))
@@ -133,7 +131,7 @@ def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     assert advantage is not None
     apply_advantage(advantage, advantage.init(), batch)
     seconds = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    peak = resident("VmHWM") - before
     tokens = int(lengths[own].sum())
     print(
         f"{algorithm:5} {ranks:5} {len(own):6} {tokens:10,} | {held / 1e6:9,.0f} {peak / 1e6:9,.0f} "
@@ -142,53 +140,40 @@ def one_rank(algorithm: str, ranks: int, options: argparse.Namespace) -> None:
     )
 
 
-def resident() -> int:
-    """Resident bytes of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def planes(options: argparse.Namespace) -> None:
     print("         ranks   rows     tokens |   MB held   MB peak   MB sent | advantages")
     for algorithm in ALGORITHMS:
         for ranks in options.ranks:
-            alone(one_rank, algorithm, ranks, options)
-
-
-def alone(run: Callable[..., None], *args: object) -> None:
-    """Run in a fresh process, whose peak of memory is its own."""
-    process = multiprocessing.get_context("spawn").Process(target=run, args=args)
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(process.exitcode)
+            alone(functools.partial(one_rank, algorithm, ranks, options))
 
 
 def data(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "large.jsonl")
         with open(path, "w") as file:
-            for number in range(100_000):
+            for number in range(options.lines):
                 record = {"prompt": "abc", "completion": "x" * 96 + " " + "y" * 99, "id": number}
                 file.write(json.dumps(record) + "\n")
-        alone(read_file, path)
+        alone(functools.partial(read_file, path))
 
 
 def read_file(path: str) -> None:
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")
     tokenizer.encode("ab")
-    before, start = resident(), time.perf_counter()
+    before, start = resident("VmRSS"), time.perf_counter()
     examples = load_examples(path, "demonstrations", tokenizer)
     opened = time.perf_counter()
     check_lengths(examples, 1024, tokenizer)
     checked = time.perf_counter()
-    for first in range(0, 90_000, 1000):
+    firsts = range(0, len(examples) - 64, 1000)
+    for first in firsts:
         text_batch([examples[first + i] for i in range(64)], 0)
     read = time.perf_counter()
     print(
         f"{len(examples):,} lines: opened and every line checked in {opened - start:.2f} s, lengths in "
-        f"{checked - opened:.2f} s, an example read in {(read - checked) / 90 / 64 * 1e6:.0f} us, "
-        f"{(resident() - before) / 1e6:.1f} MB more"
+        f"{checked - opened:.2f} s, an example read in {(read - checked) / len(firsts) / 64 * 1e6:.0f} us, "
+        f"{(resident('VmRSS') - before) / 1e6:.1f} MB more",
+        flush=True,
     )
 
 
@@ -201,6 +186,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=33280, help="tokens of the longest row")
     parser.add_argument("--budget", type=int, default=65536, help="tokens of a micro-batch")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--lines", type=int, default=100_000, help="of the file, at least 65")
     parser.add_argument("--part", default="all", choices=("all", *PARTS))
     options = parser.parse_args()
     for name, part in PARTS.items():

@@ -4,20 +4,18 @@
 
 For each shape a process scores and learns from one batch with the trainer's own functions; the growth of its resident
 memory, from before the first weight to the highest point, stands beside the estimate of the dry run. Memory that is
-freed goes back to the system at once (MALLOC_MMAP_THRESHOLD_), so that what is measured is what is used.
+freed goes back to the system at once, so that what is measured is what is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import functools
 import re
-import subprocess
 import sys
 
 import torch
-from random_trainer import clear_peak, device_rows, random_trainer, resident
+from random_trainer import alone, clear_peak, device_rows, random_trainer, resident
 
 from funrl.algos import ppo
 from funrl.cost import dry_run
@@ -47,12 +45,7 @@ def main() -> None:
     print("| model | mesh | estimate, MB | of it activations and logits, MB | resident growth, MB | error |")
     print("|---|---|---|---|---|---|")
     for shape in shapes:
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--measure", shape]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            sys.exit(done.stderr)
-        real = json.loads(done.stdout.splitlines()[-1])
+        real = alone(functools.partial(measure, shape))
         job = job_of(shape)
         found = dry_run.estimate(job, PROMPT, HARDWARE["cpu"])
         trained = [costs for name, costs in found.phases.items() if name != "generate"]
@@ -79,8 +72,8 @@ def job_of(shape: str) -> Job:
     return dataclasses.replace(job, model=model, models=models)
 
 
-def measure(shape: str) -> None:
-    """Print the growth of this process, or of rank 0's."""
+def measure(shape: str) -> int:
+    """Growth of this process, or of rank 0's, in bytes."""
     job = job_of(shape)
 
     def program(mesh: Mesh) -> int:
@@ -98,8 +91,8 @@ def measure(shape: str) -> None:
         loop.learn_batch(trainer, state, drawn)
         return resident("VmHWM") - before
 
-    print(json.dumps(launch.launch(program, job.sizes, "cpu")))
+    return launch.launch(program, job.sizes, "cpu")
 
 
 if __name__ == "__main__":
-    measure(sys.argv[2]) if sys.argv[1:2] == ["--measure"] else main()
+    main()

@@ -32,6 +32,7 @@ TOKENS = flags.DEFINE_integer("tokens", 1024, "tokens of the row", lower_bound=4
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64", lower_bound=64)
 VOCAB = flags.DEFINE_integer("vocab", 8192, "vocabulary", lower_bound=2)
 TURNS = flags.DEFINE_integer("turns", 5, "timed turns of each, after one that is not timed", lower_bound=1)
+REMAT = flags.DEFINE_list("remat", ["none", "selective"], "of the compiled layers")
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "mkldnn::_linear_pointwise", "funrl::")
 VIEWS = (
@@ -69,8 +70,9 @@ def layer_runs() -> dict[str, Callable[[], object]]:
 
         return both
 
-    remats = {"compiled": "none", "compiled, selective": "selective"}
-    compiled = {name: run(compile_layer(model, "on", remat=how)) for name, how in remats.items()}
+    compiled = {
+        "compiled" + f", {how}" * (how != "none"): run(compile_layer(model, "on", remat=how)) for how in REMAT.value
+    }
     return {"eager": run(model.layer), **compiled}
 
 

@@ -12,18 +12,14 @@ point (Linux). On one machine ranks share its cores, so time is given as CPU-sec
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import torch
 from absl import app, flags
-from random_trainer import clear_peak, resident
+from random_trainer import alone, clear_peak, resident
 
 from funrl import trees
 from funrl.batch import Batch
@@ -40,7 +36,6 @@ ROWS = flags.DEFINE_integer("rows", 4, "rows", lower_bound=2)
 PEER = flags.DEFINE_bool("peer", True, "measure transformers too")
 WINDOW = flags.DEFINE_integer("window", 0, "tokens that a token sees at most; 0: all before it", lower_bound=0)
 LIMIT = flags.DEFINE_float("limit", 600, "seconds that one measurement may take; it is left out if it takes longer")
-MEASURE = flags.DEFINE_string("measure", None, "print one measurement as JSON: for this program")
 
 
 def lengths_of(tokens: int, rows: int) -> np.ndarray:
@@ -113,32 +108,12 @@ def measure(what: str, tokens: int, rows: int) -> dict[str, float]:
     return {"bytes": max(peak for peak, _ in each), "seconds": sum(spent for _, spent in each)}
 
 
-def in_a_process(what: str, tokens: int) -> dict[str, float] | None:
-    """A measurement in a fresh process, which gives freed memory back at once; None: it took too long."""
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, f"--measure={what}", f"--tokens={tokens}", f"--rows={ROWS.value}"]
-    command.append(f"--window={WINDOW.value}")
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    try:
-        out, err = child.communicate(timeout=LIMIT.value)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # its ranks too
-        return None
-    if child.returncode:
-        raise SystemExit(err)
-    return json.loads(out.splitlines()[-1])
-
-
 def main(_: list[str]) -> None:
-    if MEASURE.value is not None:
-        print(json.dumps(measure(MEASURE.value, int(TOKENS.value[0]), ROWS.value)))
-        return
     named = {f"{n} rank{'s' * (n != '1')}": n for n in RANKS.value} | ({"transformers": "peer"} if PEER.value else {})
     print("tokens    who             MB a rank, peak   CPU-seconds for 1000 tokens, all ranks")
     for text in TOKENS.value:
         for name, what in named.items():
-            found = in_a_process(what, int(text))
+            found = alone(functools.partial(measure, what, int(text), ROWS.value), LIMIT.value)
             if found is None:
                 print(f"{int(text):6,d}    {name:14s}  over {LIMIT.value:.0f} s", flush=True)
                 continue

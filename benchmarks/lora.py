@@ -1,24 +1,21 @@
 """Peak memory of an update with adapters beside one of all weights, on a CPU.
 
-    python benchmarks/lora.py [--rank=16] [--layers=12] [--dtype=float32]
+    python benchmarks/lora.py [--rank=16] [--layers=12] [--embed=768] [--dtype=float32]
 
 A GRPO job of layers of 768 (random weights, 4 rows of 128 tokens). For each of the two a process of its own learns from
 two batches with the trainer's own functions. What is measured is the growth of its resident memory, from before
-the first weight to the highest point of the second update; memory that is freed goes back to the system at once
-(MALLOC_MMAP_THRESHOLD_). Both hold a reference: a copy of all weights, or the base.
+the first weight to the highest point of the second update; memory that is freed goes back to the system at once.
+Both hold a reference: a copy of all weights, or the base.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
+import functools
 
 import torch
 from absl import app, flags
-from random_trainer import clear_peak, resident
+from random_trainer import alone, clear_peak, resident
 
 from funrl import trees
 from funrl.algos import grpo
@@ -35,12 +32,11 @@ from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 
-SIZES = {"vocab": 8192, "embed": 768, "heads": 12, "kv_heads": 12, "head": 64, "mlp": 3072}
 PROMPT, NEW, ROWS = 64, 64, 4
 RANK = flags.DEFINE_integer("rank", 16, "rank of the adapters", lower_bound=1)
 LAYERS = flags.DEFINE_integer("layers", 12, "of the model", lower_bound=1)
+EMBED = flags.DEFINE_integer("embed", 768, "model width; heads have 64", lower_bound=64)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "what forward passes compute in")
-MEASURE = flags.DEFINE_enum("measure", None, ["all", "adapters"], "print one measurement as JSON: for this program")
 
 
 def job_of(adapters: bool) -> Job:
@@ -49,7 +45,9 @@ def job_of(adapters: bool) -> Job:
         dtype=DTYPE.value, remat="full", lora_rank=RANK.value if adapters else None,
     )  # fmt: skip
     job = dry_run.plain_job(settings, grpo(kl_coef=0.04), HARDWARE["cpu"].memory)
-    model = job.model.rebuild(with_fields(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **SIZES))
+    heads = EMBED.value // 64
+    sizes = {"vocab": 8192, "embed": EMBED.value, "heads": heads, "kv_heads": heads, "head": 64, "mlp": 4 * EMBED.value}
+    model = job.model.rebuild(with_fields(job.model.config, layers=LAYERS.value, max_positions=PROMPT + NEW, **sizes))
     adapted = model if job.lora is None else with_lora(model, job.lora)
     return dataclasses.replace(
         job, model=model, models={name: adapted if name == "policy" else model for name in job.models}
@@ -83,18 +81,8 @@ def measure(adapters: bool) -> dict[str, float]:
     return {"trained": trees.count(state.roles["policy"].params), "rest": rests, "peak": resident("VmHWM") - before}
 
 
-def main(argv: list[str]) -> None:
-    if MEASURE.value is not None:
-        print(json.dumps(measure(MEASURE.value == "adapters")))
-        return
-    found, environment = {}, os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    for what in ("all", "adapters"):
-        command = [sys.executable, __file__, f"--measure={what}", *argv[1:]]
-        command += [f"--rank={RANK.value}", f"--layers={LAYERS.value}", f"--dtype={DTYPE.value}"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        if done.returncode:
-            sys.exit(done.stderr)
-        found[what] = json.loads(done.stdout.splitlines()[-1])
+def main(_: list[str]) -> None:
+    found = {what: alone(functools.partial(measure, what == "adapters")) for what in ("all", "adapters")}
     print("| what learns | numbers | at rest, MB | peak of an update, MB | of all weights' |")
     print("|---|---|---|---|---|")
     for what, one in found.items():

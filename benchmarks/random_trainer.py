@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +15,7 @@ from funrl import trees
 from funrl.cost.full_rows import full_rows
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout, shard
+from funrl.processes.workers import can_fork, import_before_fork
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.job import Job
@@ -17,6 +23,10 @@ from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows, mapped
+
+T = TypeVar("T")
+FORK = multiprocessing.get_context("fork")
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # glibc's parameters M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 
 
 def device_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
@@ -45,6 +55,39 @@ def random_trainer(job: Job, parts: Parts, rows: Rows, clock: Clock) -> tuple[lo
 
 def _piece(x: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:
     return shard(torch.randn(x.shape, generator=generator, device=mesh.device) * 0.02, layout, mesh)
+
+
+def alone(run: Callable[[], T], limit_s: float | None = None) -> T | None:
+    """Result of a call in a fork of this process, whose memory is its own; None if it takes longer than `limit_s`.
+
+    What the fork frees goes back to the system at once, so that its resident bytes are those that it uses.
+
+    Raises:
+      SystemExit: the call fails; its process has printed why.
+    """
+    assert can_fork(), "this process has threads that a fork would wait for"
+    import_before_fork()
+    receiver, sender = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=_send, args=(run, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit_s) else None
+    except EOFError:
+        process.join()
+        raise SystemExit(process.exitcode or 1) from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(run: Callable[[], object], sender: Connection) -> None:
+    torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(MMAP_THRESHOLD, 1 << 16)
+    libc.mallopt(TRIM_THRESHOLD, 0)
+    libc.malloc_trim(0)
+    sender.send(run())
 
 
 def clear_peak() -> None:

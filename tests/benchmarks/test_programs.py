@@ -14,12 +14,12 @@ NUMBER = r"\d[\d,.]*"
 PROGRAMS = {  # program: its flags, and a line of its table
     "algos": ("--rows=16 --tokens=64 --rounds=1", rf"^rloo +{NUMBER} +{NUMBER}"),
     "async": (
-        "--staleness=0,1 --seconds=0.01 --steps=4 --prompts=2 --samples=2 --turns=1",
+        "--staleness=1 --seconds=0.01 --steps=4 --prompts=2 --samples=2 --turns=1",
         rf"^split, S=1 +{NUMBER} +{NUMBER} +{NUMBER} +{NUMBER}",
     ),
     "certificate": ("--rounds=2 --embed=64 --layers=1 --lines=3", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "checkpoint": ("--gb=0.01 --rounds=2 --step_s=0.1", rf"^write +{NUMBER} s +{NUMBER} GB/s"),
-    "data_plane": ("--rows=256 --longest=256 --budget=512 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
+    "data_plane": ("--rows=256 --longest=256 --budget=512 --lines=100 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
     "decode_kernel": (
         "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1", rf"^ +4x256 +float32 +1 +{NUMBER}",
     ),
@@ -36,9 +36,9 @@ PROGRAMS = {  # program: its flags, and a line of its table
         rf"^\| compile \| compile a layer, 0.2M, warm \| {NUMBER} s",
     ),
     "host_step": ("--rows=2 --steps=3", rf"^static +2 rows: +{NUMBER} microseconds"),
-    "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1", rf"^compiled +{NUMBER} +{NUMBER}"),
+    "layer": ("--tokens=16 --embed=64 --vocab=64 --turns=1 --remat=none", rf"^compiled +{NUMBER} +{NUMBER}"),
     "long": ("--tokens=256 --ranks=2", rf"^ +256 +2 ranks +{NUMBER} +{NUMBER}$"),
-    "lora": ("--layers=1 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
+    "lora": ("--layers=1 --embed=64 --rank=2", rf"^\| adapters of rank 2 \| {NUMBER} M \|"),
     "moe": ("--experts=4 --per_token=2 --embed=16 --mlp=8 --tokens=8 --rounds=1", rf"^grouped +{NUMBER}ms"),
     "reshard": ("--tree=1mb --rounds=2 --lines=1", rf"^\| FSDP dp4,tp2 -> dp4,tp2 .*\| {NUMBER} \|$"),
     "scheduler": ("--ranks=2 --rows=32 --stride=256", rf"^2, 64 \| ideal {NUMBER}  tickets {NUMBER} .* fixed {NUMBER}"),
@@ -73,7 +73,7 @@ def test_a_benchmark_prints_its_table(name, tmp_path, monkeypatch):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
     arguments, line = PROGRAMS[name]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": forked_python.XLA_FLAGS}
     done = forked_python.run_python(
         [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
     )

@@ -65,14 +65,12 @@ def byte_tokenizer():
 class Process:
     """A program in its own environment, which runs for many episodes at once."""
 
-    def __init__(self, name, further):
+    def __init__(self, name):
         self.file = Path(__file__).parent / "foreign" / name
-        self.further = further
         self.process = None
         self.waiting = {}
 
     def start(self):
-        """Start it in the process that asks first, which is a rank's."""
         quiet = {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_SILENT_STARTUP": "1",
@@ -91,15 +89,15 @@ class Process:
             future = self.waiting.pop(answer["number"])
             future.get_loop().call_soon_threadsafe(future.set_result, answer)
 
-    async def __call__(self, messages, *, base_url, api_key, model, **fields):
-        """Run it for an episode; returns what it returns."""
+    async def __call__(self, further, messages, *, base_url, api_key, model, **fields):
+        """Run it for an episode, with further arguments; returns what it returns."""
         if self.process is None:
             self.start()
         future = asyncio.get_running_loop().create_future()
         number = len(self.waiting) + id(future)
         self.waiting[number] = future
         place = {"base_url": base_url, "api_key": api_key, "model": model}
-        task = {"number": number, "question": messages[-1]["content"], **place, **self.further}
+        task = {"number": number, "question": messages[-1]["content"], **place, **further}
         self.process.stdin.write(json.dumps(task) + "\n")
         self.process.stdin.flush()
         answer = await future
@@ -111,6 +109,16 @@ class Process:
         if self.process is not None:
             self.process.stdin.close()
             self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """The programs by their files; importing them takes most of their time, so that each serves all tests."""
+    files = {file for file, _ in PROGRAMS.values()}
+    made = {file: Process(file) for file in files}
+    yield made
+    for process in made.values():
+        process.end()
 
 
 def call(name, **arguments):
@@ -135,25 +143,22 @@ SCRIPTS["agents, responses"] = SCRIPTS["agents, chat"]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_calls_tools_and_its_conversation_is_one_trajectory(name):
+def test_a_program_calls_tools_and_its_conversation_is_one_trajectory(name, processes):
     tokenizer = byte_tokenizer()
     replies, expected = SCRIPTS[name]
     left = list(replies)
     engine = ScriptedEngine(lambda prompt: left.pop(0), tokenizer=tokenizer, end=tokenizer.eos_token_id)
-    process = Process(*PROGRAMS[name])
+    file, further = PROGRAMS[name]
     results = []
 
     async def program(messages, **place):
-        results.append(await process(messages, **place))
+        results.append(await processes[file](further, messages, **place))
         return 1.0
 
     setup = PolicySetup(Sampling(max_new_tokens=200, stop=(tokenizer.eos_token_id,)), TemplateChat(tokenizer))
     limits = EpisodeLimits(environment_s=600, retries=0)
-    try:
-        groups = episode_groups([encode(Prompt("What is 6 times 7?", {}), tokenizer)], 1, 0)
-        ((_, episode),) = run_episodes(engine, SINGLE, endpoint_environment(program), groups, setup, limits).episodes
-    finally:
-        process.end()
+    groups = episode_groups([encode(Prompt("What is 6 times 7?", {}), tokenizer)], 1, 0)
+    ((_, episode),) = run_episodes(engine, SINGLE, endpoint_environment(program), groups, setup, limits).episodes
     assert episode.status == "done", episode.problem
     (returned,) = results
     assert {**returned, "outputs": [str(x) for x in returned.get("outputs", ())]} == {"outputs": [], **expected}
@@ -164,32 +169,29 @@ def test_a_program_calls_tools_and_its_conversation_is_one_trajectory(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_random_model_is_trained_on_what_a_program_asked(name, tmp_path):
+def test_a_random_model_is_trained_on_what_a_program_asked(name, tmp_path, processes):
     tokenizer = byte_tokenizer()
     sizes = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 8192}
     model = decoder_model(decoder_config(vocab=len(tokenizer), **sizes))
     directories.save(tmp_path / "model", model, model.init(torch.Generator().manual_seed(0)), tokenizer)
-    process = Process(*PROGRAMS[name])
+    file, further = PROGRAMS[name]
 
     async def program(messages, **place):
-        result = await process(messages, **place)
+        result = await processes[file](further, messages, **place)
         return float(len(json.dumps(result)) % 7)
 
-    try:
-        run = funrl.train(
-            "grpo",
-            model=str(tmp_path / "model"),
-            prompts=[{"prompt": f"What is {n} times 7?"} for n in range(4)],
-            env=endpoint_environment(program),
-            run_dir=str(tmp_path / "run"),
-            steps=2,
-            batch_prompts=2,
-            samples_per_prompt=4,
-            max_new_tokens=24,
-            env_timeout=600,
-        )
-    finally:
-        process.end()
+    run = funrl.train(
+        "grpo",
+        model=str(tmp_path / "model"),
+        prompts=[{"prompt": f"What is {n} times 7?"} for n in range(4)],
+        env=endpoint_environment(program),
+        run_dir=str(tmp_path / "run"),
+        steps=2,
+        batch_prompts=2,
+        samples_per_prompt=4,
+        max_new_tokens=24,
+        env_timeout=600,
+    )
     assert len(run.metrics) == 2
     for reported in run.metrics:
         assert reported["episodes/failed"] == 0 and reported["episodes/turns"] >= 2
