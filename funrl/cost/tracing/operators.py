@@ -60,6 +60,7 @@ def operator_facts(func: Any) -> Operator:
     flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
     idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
+    by_shapes |= name.startswith("_foreach_")
     return Operator(namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
 
 
