@@ -111,7 +111,7 @@ class DeviceMemo:
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of an operator that writes to no argument and returns none, nor a view of one."""
-        parts: list[Any] = [func]
+        parts: list[Any] = [id(func)]
         kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
         if kinds & ~_META != _COMPARABLE:
             return func(*args, **kwargs)
@@ -215,12 +215,12 @@ def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
     """Key of a call, and the kinds of its tensors.
 
     Args:
-      func: the operator.
+      func: the operator, which `operator_facts` keeps, so that its id stands for it.
       args: of the call.
       kwargs: of the call.
       by_shapes: whether the shapes of its results do not depend on values of tensors.
     """
-    parts: list[Any] = [func]
+    parts: list[Any] = [id(func)]
     kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
     comparable = kinds & _COMPARABLE and (by_shapes or not kinds & (_REAL | _META))
     return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & (_REAL | _META)))
