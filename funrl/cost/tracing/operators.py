@@ -28,6 +28,7 @@ class Operator(NamedTuple):
     """Facts of an operator.
 
     Attributes:
+      func: the operator.
       namespace, name: its namespace and name.
       mutable: whether it writes to an argument.
       by_shapes: whether the shapes of results do not depend on values of tensors.
@@ -35,6 +36,7 @@ class Operator(NamedTuple):
       flops: (arguments, `out_val`) -> FLOPs; None: it has no matrix product.
     """
 
+    func: Any
     namespace: str
     name: str
     mutable: bool
@@ -52,15 +54,27 @@ class OperatorWork(NamedTuple):
 
 
 @functools.cache
+def _known_facts() -> dict[int, Operator]:
+    """Cache of the facts of operators by their ids, which no other object takes while the cache holds the operators."""
+    return {}
+
+
 def operator_facts(func: Any) -> Operator:
-    """Facts of an operator, cached."""
+    """Facts of an operator, cached: the hash of an operator is slow, its id is not."""
+    facts = _known_facts()
+    known = facts.get(id(func))
+    return facts.setdefault(id(func), _facts_of(func)) if known is None else known
+
+
+def _facts_of(func: Any) -> Operator:
     namespace, _, name = func._schema.name.partition("::")
     own = _FORMULAS.get(func.overloadpacket)
     packet = func.overloadpacket
     flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
     idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
-    return Operator(namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
+    by_shapes |= name.startswith("_foreach_")
+    return Operator(func, namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
 
 
 def work_of(

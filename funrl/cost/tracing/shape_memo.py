@@ -1,7 +1,7 @@
 """Results of operators on fake tensors, cached by the shapes of their arguments.
 
-The layers and micro-batches of a trace repeat the same few hundred operators tens of thousands of times. A fake
-tensor's own dispatch takes a fifth of a millisecond each time; a cached result takes half of that.
+The layers and micro-batches of a trace repeat the same few hundred operators tens of thousands of times. What is not
+cached yet is computed on the device "meta", which takes a tenth of the milliseconds of a fake tensor's own dispatch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 HOST = torch.device("cpu")
+META = torch.device("meta")
 IN_PLACE = "in place"  # entry of an operator that writes to its first argument and changes no shape
+NOTHING = "nothing"  # entry of an operator that writes to its arguments, changes no shape and returns nothing
 RESHAPES = ("resize", "set_", "squeeze_", "transpose_", "swap", "t_")  # prefixes of those that change shapes
 
 
@@ -40,6 +42,7 @@ class _Several(NamedTuple):
 
 
 _Result = _Known | _Several | torch.dtype | str | None
+_UNKNOWN = object()  # what a cache returns for a call that it has not seen
 
 
 class ShapeMemo:
@@ -62,7 +65,11 @@ class ShapeMemo:
         Args:
           key: key from `scan`; None: do not cache.
         """
-        known = None if key is None else self.known.get(key)
+        if key is None:
+            return self._fake_run(func, args, kwargs)
+        known = self.known.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
+            known = self.known[key] = _result_of(func, args, kwargs)
         if isinstance(known, _Known):
             return self._again(known, args)
         if known == IN_PLACE:
@@ -71,11 +78,11 @@ class ShapeMemo:
             return known.kind(self._again(result, args) for result in known.results)
         if isinstance(known, torch.dtype):
             return known
+        return None if known == NOTHING else self._fake_run(func, args, kwargs)
+
+    def _fake_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with self.fake:
-            out = func(*args, **kwargs)
-        if key is not None and key not in self.known:
-            self.known[key] = _described(func, args, out)
-        return out
+            return func(*args, **kwargs)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous fake tensor."""
@@ -104,7 +111,7 @@ class DeviceMemo:
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """The result of an operator that writes to no argument and returns none, nor a view of one."""
-        parts: list[Any] = [func]
+        parts: list[Any] = [id(func)]
         kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
         if kinds & ~_META != _COMPARABLE:
             return func(*args, **kwargs)
@@ -136,28 +143,50 @@ def _on_device(out: Any, args: tuple) -> _Known | None:
     return _Known(out.shape, out.stride(), out.dtype, 0, False)
 
 
-def _described(func: Any, args: tuple, out: Any) -> _Result:
-    """Description of a result; None: it cannot be recreated from one."""
+def _result_of(func: Any, args: tuple, kwargs: dict) -> _Result:
+    """Description of a call's result, computed on the device "meta"; None: only the fake mode can run it."""
+    if func._schema.is_mutable and func._schema.name.split("::")[1].startswith(RESHAPES):
+        return None
+    metas = tuple(map(_on_meta, args))
+    options = {name: META if isinstance(value, torch.device) else _on_meta(value) for name, value in kwargs.items()}
+    try:
+        out = func(*metas, **options)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return _described(func, metas, out)
+
+
+def _on_meta(value: Any) -> Any:
+    """An argument with tensors of the device "meta" instead of its own, which keep the storages of fake ones."""
+    if type(value) is FakeTensor:
+        out = torch.empty(0, dtype=value.dtype, device=META)
+        return out.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    return type(value)(map(_on_meta, value)) if type(value) in (list, tuple) else value
+
+
+def _described(func: Any, metas: tuple, out: Any) -> _Result:
+    """Description of a result of arguments on the device "meta"; None: it cannot be recreated from one."""
     if isinstance(out, torch.dtype):
         return out
     if func._schema.is_mutable:
-        name = func._schema.name.split("::")[1]
-        return IN_PLACE if out is args[0] and not name.startswith(RESHAPES) else None
+        return NOTHING if out is None else IN_PLACE if out is metas[0] else None
     if isinstance(out, (list, tuple)):
-        results = tuple(_described(func, args, x) for x in out)
+        results = tuple(_described(func, metas, x) for x in out)
         known = tuple(result for result in results if isinstance(result, _Known))
         if not known or len(known) < len(results):
             return None
         storages = [x.untyped_storage()._cdata for x, result in zip(out, known, strict=True) if not result.view]
         return _Several(type(out), known) if len(set(storages)) == len(storages) else None
-    if not isinstance(out, FakeTensor) or out.device != HOST or out.layout != torch.strided:
+    if not isinstance(out, Tensor) or not out.is_meta or out.layout != torch.strided:
         return None
     offset = out.storage_offset()
     storage = out.untyped_storage()
     # An operator that copies only if needed decides so by shapes, strides and dtypes.
-    view = isinstance(args[0], FakeTensor) and storage._cdata == args[0].untyped_storage()._cdata
+    view = isinstance(metas[0], Tensor) and storage._cdata == metas[0].untyped_storage()._cdata
     if not view and (
-        func.is_view or offset or _may_alias(out, args) or storage.nbytes() != out.numel() * out.element_size()
+        func.is_view or offset or _may_alias(out, metas) or storage.nbytes() != out.numel() * out.element_size()
     ):
         return None
     return _Known(out.shape, out.stride(), out.dtype, int(offset), view)
@@ -186,12 +215,12 @@ def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
     """Key of a call, and the kinds of its tensors.
 
     Args:
-      func: the operator.
+      func: the operator, which `operator_facts` keeps, so that its id stands for it.
       args: of the call.
       kwargs: of the call.
       by_shapes: whether the shapes of its results do not depend on values of tensors.
     """
-    parts: list[Any] = [func]
+    parts: list[Any] = [id(func)]
     kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
     comparable = kinds & _COMPARABLE and (by_shapes or not kinds & (_REAL | _META))
     return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & (_REAL | _META)))

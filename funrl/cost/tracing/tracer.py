@@ -29,12 +29,14 @@ from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, 
 from funrl.optim.base import Transformation
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 _SUMS = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default,
 )
 _ROTATIONS = (_aten.cos.default, _aten.sin.default)  # of positions, which are real: no program reads them
 _ROOM = (_aten.empty.memory_format, _aten.new_empty.default, _aten.zeros.default)  # used to pack and unpack messages
+_UNCOUNTED = OperatorWork(0.0, 0.0, torch.float32)  # what a cache returns for a call that it has not seen
 
 
 @functools.cache
@@ -101,11 +103,12 @@ class Tracer(TorchDispatchMode):
         return False  # nothing is compiled under it, and the guard costs more than the call
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # half of all calls
+            return args[0].device
         kwargs = kwargs or {}
         operator = operator_facts(func)
         if operator.namespace == "prim":
-            fake = operator.name == "device" and isinstance(args[0], FakeTensor)
-            return args[0].device if fake else func(*args, **kwargs)
+            return func(*args, **kwargs)
         if func is _aten.detach.default and isinstance(args[0], FakeTensor):
             return func(*args, **kwargs) if self.memo is None else self._run(func, operator, args, kwargs)[0]
         self.part = "optimizer" if self.optimizes or operator.name.startswith("_foreach_") else "other"
@@ -269,12 +272,11 @@ class Tracer(TorchDispatchMode):
           count_work: () -> work.
         """
         works = _works()
-        if key is None:
+        work = _UNCOUNTED if key is None else works.get(key, _UNCOUNTED)
+        if work is _UNCOUNTED:
             work = count_work()
-        elif key in works:
-            work = works[key]
-        else:
-            work = works[key] = count_work()
+            if key is not None:
+                works[key] = work
         if work is not None:
             seconds = op_seconds(self.hardware, work.flops, work.nbytes, work.dtype)
             self.now.flops += work.flops
