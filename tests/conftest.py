@@ -4,6 +4,7 @@ The workers of pytest-xdist share the cache of the process that starts them, and
 """
 
 import gc
+import importlib.util
 import os
 import signal
 import tempfile
@@ -26,13 +27,22 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or no run that a test starts could be interrupted
 
+# Devices for meshes, and what compiles in a fifth of the time: LLVM optimizes little, and no loop is fused by MLIR.
+XLA_FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+XLA_FLAGS += " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+
 gc.disable()  # until all is imported and collected, which stays
 
 
 def pytest_ignore_collect(collection_path, config):
     """Skip files that start JAX where `-m` excludes them: reading one imports JAX, into a process that forks."""
-    excluded = "not xla" in config.option.markexpr and collection_path.suffix == ".py"
-    return True if excluded and starts_jax(collection_path) else None
+    if collection_path.suffix != ".py" or not starts_jax(collection_path):
+        return None
+    if "not xla" in config.option.markexpr:
+        return True
+    if importlib.util.find_spec("libtpu") is None:  # which compiles as for users
+        os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # JAX reads it once, and so do programs that tests start
+    return None
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests

@@ -23,7 +23,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer
 from funrl.xla.errors import XlaError
 from funrl.xla.split import split_at_gradients
-from funrl.xla.trace import core_graph
+from funrl.xla.trace import core_graph, results_without_numbers
 
 REMAT = ("none", "full")
 
@@ -175,19 +175,21 @@ def _traced(run: Any, specs: Sequence[Spec], needs: Sequence[bool], remat: str) 
         structure[:] = [trees.map(lambda _: 0, results)]
         return trees.leaves(results)
 
-    with torch.no_grad():
-        forward = core_graph(results_of, examples, "a layer")
-    outputs = output_specs(forward)
-    differentiable = tuple(spec.dtype.is_floating_point for spec in outputs)
-    facts = {"differentiable": differentiable, "needs": tuple(needs), "operands": tuple(specs)}
     if not any(needs):
-        return LayerProgram(forward, None, outputs, structure[0], **facts)
-    grads = [torch.empty(spec.shape, dtype=spec.dtype) for spec in itertools.compress(outputs, differentiable)]
+        with torch.no_grad():
+            forward = core_graph(results_of, examples, "a layer")
+        outputs = output_specs(forward)
+        differentiable = tuple(spec.dtype.is_floating_point for spec in outputs)
+        return LayerProgram(forward, None, outputs, structure[0], differentiable, tuple(needs), tuple(specs))
+    with torch.no_grad():
+        results = results_without_numbers(results_of, examples, "a layer")
+    differentiable = tuple(x.is_floating_point() for x in results)
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in itertools.compress(results, differentiable)]
     joint = functools.partial(_joint, results_of, needs, differentiable)
     graph = core_graph(joint, [*examples, *grads], "a layer and its gradient")
-    forward, backward = split_at_gradients(graph, len(outputs), len(grads), saves=remat == "none")
+    forward, backward = split_at_gradients(graph, len(results), len(grads), saves=remat == "none")
     parts = (forward, backward, output_specs(forward))
-    return LayerProgram(*parts, structure[0], **facts)
+    return LayerProgram(*parts, structure[0], differentiable, tuple(needs), tuple(specs))
 
 
 def _joint(run: Any, needs: Sequence[bool], differentiable: Sequence[bool], *leaves: Tensor) -> list[Tensor]:

@@ -6,6 +6,8 @@ one makes operators that write into their arguments pure and takes the others ap
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -66,35 +68,56 @@ def trace_program(fn: Callable[..., trees.Tree], *args: trees.Tree, name: str = 
 
 def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> fx.GraphModule:
     """The operators of the core of a function of tensors that gives a list of tensors; see `trace`."""
-    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(x.detach()) for x in leaves]
-    try:
-        with mode:  # what the function makes of nothing has no numbers either
-            recorded = make_fx(fn)(*fakes)
-    except DataDependentOutputException as error:
-        raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
-    except DynamicOutputShapeException as error:
-        raise XlaError(f"{name}: a shape depends on numbers, by {error.func}. {_own_line(error)}") from error
+    mode, fakes = _without_numbers(leaves)
+    with _errors_of_host_reads(name), mode:  # what the function makes of nothing has no numbers either
+        recorded = make_fx(fn)(*fakes)
     for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
         if node.target in (_aten.view.default, _aten._unsafe_view.default):
             node.target = _aten.reshape.default
     recorded.graph.eliminate_dead_code()
-    recorded.recompile()
 
     def again(*leaves: Tensor) -> Any:
         with preserve_node_meta():
             return fx.Interpreter(recorded).run(*leaves)
 
     pure = torch.func.functionalize(again, remove="mutations")
-    table: Any = core_aten_decompositions()
     with mode:
-        core = make_fx(pure, decomposition_table=table)(*fakes)
+        core = make_fx(pure, decomposition_table=_decompositions())(*fakes)
     core.graph.eliminate_dead_code()
-    core.recompile()
     unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}
     if unknown:
         raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown, mode)}")
     return core
+
+
+def results_without_numbers(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> list[Tensor]:
+    """The results of a function as `core_graph` takes it, as tensors of their shapes and dtypes."""
+    mode, fakes = _without_numbers(leaves)
+    with _errors_of_host_reads(name), mode:
+        return fn(*fakes)
+
+
+def _without_numbers(leaves: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor]]:
+    """A mode in which tensors have no numbers, and such tensors of the shapes of some."""
+    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+    return mode, [mode.from_tensor(x.detach()) for x in leaves]
+
+
+@contextlib.contextmanager
+def _errors_of_host_reads(name: str) -> Iterator[None]:
+    """Name the operator and the line of a program that depends on numbers."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
+    except DynamicOutputShapeException as error:
+        raise XlaError(f"{name}: a shape depends on numbers, by {error.func}. {_own_line(error)}") from error
+
+
+@functools.cache
+def _decompositions() -> Any:
+    """The decompositions to operators of the core; torch looks through all operators to collect them."""
+    return core_aten_decompositions()
 
 
 def _is_unknown(name: str) -> bool:

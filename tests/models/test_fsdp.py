@@ -16,7 +16,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.mesh import collectives, message_sizes
 from funrl.mesh.collectives import all_gather, psum, psum_scatter
-from funrl.mesh.launch import launch
+from funrl.mesh.launch import launch, view
 from funrl.mesh.mesh import Mesh, MeshError, parse, single
 from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import COMPUTE, STORED, Layout, fully_sharded, gather_axes, layouts, rest_axes, shard
@@ -110,44 +110,49 @@ CASES = {
     "dp2,tp2 gated delta nets": ("dp2,tp2", "data", "selective", NEXT),
 }
 QUICK = ("dp2 tied, layers computed again", "dp3, which does not divide")
-BY_ITSELF = ", each weight by itself"
 
 
-@pytest.mark.parametrize("case", quick([*CASES, f"dp2,ep2 over both, one of which has nothing{BY_ITSELF}"], QUICK))
+def _both_sizes(program, mesh):
+    """Results with small messages, and where every weight is one."""
+    return program(mesh), _each_by_itself(program, mesh)
+
+
+@pytest.mark.parametrize("case", quick(CASES, QUICK))
 def test_losses_and_gradients_are_those_of_one_device(case):
     """Compiled layers have a test of their own, tests/models/test_models_compile_mesh.py."""
-    mesh, over, remat, config = CASES[case.removesuffix(BY_ITSELF)]
+    mesh, over, remat, config = CASES[case]
     params = _params(config, torch.float64)
     alone = _placed(config, single(), None, "none", torch.float64)
     (expected, _), whole = trees.value_and_grad(functools.partial(_loss, alone))(params)
     program = functools.partial(_program, config, over, remat, torch.float64, params)
-    program = functools.partial(_each_by_itself, program) if case.endswith(BY_ITSELF) else program
-    loss, grads = launch(program, parse(mesh), "cpu")
-    assert abs(loss - expected) < 1e-12 * abs(expected)
-    for (name, x), y in zip(trees.named(grads), trees.leaves(whole), strict=True):
-        assert (x - y).abs().max() < 1e-11, name
-        assert y.abs().max() > 1e-3, f"{name}: the loss does not depend on it"
+    if config is NARROW:
+        results = launch(functools.partial(_both_sizes, program), parse(mesh), "cpu")
+    else:
+        results = [launch(program, parse(mesh), "cpu")]
+    for loss, grads in results:
+        assert abs(loss - expected) < 1e-12 * abs(expected)
+        for (name, x), y in zip(trees.named(grads), trees.leaves(whole), strict=True):
+            assert (x - y).abs().max() < 1e-11, name
+            assert y.abs().max() > 1e-3, f"{name}: the loss does not depend on it"
 
 
 def test_bfloat16_is_sent_and_float32_is_summed():
     # Replicas are cast, compute, and sum in float32. Shards must do the same, and a sum of two has no order.
     params = _params(CONFIG, torch.float32)
-    runs = [
-        launch(functools.partial(_program, CONFIG, over, "none", torch.bfloat16, params), parse("dp2"), "cpu")
-        for over in (None, "data")
-    ]
+    runs = launch(
+        lambda mesh: [_program(CONFIG, over, "none", torch.bfloat16, params, mesh) for over in (None, "data")],
+        parse("dp2"), "cpu",
+    )  # fmt: skip
     assert runs[0][0] == runs[1][0]
     for (name, x), y in zip(trees.named(runs[0][1]), trees.leaves(runs[1][1]), strict=True):
         assert torch.equal(x, y), name
         assert y.dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_the_size_of_messages_changes_no_bit(dtype):
-    program = functools.partial(_program, TIED, "data", "full", dtype, _params(TIED, torch.float32))
-    (loss, grads), (loss_by_itself, by_itself) = (
-        launch(run, parse("dp2"), "cpu") for run in (program, functools.partial(_each_by_itself, program))
-    )
+def test_the_size_of_messages_changes_no_bit():
+    program = functools.partial(_program, TIED, "data", "full", torch.bfloat16, _params(TIED, torch.float32))
+    both = functools.partial(_both_sizes, program)
+    (loss, grads), (loss_by_itself, by_itself) = launch(both, parse("dp2"), "cpu")
     assert loss == loss_by_itself
     for (name, x), y in zip(trees.named(grads), trees.leaves(by_itself), strict=True):
         assert torch.equal(x, y), name
@@ -155,8 +160,8 @@ def test_the_size_of_messages_changes_no_bit(dtype):
 
 def test_gradients_may_be_summed_in_bfloat16():
     program = functools.partial(_program, CONFIG, "data", "none", torch.float64, _params(CONFIG, torch.float64))
-    (loss, exact), (same, rounded) = (
-        launch(functools.partial(program, reduce_dtype=dtype), parse("dp2"), "cpu") for dtype in (None, torch.bfloat16)
+    (loss, exact), (same, rounded) = launch(
+        lambda mesh: [program(mesh, reduce_dtype=dtype) for dtype in (None, torch.bfloat16)], parse("dp2"), "cpu"
     )
     assert loss == same
     placed = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)
@@ -197,16 +202,17 @@ def _watched(remat, mesh):
         return scores.logp.sum(), None
 
     trees.value_and_grad(loss)(mine)
+    fsdp.start_gather, fsdp.land_gather = start, spread
     return started, between[0], most[0]
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "full"])
-def test_whole_layers_come_and_go(remat):
-    started, between, most = launch(functools.partial(_watched, remat), parse("dp2"), "cpu")
-    # Forward: 4 layers, embedding and unembedding. Backward: 3 layers, for the last one is still there.
-    assert started == [torch.bfloat16] * 9
-    assert between == 1
-    assert most <= 2
+def test_whole_layers_come_and_go():
+    watched = launch(lambda mesh: [_watched(remat, mesh) for remat in ("none", "full")], parse("dp2"), "cpu")
+    for started, between, most in watched:
+        # Forward: 4 layers, embedding and unembedding. Backward: 3 layers, for the last one is still there.
+        assert started == [torch.bfloat16] * 9
+        assert between == 1
+        assert most <= 2
 
 
 GROUPED = ("embed", "attn/o")  # a leaf of every group
@@ -338,24 +344,25 @@ def _passes_loss(placed, again, params):
     return total + sum(x.square().sum() for x in trees.leaves(params)), None
 
 
-def _passes(again, params, mesh):
+def _passes(params, mesh):
     placed = _placed(TIED, mesh, "data", "none", torch.float64)["policy"]
-    loss_of = functools.partial(_passes_loss, placed, again)
-    return unshard(trees.value_and_grad(loss_of)(shard(params, placed.stored, mesh))[1], placed.stored, mesh)
+    mine = shard(params, placed.stored, mesh)
+    losses = [functools.partial(_passes_loss, placed, again) for again in (False, True)]
+    return [unshard(trees.value_and_grad(loss)(mine)[1], placed.stored, mesh) for loss in losses]
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["looked at again", "gathered again"])
-def test_gradients_of_several_passes_and_of_the_shards_themselves_add_up(again):
+def test_gradients_of_several_passes_and_of_the_shards_themselves_add_up():
     params = _params(TIED, torch.float64)["policy"]
     alone = _placed(TIED, single(), None, "none", torch.float64)["policy"]
-    _, whole = trees.value_and_grad(functools.partial(_passes_loss, alone, again))(params)
-    grads = launch(functools.partial(_passes, again, params), parse("dp2"), "cpu")
+    _, whole = trees.value_and_grad(functools.partial(_passes_loss, alone, False))(params)
     stored = _placed(TIED, Mesh(parse("dp2")), "data", "none", torch.float64)["policy"].stored
-    for (name, x), y, w, layout in zip(trees.named(grads), *map(trees.leaves, (whole, params, stored)), strict=True):
-        # Both ranks see all tokens, so what a gather sums counts twice; the square of a rank's own shard counts once.
-        passes = y - 2 * w
-        assert (x - (2 if layout.axes else 1) * passes - 2 * w).abs().max() < 1e-11, name
-        assert passes.abs().max() > 1e-4, name
+    for grads in launch(functools.partial(_passes, params), parse("dp2"), "cpu"):
+        leaves = map(trees.leaves, (whole, params, stored))
+        for (name, x), y, w, layout in zip(trees.named(grads), *leaves, strict=True):
+            # Both ranks see all tokens, so what a gather sums counts twice; the square of an own shard counts once.
+            passes = y - 2 * w
+            assert (x - (2 if layout.axes else 1) * passes - 2 * w).abs().max() < 1e-11, name
+            assert passes.abs().max() > 1e-4, name
 
 
 def _experts_loss(mesh, places, params):
@@ -415,9 +422,13 @@ def _experts_program(table, rules, params, mesh):
     return loss, unshard(grads, stored, mesh), over, rest
 
 
-@pytest.mark.parametrize("case", EXPERT_CASES)
-def test_experts_are_one_line_of_the_tables(case):
-    mesh, table, rules, gathers, left, router_gathers, router_left = EXPERT_CASES[case]
+def _experts_programs(params, mesh):
+    """Results of all cases, on meshes of the same ranks."""
+    cases = {name: (view(mesh, parse(text)), table, rules) for name, (text, table, rules, *_) in EXPERT_CASES.items()}
+    return {name: _experts_program(table, rules, params, on) for name, (on, table, rules) in cases.items()}
+
+
+def test_experts_are_one_line_of_the_tables():
     generator = torch.Generator().manual_seed(5)
     shapes = {"experts": {"up": (4, 6, 8), "down": (4, 8, 6)}, "router": (4, 8)}
     params = {
@@ -426,13 +437,15 @@ def test_experts_are_one_line_of_the_tables(case):
     }
     whole = [layouts(params, EXPERTS, COMPUTE, parse(""))] * 2
     (expected, _), gradient = trees.value_and_grad(functools.partial(_experts_loss, single(), whole))(params)
-    loss, grads, over, rest = launch(functools.partial(_experts_program, table, rules, params), parse(mesh), "cpu")
-    assert abs(loss - expected) < 1e-12 * abs(expected)
-    for (name, x), y in zip(trees.named(grads), trees.leaves(gradient), strict=True):
-        assert (x - y).abs().max() < 1e-11 and y.abs().max() > 1e-3, name
-        of_router = name == "router"
-        assert sorted(over[name]) == sorted((router_gathers if of_router else gathers).split()), name
-        assert list(rest[name]) == (router_left if of_router else left).split(), name
+    results = launch(functools.partial(_experts_programs, params), parse("dp2,ep2"), "cpu")
+    for case, (loss, grads, over, rest) in results.items():
+        *_, gathers, left, router_gathers, router_left = EXPERT_CASES[case]
+        assert abs(loss - expected) < 1e-12 * abs(expected), case
+        for (name, x), y in zip(trees.named(grads), trees.leaves(gradient), strict=True):
+            assert (x - y).abs().max() < 1e-11 and y.abs().max() > 1e-3, (case, name)
+            of_router = name == "router"
+            assert sorted(over[name]) == sorted((router_gathers if of_router else gathers).split()), (case, name)
+            assert list(rest[name]) == (router_left if of_router else left).split(), (case, name)
 
 
 def test_a_tree_that_is_stored_as_it_computes_is_only_cast():

@@ -43,7 +43,7 @@ class Texts:
         ]
         prompts = [pick.choice(prompts) * pick.choice([1, 1, 2]) for _ in range(len(prompts) + 1)]
         sampling = Sampling(
-            max_new_tokens=pick.choice([1, 8, 24]), temperature=self.temperature, samples=pick.randint(1, 8)
+            max_new_tokens=pick.choice([1, 6, 12]), temperature=self.temperature, samples=pick.randint(1, 3)
         )
         requests = requests_of(prompts, sampling, seed=pick.randrange(99))
         pick.shuffle(requests)

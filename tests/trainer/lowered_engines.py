@@ -1,14 +1,5 @@
-"""A program: completions of engines on meshes of JAX's CPU devices against those of torch on one.
+"""Completions of engines on meshes of JAX's CPU devices against those of torch on one."""
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_engines.py DTYPE MESH...
-
-A mesh is that of --generate_mesh, with "+lora" where requests name adapters, and "+states" where a layer keeps states,
-of which the engine takes snapshots. It prints the largest difference of a
-log-probability and, of DTYPE bfloat16, that of torch's from float64, else 0; the pages that each lane has used at
-most; and "other tokens" if there are some. Tokens of bfloat16 are greedy.
-"""
-
-import sys
 import unittest.mock
 from functools import partial
 
@@ -61,7 +52,7 @@ def gap_of(found, wanted):
     return max(gaps), all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
 
 
-def resharded():
+def check_resharding():
     """Lay out a tensor that the devices have for another mesh, while nothing may be sent to them."""
     x = torch.arange(16.0).view(4, 4)
     trained = copies_on(tuple(parse("dp2,tp2").items()))
@@ -73,28 +64,27 @@ def resharded():
     assert to_host(trained.laid_out({"x": x.T}, *place)["x"]).equal(x.T)  # another tensor of the same memory
     x += 1
     assert to_host(trained.laid_out({"x": x.detach()}, *place)["x"]).equal(x)  # sent anew
-    return "resharded by the devices"
 
 
-def main(dtype, *texts):
-    print(resharded())
-    dtype = getattr(torch, dtype)
-    for text in texts:
-        mesh, *kinds = text.split("+")
-        sizes = parse(mesh)
-        adapters = ("own", None) if "lora" in kinds else (None,)
-        more = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
-        more |= {"mixers": (GatedDeltaNet(2, 4, 8, 6), None)} if "states" in kinds else {}
-        model = decoder_model(decoder_config(**SIZES | more))
-        second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
-        wanted, _ = completions(model, dtype, None, adapters, second)
-        found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)
-        gap, same = gap_of(found, wanted)
-        rounding = 0.0
-        if dtype == torch.bfloat16:
-            rounding, _ = gap_of(wanted, completions(model, torch.float64, None, adapters)[0])
-        print(text, f"{gap:.1e}", f"{rounding:.1e}", *peaks, "" if same else "other tokens", flush=True)
+def differences(dtype, text):
+    """The largest difference of a log-probability, and the rounding of torch; the most pages of each lane; tokens equal.
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    Args:
+      dtype: of weights and cache; tokens of bfloat16 are greedy. The rounding of other dtypes is left out, as 0.
+      text: a mesh as --generate_mesh has it, with "+lora" where requests name adapters, and "+states" where a layer
+        keeps states, of which the engine takes snapshots.
+    """
+    mesh, *kinds = text.split("+")
+    sizes = parse(mesh)
+    adapters = ("own", None) if "lora" in kinds else (None,)
+    more = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
+    more |= {"mixers": (GatedDeltaNet(2, 4, 8, 6), None)} if "states" in kinds else {}
+    model = decoder_model(decoder_config(**SIZES | more))
+    second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
+    wanted, _ = completions(model, dtype, None, adapters, second)
+    found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)
+    gap, same = gap_of(found, wanted)
+    rounding = 0.0
+    if dtype == torch.bfloat16:
+        rounding, _ = gap_of(wanted, completions(model, torch.float64, None, adapters)[0])
+    return gap, rounding, peaks, same

@@ -1,13 +1,6 @@
-"""A program: the gradient of a role on meshes of JAX's CPU devices against torch on one.
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 python lowered_meshes.py MESH...
-
-A mesh is that of --mesh, with "+fsdp" where weights are fully sharded. It prints the largest difference of each, and
-the kinds of collectives in the program.
-"""
+"""The gradient of a role on meshes of JAX's CPU devices against torch on one."""
 
 import re
-import sys
 
 import torch
 from jax.sharding import PartitionSpec
@@ -64,7 +57,11 @@ def role_on(model, mesh, stored, layer=None):
 
 
 def difference(text):
-    """The largest difference of loss and gradient, and the collectives of the program."""
+    """The largest difference of loss and gradient, and the collectives of the program.
+
+    Args:
+      text: a mesh as --mesh has it, with "+fsdp" where weights are fully sharded.
+    """
     name, _, kind = text.partition("+")
     sizes = parse(name)
     experts = {"experts": Experts(4, 2, 8)} if sizes["expert"] > 1 else {}
@@ -99,10 +96,4 @@ def difference(text):
     )
     tree, loss = program(params, fields, denominators)
     gaps = [(x - y).abs().max().item() for x, y in zip(trees.leaves(tree), trees.leaves(want.tree), strict=True)]
-    return max(*gaps, abs(loss - want.loss).item()), sorted(set(re.findall(COLLECTIVES, program.texts[0])))
-
-
-if __name__ == "__main__":
-    for text in sys.argv[1:]:
-        gap, kinds = difference(text)
-        print(text, f"{gap:.1e}", *kinds, flush=True)
+    return max(*gaps, abs(loss - want.loss).item()), set(re.findall(COLLECTIVES, program.texts[0]))

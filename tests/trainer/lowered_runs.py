@@ -1,6 +1,6 @@
 """A program: steps of small runs on meshes of JAX's CPU devices against torch's ranks.
 
-    python lowered_runs.py DTYPE STEPS RECIPE:MESH...
+    python lowered_runs.py DTYPE:STEPS:RECIPE:MESH...
 
 A mesh is that of --mesh, with "+fsdp" where weights are fully sharded, "+lora" where adapters learn, and "+on=MESH"
 where JAX decodes too, on that mesh. It prints the largest difference of a metric, relative to the metric where that is
@@ -20,7 +20,7 @@ RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft}
 
 
 def job_of(text, dtype, **settings):
-    """The job of an argument."""
+    """The job of a recipe and a mesh."""
     recipe, _, mesh = text.partition(":")
     mesh, *kinds = mesh.split("+")
     engine = [kind.removeprefix("on=") for kind in kinds if kind.startswith("on=")]
@@ -58,15 +58,16 @@ def gap_of(found, wanted):
     return max(gaps)
 
 
-def main(dtype, steps, *texts):
+def main(*texts):
+    cases = [(text, *text.split(":", 2)) for text in texts]
     wanted = {}
-    for text in texts:
-        job = job_of(text, dtype)
-        wanted[text] = launch(lambda mesh, job=job: metrics_of(job, mesh, steps), job.sizes, "cpu")
-    for text in texts:
-        found = metrics_of(job_of(text, dtype, backend="xla"), single(), steps)
+    for text, dtype, steps, of in cases:
+        job = job_of(of, dtype)
+        wanted[text] = launch(lambda mesh, job=job, n=int(steps): metrics_of(job, mesh, n), job.sizes, "cpu")
+    for text, dtype, steps, of in cases:
+        found = metrics_of(job_of(of, dtype, backend="xla"), single(), int(steps))
         print(text, *gap_of(found, wanted[text]), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])
+    main(*sys.argv[1:])

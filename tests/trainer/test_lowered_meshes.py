@@ -1,7 +1,8 @@
-"""Programs on meshes of JAX's devices, in processes of their own, as JAX fixes their number when it starts."""
+"""Programs on meshes of JAX's devices, of which conftest.py gives a process four."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,79 +10,105 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jax")
+import torch
+from lowered_engines import check_resharding, differences
+from lowered_meshes import difference
+from lowered_runs import gap_of, job_of
+from mesh_runs import saved_model
+from small_runs import MEASURED, Quiet
+from test_lowered_runs import Stopping
+
+from funrl.cli import main as cli
+from funrl.mesh.mesh import single
+from funrl.trainer.loop import train_loop
 
 pytestmark = pytest.mark.xla
 
 HERE = Path(__file__).parent
-DEVICES = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
 MESHES = {  # the collectives that its program must have
     "dp2,tp2": {"all-reduce"},
     "dp2+fsdp": {"all-gather", "reduce-scatter"},
     "sp2": {"all-to-all"},
     "ep2": {"all-gather", "reduce-scatter"},
 }
-ENGINES = [("float64", "dp2,tp2+lora"), ("float64", "dp2+states"), ("bfloat16", "dp2,tp2")]
+ENGINES = [(torch.float64, "dp2,tp2+lora"), (torch.float64, "dp2+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
-    ("float64", "ppo:dp2,tp2", "grpo:ep2+fsdp"),
-    ("float64", "ppo:dp2+fsdp", "ppo:sp2"),
-    ("float32", "ppo:dp2,tp2", "sft:dp2+fsdp"),
-    ("bfloat16", "sft:dp2,tp2"),
+    "float64:3:ppo:dp2,sp2+fsdp",
+    "float64:3:grpo:dp2,tp2",
+    "float64:3:grpo:ep2+fsdp",
+    "float32:3:sft:dp2+fsdp",
+    "bfloat16:1:sft:dp2,tp2",
+    "float64:2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
 ]
-DECODED = ("float64", "grpo:dp2+fsdp+on=tp2")
 METRICS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2}
-STEPS = {"bfloat16": "1"}
-COMMAND = ["-m", "funrl.cli.main"]
 
 
 @pytest.mark.slow
-def test_the_gradient_of_a_mesh_is_that_of_torch_on_one_device():
-    lines = output_of("lowered_meshes.py", *MESHES).splitlines()
-    assert [line.split()[0] for line in lines] == list(MESHES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_gradient_of_a_mesh_is_that_of_torch_on_one_device(mesh):
+    gap, collectives = difference(mesh)
+    assert gap < 1e-12 and collectives >= MESHES[mesh]
+
+
+@pytest.mark.slow
+def test_runs_on_meshes_have_the_metrics_of_torch_s_ranks():
+    """In a process of its own, whose ranks are forked before JAX starts."""
+    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
+    command = [sys.executable, str(HERE / "lowered_runs.py"), *RUNS]
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == RUNS
     for line in lines:
-        mesh, gap, *collectives = line.split()
-        assert float(gap) < 1e-12 and set(collectives) >= MESHES[mesh], line
+        assert float(line.split()[1]) < METRICS[line.partition(":")[0]], line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runs", RUNS, ids=" ".join)
-def test_a_run_on_a_mesh_has_the_metrics_of_torch_s_ranks(runs):
-    dtype, *texts = runs
-    lines = output_of("lowered_runs.py", dtype, STEPS.get(dtype, "5"), *texts).splitlines()
-    assert [line.split()[0] for line in lines] == texts
-    for line in lines:
-        assert float(line.split()[1]) < METRICS[dtype], line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype,mesh", ENGINES, ids=" ".join)
+@pytest.mark.parametrize("dtype,mesh", ENGINES, ids=str)
 def test_completions_of_an_engine_on_a_mesh_are_those_of_torch(dtype, mesh):
-    resharded, line = output_of("lowered_engines.py", dtype, mesh).splitlines()
-    assert resharded == "resharded by the devices"
-    _, gap, rounding, *most, other = line.split(" ")
-    assert float(gap) < (1e-12 if dtype == "float64" else 2 * float(rounding))
-    assert not other
-    assert min(map(int, most)) > 0  # both lanes have had pages
+    gap, rounding, pages, same = differences(dtype, mesh)
+    assert gap < (1e-12 if dtype == torch.float64 else 2 * rounding)
+    assert same and min(pages) > 0  # both lanes have had pages
 
 
-@pytest.mark.slow
-def test_a_run_that_decodes_on_a_mesh_has_the_metrics_of_torch_s_ranks():
-    dtype, text = DECODED
-    _, gap, name = output_of("lowered_runs.py", dtype, "2", text).split()
-    assert float(gap) < METRICS[dtype], name
+def test_weights_are_laid_out_for_another_mesh_by_the_devices():
+    check_resharding()
+
+
+def learned(steps):
+    """The metrics of steps that do not depend on the machine."""
+    uncounted = ("memory/", "time_s/")
+    return [
+        {name: x for name, x in numbers.items() if not name.startswith(uncounted) and not name.endswith(MEASURED)}
+        for _, numbers in steps
+    ]
 
 
 @pytest.mark.slow
 def test_a_checkpoint_of_a_mesh_is_continued_by_the_other_backend(tmp_path):
-    lines = output_of("lowered_resumed.py", "dp2,tp2", str(tmp_path)).splitlines()
-    assert [line.split()[:2] for line in lines] == [["torch", "xla"], ["xla", "torch"]]
-    for line in lines:
-        assert float(line.split()[2]) < 1e-9, line
+    jobs = {"torch": ("sft:", {}), "xla": ("sft:dp2,tp2", {"backend": "xla"})}
+
+    def run(backend, observer, **settings):
+        text, options = jobs[backend]
+        train_loop(job_of(text, "float64", steps=4, **options, **settings), single(), observer)
+
+    whole = Quiet(str(tmp_path / "whole"))
+    run("torch", whole)
+    for before, after in (("torch", "xla"), ("xla", "torch")):
+        place = tmp_path / before
+        with pytest.raises(FloatingPointError):
+            run(before, Stopping(str(place)), save_every="1")
+        shutil.rmtree(place / "step-3", ignore_errors=True)  # which the run saves when it fails
+        again = Quiet(str(place))
+        run(after, again, resume=True, run_dir="x")
+        assert [step for step, _ in again.steps] == [3, 4], again.notes
+        gap, name = gap_of(learned(again.steps), learned(whole.steps[2:]))
+        assert gap < 1e-9, (before, name)
 
 
 @pytest.mark.slow
 def test_adapters_of_a_hugging_face_folder_learn_on_a_mesh_with_remat_as_in_torch(tmp_path):
-    from mesh_runs import saved_model
-
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     saved_model(tmp_path / "start", "qwen3", **sizes, num_key_value_heads=2, head_dim=4)
     texts = tmp_path / "texts.jsonl"
@@ -91,19 +118,9 @@ def test_adapters_of_a_hugging_face_folder_learn_on_a_mesh_with_remat_as_in_torc
     losses = {}
     for backend, mesh in (("xla", "dp2"), ("torch", "dp1")):
         run = tmp_path / backend
-        output_of(COMMAND, *words, f"--backend={backend}", f"--mesh={mesh}", f"--run_dir={run}")
+        with pytest.raises(SystemExit, match="^0$"):
+            cli.main(["funrl", *words, f"--backend={backend}", f"--mesh={mesh}", f"--run_dir={run}"])
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses[backend] = [line["eval/loss"] for line in lines if "eval/loss" in line]
         assert (run / "adapter").is_dir()
     assert losses["xla"] == pytest.approx(losses["torch"], rel=1e-9) and losses["xla"][-1] < losses["xla"][0] - 0.01
-
-
-def output_of(program, *args):
-    """Output of a program beside this file, or of funrl."""
-    path = os.pathsep.join(map(str, (HERE.parents[1], HERE.parent)))
-    environment = os.environ | DEVICES | {"PYTHONPATH": path}
-    start = program if program == COMMAND else [str(HERE / program)]
-    command = [sys.executable, *start, *args]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
