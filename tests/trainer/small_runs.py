@@ -1,6 +1,7 @@
 """A very small job, and what the tests of the trainer run of it."""
 
 import dataclasses
+import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
 from funrl.trainer import loop
+from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
@@ -70,6 +72,13 @@ class Quiet:
 
     def finish(self, placed, params, error):
         self.params, self.error = params, error
+
+
+def remove_later_checkpoints(folder, step):
+    """Take away the checkpoints after a step: the run is as one that was killed before it wrote them."""
+    for number, path in complete_checkpoints(folder).items():
+        if number > step:
+            shutil.rmtree(path)
 
 
 def digits_reward(prompt, completion, **fields):

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from selection import quick
-from small_runs import GRPO, PPO, SIZES, Quiet, gap, small_job, whole_weights
+from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, small_job, whole_weights
 
 from funrl import trees
 from funrl.mesh.launch import launch
@@ -20,40 +20,27 @@ from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.storage.shard_server import CheckpointError
 
-SETTINGS = {"steps": 4, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
+SETTINGS = {"steps": 3, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
 ODD = SIZES | {"heads": 3, "kv_heads": 1, "mlp": 13}  # two ranks do not divide them
 
 
-def run(folder, mesh="dp1", compose=PPO, stop_after=None, **settings):
+def run(folder, mesh="dp1", compose=PPO, **settings):
     """Metrics by step, and the whole weights at the end, as rank 0 has them."""
     job = small_job(compose, mesh=mesh, **SETTINGS | settings)
 
     def program(mesh):
-        observer = Stopping(folder, stop_after)
+        observer = Quiet(str(folder))
         outcome = train_loop(job, mesh, observer)
         return outcome, observer.steps, observer.notes, [x.clone() for x in trees.leaves(observer.params)]
 
     return launch(program, job.sizes, "cpu")
 
 
-class Stopping(Quiet):
-    """An observer that ends the run after a step, before the step's checkpoint is written."""
-
-    def __init__(self, folder, stop_after):
-        super().__init__(str(folder))
-        self.stop_after = stop_after
-
-    def step(self, step, metrics, seconds):
-        super().step(step, metrics, seconds)
-        if step == self.stop_after:
-            raise FloatingPointError("the machine is gone")
-
-
-def crash(folder, mesh="dp1", **settings):
-    """A run that crashes after its third step; what it saves when it fails is taken away, as by a power cut."""
-    with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
-        run(folder, mesh, stop_after=3, save_every="1", **settings)
-    shutil.rmtree(folder / "step-3", ignore_errors=True)
+def run_to_resume(folder, mesh="dp1", **settings):
+    """`run` to its end, of which the checkpoint after the first step is left."""
+    ended = run(folder, mesh, save_every="1", keep_checkpoints=3, **settings)
+    remove_later_checkpoints(folder, 1)
+    return ended
 
 
 def measured(name):
@@ -70,22 +57,20 @@ def assert_equal_steps(steps, expected):
     ("compose", "dtype"), [(PPO, "float64"), pytest.param(GRPO, "float32", marks=pytest.mark.slow)], ids=["ppo", "grpo"]
 )
 def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, compose, dtype):
-    _, steps, _, weights = run(tmp_path / "whole", compose=compose, dtype=dtype)
-    crash(tmp_path / "run", compose=compose, dtype=dtype)
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "step-1", "step-2"]
-    _, resumed, notes, ends = run(tmp_path / "run", compose=compose, dtype=dtype, resume=True, run_dir="x")
-    assert any("resumed after step 2" in note for note in notes)
-    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    _, steps, _, weights = run_to_resume(tmp_path, compose=compose, dtype=dtype)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]
+    _, resumed, notes, ends = run(tmp_path, compose=compose, dtype=dtype, resume=True, run_dir="x")
+    assert any("resumed after step 1" in note for note in notes)
+    assert_equal_steps(resumed, steps[1:])
     assert all(map(torch.equal, ends, weights))
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    _, steps, _, _ = run(tmp_path / "whole", sizes=ODD)
-    crash(tmp_path / "run", "tp2", sizes=ODD)
-    _, resumed, _, _ = run(tmp_path / "run", "dp3", sizes=ODD, fsdp=True, resume=True, run_dir="x")
-    for (a, metrics), (b, expected) in zip(resumed, [pair for pair in steps if pair[0] > 2], strict=True):
+    _, steps, _, _ = run_to_resume(tmp_path, "tp2", sizes=ODD)
+    _, resumed, _, _ = run(tmp_path, "dp3", sizes=ODD, fsdp=True, resume=True, run_dir="x")
+    for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
         assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
@@ -175,9 +160,17 @@ def damage(path, how):
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The directory of two checkpoints, of steps 6 and 7, and their run and state."""
+    folder = tmp_path_factory.mktemp("two") / "checkpoints"
+    return folder, *saved(folder, (6, 7))
+
+
 @pytest.mark.parametrize("how", quick(["missing", "truncated", "flipped"], ["flipped"]))
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how):
-    run, state = saved(tmp_path, (6, 7))
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(two, tmp_path, how):
+    folder, run, state = two
+    tmp_path = shutil.copytree(folder, tmp_path / "checkpoints")
     newest = complete_checkpoints(tmp_path)[7]
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
     for file in (largest, newest / "complete.json", newest / "manifest.ocdbt"):
@@ -191,8 +184,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path, how
         file.write_bytes(before)
 
 
-def test_a_run_without_a_checkpoint_that_can_be_read_is_an_error(tmp_path):
-    run, state = saved(tmp_path)
+def test_a_run_without_a_checkpoint_that_can_be_read_is_an_error(two, tmp_path):
+    folder, run, state = two
+    shutil.copytree(folder / "step-7", tmp_path / "step-7")
     (tmp_path / "step-7" / "manifest.ocdbt").unlink()
     with saver_of(run, state, tmp_path, resume=True) as saver, pytest.raises(CheckpointError) as caught:
         saver.resumed(state)

@@ -11,8 +11,8 @@ from collections import Counter
 
 import pytest
 import torch
-from small_runs import GRPO, Quiet, assert_same, begin, steps_program
-from test_checkpoint import Stopping, assert_equal_steps, measured
+from small_runs import GRPO, Quiet, assert_same, begin, remove_later_checkpoints, steps_program
+from test_checkpoint import assert_equal_steps, measured
 from test_episode_runs import episode_job
 
 from funrl import trees
@@ -77,22 +77,35 @@ def job_of(environment=None, **settings):
     return episode_job(settings.pop("compose"), environment or Game(), **settings)
 
 
-def run(folder, mesh="dp1", stop_after=None, observer=Stopping, environment=None, **settings):
+def run(folder, mesh="dp1", observer=Quiet, environment=None, **settings):
     """Metrics by step, notes and the weights at the end."""
-    job = job_of(environment, mesh=mesh, **{"steps": 4, "eval_every": 2} | settings)
+    job = job_of(environment, mesh=mesh, **{"steps": 3, "eval_every": 2} | settings)
 
     def program(mesh):
-        observe = observer(folder, stop_after)
+        observe = observer(str(folder))
         train_loop(job, mesh, observe)
         return observe.steps, observe.notes, [x.clone() for x in trees.leaves(observe.params)]
 
     return launch(program, job.sizes, "cpu")
 
 
-def crash(folder, mesh="dp1", **settings):
-    with pytest.raises((FloatingPointError, RuntimeError), match="the machine is gone"):
-        run(folder, mesh, stop_after=3, save_every="1", **settings)
-    shutil.rmtree(folder / "step-3", ignore_errors=True)
+def run_to_resume(folder, mesh="dp1", after=1, **settings):
+    """`run` to its end, of which the checkpoints up to a step are left."""
+    ended = run(folder, mesh, save_every="1", keep_checkpoints=4, **settings)
+    remove_later_checkpoints(folder, after)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """mesh -> the directory of `run_to_resume` on it, and what it gives."""
+
+    @functools.cache
+    def of_mesh(mesh):
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        return folder, run_to_resume(folder, mesh)
+
+    return of_mesh
 
 
 def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
@@ -141,7 +154,7 @@ def test_only_episodes_of_one_step_are_kept_to_be_repeated(settings):
 @functools.cache
 def steps_on(mesh, **more):
     job = job_of(compose=filtered, mesh=mesh, **more)
-    return launch(steps_program(job, 3), job.sizes, "cpu")
+    return launch(steps_program(job, 2), job.sizes, "cpu")
 
 
 @pytest.mark.gloo
@@ -154,29 +167,29 @@ def test_the_same_numbers_on_two_ranks():
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_a_resumed_run_has_the_same_bits(tmp_path):
-    steps, _, weights = run(tmp_path / "whole")
-    crash(tmp_path / "run")
+def test_a_resumed_run_has_the_same_bits(whole, tmp_path):
+    folder, (steps, _, weights) = whole("dp1")
+    shutil.copytree(folder, tmp_path / "run")
     resumed, notes, ends = run(tmp_path / "run", resume=True, run_dir="x")
-    assert any("resumed after step 2" in note for note in notes)
-    assert steps[1][1]["partial/waiting_episodes"] > 3
-    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    assert any("resumed after step 1" in note for note in notes)
+    assert steps[0][1]["partial/waiting_episodes"] > 3
+    assert_equal_steps(resumed, steps[1:])
     assert all(map(torch.equal, ends, weights))
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_episodes_go_on_on_another_mesh(tmp_path):
-    steps, _, _ = run(tmp_path / "whole")
-    crash(tmp_path / "run", "dp2")
+def test_episodes_go_on_on_another_mesh(whole, tmp_path):
+    folder, (steps, _, _) = whole("dp2")
+    shutil.copytree(folder, tmp_path / "run")
     resumed, _, _ = run(tmp_path / "run", "dp3", resume=True, run_dir="x")
-    for (a, metrics), (b, expected) in zip(resumed, [pair for pair in steps if pair[0] > 2], strict=True):
+    for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
         assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
 
 
-class Interrupted(Stopping):
+class Interrupted(Quiet):
     """An observer that interrupts the run by Ctrl-C in its second step."""
 
     def step(self, step, metrics, seconds):
@@ -186,8 +199,8 @@ class Interrupted(Stopping):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_interrupted_goes_on(tmp_path):
-    steps, _, weights = run(tmp_path / "whole")
+def test_a_run_that_is_interrupted_goes_on(whole, tmp_path):
+    steps, _, weights = whole("dp1")[1]
     with pytest.raises(AttributeError, match="params"):  # it ends before its model is written
         run(tmp_path / "run", observer=Interrupted)
     assert [path.name for path in tmp_path.glob("run/step-*")] == ["step-1"]
@@ -198,7 +211,8 @@ def test_a_run_that_is_interrupted_goes_on(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeypatch):
+def test_the_state_before_a_failure_is_saved_with_its_episodes(whole, tmp_path, monkeypatch):
+    steps, _, weights = whole("dp2")[1]
     scored = loop.score_batch
 
     def failing(trainer, state, rows):
@@ -210,8 +224,7 @@ def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeyp
     with pytest.raises(WorkerError, match="rank 1 failed:"):
         run(tmp_path / "run", "dp2", save_every="0")
     monkeypatch.setattr(loop, "score_batch", scored)
-    steps, _, weights = run(tmp_path / "whole", "dp2", steps=3)
-    resumed, notes, ends = run(tmp_path / "run", "dp2", resume=True, run_dir="x", steps=3)
+    resumed, notes, ends = run(tmp_path / "run", "dp2", resume=True, run_dir="x")
     assert any("resumed after step 2" in note for note in notes)
     assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
     assert all(map(torch.equal, ends, weights))
@@ -219,8 +232,8 @@ def test_the_state_before_a_failure_is_saved_with_its_episodes(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_an_environment_that_draws_by_itself_begins_anew_after_a_checkpoint(tmp_path):
-    crash(tmp_path / "run", environment=Forgetful())
-    resumed, notes, _ = run(tmp_path / "run", environment=Forgetful(), resume=True, run_dir="x")
+    run_to_resume(tmp_path / "run", after=2, steps=4, environment=Forgetful())
+    resumed, notes, _ = run(tmp_path / "run", steps=4, environment=Forgetful(), resume=True, run_dir="x")
     restarted = resumed[0][1]["partial/restarted_episodes"]
     assert restarted > 0 and resumed[1][1]["partial/restarted_episodes"] == 0
     (note,) = [note for note in notes if "begin anew" in note]
@@ -247,7 +260,7 @@ EPISODES = [({"new_tokens_per_step": None}, 6), ({}, 12)]  # of a step in which 
 @pytest.mark.parametrize("settings,count", EPISODES, ids=["whole", "partial"])
 def test_a_step_without_a_usable_episode_is_left_out(settings, count):
     environment = FailsUntil(2 * (6 + 2 * count))  # in the first evaluation and two steps, with one more try each
-    steps, notes, _ = run(None, environment=environment, **settings)
+    steps, notes, _ = run(None, environment=environment, steps=4, **settings)
     assert [metrics["episodes/skipped"] for _, metrics in steps] == [1, 1, 0, 0]
     assert ["actor/pg_loss" in metrics for _, metrics in steps] == [False, False, True, True]
     none = (

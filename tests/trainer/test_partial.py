@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from small_runs import GRPO, Quiet, assert_same, begin, digits_reward, one_step, run_steps, small_job
-from test_checkpoint import assert_equal_steps, crash, measured, run
+from test_checkpoint import assert_equal_steps, measured, run, run_to_resume
 
 from funrl import trees
 from funrl.algos import Algorithm, reduce, token_mean, unequal_scores
@@ -170,20 +170,18 @@ def test_no_more_prompts_are_left_unfinished_than_a_completion_takes_steps():
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     settings = PARTIAL | {"compose": filtered}
-    _, steps, _, weights = run(tmp_path / "whole", **settings)
-    crash(tmp_path / "run", **settings)
-    _, resumed, _, ends = run(tmp_path / "run", resume=True, run_dir="x", **settings)
-    assert_equal_steps(resumed, [pair for pair in steps if pair[0] > 2])
+    _, steps, _, weights = run_to_resume(tmp_path, **settings)
+    _, resumed, _, ends = run(tmp_path, resume=True, run_dir="x", **settings)
+    assert_equal_steps(resumed, steps[1:])
     assert all(map(torch.equal, ends, weights))
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_what_is_begun_goes_on_on_another_mesh(tmp_path):
-    _, steps, _, _ = run(tmp_path / "whole", **PARTIAL)
-    crash(tmp_path / "run", "dp2", **PARTIAL)
-    _, resumed, _, _ = run(tmp_path / "run", "dp3", resume=True, run_dir="x", **PARTIAL)
-    for (a, metrics), (b, expected) in zip(resumed, [pair for pair in steps if pair[0] > 2], strict=True):
+    _, steps, _, _ = run_to_resume(tmp_path, "dp2", **PARTIAL)
+    _, resumed, _, _ = run(tmp_path, "dp3", resume=True, run_dir="x", **PARTIAL)
+    for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
         assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)

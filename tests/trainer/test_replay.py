@@ -23,7 +23,7 @@ RUNS = {"ppo": (PPO, {}), "grpo": (GRPO, {}), "dpo": (dpo, TEXTS | {"minibatches
 
 def job_of(name, **settings):
     compose, own = RUNS[name]
-    return small_job(compose, **SETTINGS | {"save_rollouts": 1, "save_every": "2"} | own | settings)
+    return small_job(compose, **SETTINGS | {"steps": 4, "save_rollouts": 1, "save_every": "2"} | own | settings)
 
 
 def trained(folder, job):
