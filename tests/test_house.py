@@ -98,7 +98,7 @@ def test_a_broken_rule_is_found(tmp_path, files, problem):
 def test_the_field_s_own_word_may_be_defined_twice(tmp_path):
     assert house.problems(checkout(tmp_path, {"algos/core.py": "def chain(): pass", "optim/b.py": "chain = 1"})) == []
     built = house.read_house()
-    defined = {one.removeprefix("funrl."): set(house.defined(file)) for one, file in built.files.items()}
+    defined = {one.removeprefix("funrl."): set(house.read_source(file).defined) for one, file in built.files.items()}
     for name, places in house.SHARED_DEFINITIONS.items():
         users = [one for one, names in defined.items() if name in names]
         assert all(any(f"{one}.".startswith(f"{place}.") for one in users) for place in places), name
@@ -154,8 +154,8 @@ def test_every_function_that_a_page_links_to_exists(page):
 
 def names_of_module(file):
     """Names that can be imported from a file: those that it defines, and those that it imports."""
-    imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom | ast.Import))
-    return {*house.defined(file), *(alias.asname or alias.name for node in imports for alias in node.names)}
+    source = house.read_source(file)
+    return {*source.defined, *(alias.asname or alias.name for node in source.imports for alias in node.names)}
 
 
 def test_what_benchmarks_and_examples_import_exists(built):
@@ -165,7 +165,7 @@ def test_what_benchmarks_and_examples_import_exists(built):
     for file in (
         file for folder in ("benchmarks", "examples", "tools") for file in sorted((root / folder).glob("*.py"))
     ):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in house.read_source(file).imports:
             if isinstance(node, ast.ImportFrom) and node.module in known:
                 names = {alias.name for alias in node.names} - known[node.module]
                 missing += [f"{file.name}: {node.module}.{x}" for x in names if f"{node.module}.{x}" not in known]
@@ -211,14 +211,10 @@ def test_words_are_the_field_s(words):
 
 def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
     root, found = Path(__file__).parents[1], []
+    others = r"(What|How|Where|When|Which|Whether|Who|Why|Raises|Returns|Writes|Reads|Makes|Gives)\b(?!:)"
     for file in (file for file in pages_and_sources() if file.suffix == ".py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                first = (ast.get_docstring(node) or "").partition("\n")[0]
-                if re.match(
-                    r"(What|How|Where|When|Which|Whether|Who|Why|Raises|Returns|Writes|Reads|Makes|Gives)\b(?!:)", first
-                ):
-                    found.append(f"{file.relative_to(root)}: {first}")
+        lines = house.read_source(file).docstrings
+        found += [f"{file.relative_to(root)}: {line}" for line in lines if re.match(others, line)]
     assert found == []
 
 

@@ -9,6 +9,7 @@ where the page has drifted or a rule is broken.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -134,6 +135,37 @@ class House(NamedTuple):
     indexes: Mapping[str, Mapping[str, str]]
 
 
+class Source(NamedTuple):
+    """The parts of a file that the rules ask for.
+
+    Attributes:
+      imports: its imports, those inside functions too.
+      defined: names that it defines at its top level.
+      docstrings: the first lines of its docstrings.
+    """
+
+    imports: tuple[ast.Import | ast.ImportFrom, ...]
+    defined: tuple[str, ...]
+    docstrings: tuple[str, ...]
+
+
+def read_source(file: Path) -> Source:
+    """Parse a file; an equal text is parsed once."""
+    return _source(file.read_text())
+
+
+@functools.cache
+def _source(text: str) -> Source:
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    documented = (node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return Source(
+        imports=tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)),
+        defined=tuple(_defined(tree)),
+        docstrings=tuple((ast.get_docstring(node) or "").partition("\n")[0] for node in documented),
+    )
+
+
 def read_house(root: Path = ROOT) -> House:
     """Find the modules of a checkout."""
     files = {}
@@ -161,17 +193,16 @@ def imports(house: House) -> list[Import]:
     """
     found = []
     for name, file in house.files.items():
-        tree = ast.parse(file.read_text())
         hidden = set(house.indexes.get(name, {}).values())
-        for line, imported in _named(house, tree):
+        for line, imported in _named(house, read_source(file)):
             if imported not in (name, "funrl") and imported not in hidden:
                 found.append(Import(name, line, imported))
     return sorted(set(found))
 
 
-def _named(house: House, tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _named(house: House, source: Source) -> Iterator[tuple[int, str]]:
     """Line and module of each import of funrl in a file."""
-    for node in ast.walk(tree):
+    for node in source.imports:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] == "funrl")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "funrl":
@@ -269,7 +300,7 @@ def shared_definitions(house: House) -> list[str]:
     places: dict[str, list[str]] = {}
     for module, file in house.files.items():
         if file.name != "__init__.py":
-            for name in sorted({name for name in defined(file) if not name.startswith("_")}):
+            for name in sorted({name for name in read_source(file).defined if not name.startswith("_")}):
                 places.setdefault(name, []).append(module.removeprefix("funrl."))
     return [
         f"{name}: defined in each of {', '.join(modules)}"
@@ -278,9 +309,8 @@ def shared_definitions(house: House) -> list[str]:
     ]
 
 
-def defined(file: Path) -> Iterator[str]:
-    """Names that a module defines at its top level."""
-    for node in ast.parse(file.read_text()).body:
+def _defined(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -295,9 +325,7 @@ def distributed(house: House) -> list[str]:
         place = file.relative_to(house.root / "funrl")
         if place.parts[0] in DISTRIBUTED or place.as_posix() in DISTRIBUTED:
             continue
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Import | ast.ImportFrom):
-                continue
+        for node in read_source(file).imports:
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             if any(f"{module}{alias.name}.".startswith("torch.distributed.") for alias in node.names):
                 found.append(f"funrl/{place}:{node.lineno} imports torch.distributed, for mesh/ and processes/ only")

@@ -1,4 +1,4 @@
-"""The compiled layer on real ranks, without inductor, whose code tests/trainer/test_compile_phase.py runs on ranks.
+"""The compiled layer on real ranks, without inductor. tests/trainer/test_compile_phase.py has inductor and tp.
 
 Run as a program by its own tests, in a fresh process: ranks are forked, and a process that has compiled before has
 threads that do not survive a fork.
@@ -30,7 +30,6 @@ ONE = with_fields(WHOLE, family="qwen3_moe", experts=Experts(4, 1, 8, True))
 NETS = with_fields(WHOLE, heads=3, mixers=(GatedDeltaNet(2, 4, 4, 3), None))
 # mesh, model, what is computed again, over which axis weights are fully sharded, backend
 CASES = {
-    "tensor, its residual split": ("tp2", WHOLE, "full", None, "aot_eager"),
     "experts, ragged and fully sharded": ("ep2", ONE, "selective", "expert", "aot_eager"),
     "sequence, states and ring": ("sp2", NETS, "selective", None, "eager"),
 }
@@ -41,7 +40,7 @@ def _program(case, mesh):
     _, config, remat, over, backend = CASES[case]
     model, stored = decoder_model(config), STORED if over is None else fully_sharded(STORED, over)
     layers = [compile_layer(model, mode, remat=remat, backend=backend) for mode in ("on", "off")]
-    both = [place(model, mesh, stored, COMPUTE, torch.float64, layer, splits="residual" in case) for layer in layers]
+    both = [place(model, mesh, stored, COMPUTE, torch.float64, layer) for layer in layers]
     params = rules.shard(model.init(torch.Generator().manual_seed(0), torch.float64), both[0].stored, mesh)
     gaps = []
     for row in (packed_row((5, 9, 2), 4), packed_row((20, 1, 2), 1)):

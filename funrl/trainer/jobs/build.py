@@ -100,9 +100,8 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
 
     def layer_of(model: Model) -> Layer:
         if model.layer not in compiled:
-            compiled[model.layer] = compile_layer(
-                model, mode, mesh.device.type, compilations.add, remat=settings.devices.remat
-            )
+            layer = compile_layer(model, mode, mesh.device.type, compilations.add, remat=settings.devices.remat)
+            compiled[model.layer] = layer
         return compiled[model.layer]
 
     def placed(name: str, model: Model, mesh: Mesh = mesh) -> Placed:
