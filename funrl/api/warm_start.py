@@ -78,6 +78,12 @@ def sft_flags(job: Job) -> dict[str, object]:
     }
 
 
+def demonstration_count(job: Job) -> int:
+    """How many demonstrations the `funrl sft` of a job's warm start has, each read once or more."""
+    task = embedded_task(job.settings.examples.task)
+    return min(task.warmstart_demonstrations, job.warmstart_steps * task.warmstart_flags["batch_prompts"])
+
+
 def _cached(directory: Path, job: Job) -> Path:
     """The directory of the model, made if it is not there; processes that want the same one wait for each other."""
     with FileLock(f"{directory}.lock"):
@@ -106,9 +112,8 @@ def _make(draft: Path, job: Job) -> None:
     flags = sft_flags(job)
     task = embedded_task(job.settings.examples.task)
     hf.save(draft / "initial", job.model, random_weights(job), job.tokenizer)
-    count = min(task.warmstart_demonstrations, job.warmstart_steps * task.warmstart_flags["batch_prompts"])
     with open(draft / "demonstrations.jsonl", "w") as file:
-        for record in task.demonstrations(job.settings.run.seed, count):
+        for record in task.demonstrations(job.settings.run.seed, demonstration_count(job)):
             file.write(json.dumps(record) + "\n")
     words = ["--model=initial", "--data=demonstrations.jsonl"]
     words += [*(f"--{name}={value}" for name, value in flags.items()), "--run_dir=run"]
@@ -140,6 +145,7 @@ def _key(job: Job) -> str:
         "flags": sft_flags(job),
         "config": saved_fields(job.model.config),
         "task": job.task.name,
+        "count": demonstration_count(job),
         "demonstrations": embedded_task(job.settings.examples.task).demonstrations(job.settings.run.seed, 16),
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

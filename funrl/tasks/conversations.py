@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 SMALLEST_HEAD = 16
 END_OF_CALL = '"}}</tool_call>'  # one token, as is the begin of a call
 IMITATION_STEPS = 400  # of `funrl sft` on conversations of a demonstrator
-CONVERSATIONS = 6_400
+CONVERSATIONS = 25_600
 IMITATION_FLAGS = {"batch_prompts": 64, "lr": 4e-3}
 
 
