@@ -41,7 +41,7 @@ OVERLOOKS = 0.6  # share of the counts in which the demonstrator overlooks one
 COUNTS_A_PICTURE = 6  # demonstrations of counts that a picture has, beside two descriptions
 TRAINING_PICTURES = 4096
 DESCRIBING_STEPS = 500
-DESCRIBING_DEMONSTRATIONS = 25_600
+DESCRIBING_DEMONSTRATIONS = 64_000
 DESCRIBING_FLAGS = {"batch_prompts": 128, "lr": 3e-3, "freeze": "none"}
 COUNT_TOKENS = 2  # a digit and the end of text
 
