@@ -22,7 +22,7 @@ def test_an_untrained_decoder_answers_questions_about_pictures():
 @pytest.mark.slow
 def test_reinforcement_removes_the_errors_of_the_demonstrator(tmp_path):
     most_frequent = 0.45  # share of the held-out questions whose answer is 1
-    flags = {"task": "shapes", "steps": 15, "eval_every": 15, "device": "cpu"}
+    flags = {"task": "shapes", "warmstart_steps": 300, "steps": 15, "eval_every": 15, "device": "cpu"}
     run = funrl.train("grpo", run_dir=str(tmp_path / "run"), **flags)
     first, last = run.outcome.first["eval/accuracy"], run.outcome.last["eval/accuracy"]
     assert first < most_frequent < last - 0.2
