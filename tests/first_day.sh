@@ -85,7 +85,9 @@ check PARQUET 'len(m) == 2 and m[-1]["actor/grad_norm"] > 0'
 funrl grpo --model=MODEL --prompts=gsm8k.jsonl --reward=gsm8k $small --run_dir=GSM8K
 check GSM8K 'len(m) == 2 and "eval/accuracy" in m[-1]'
 if [ -d "$data/stories260k" ] && [ -d "$data/gsm8k" ]; then
-  funrl grpo --model="$data/stories260k" --prompts="$data/gsm8k/train.jsonl" --eval_data="$data/gsm8k/test.jsonl" \
+  head -n 500 "$data/gsm8k/train.jsonl" > train.jsonl
+  head -n 100 "$data/gsm8k/test.jsonl" > test.jsonl
+  funrl grpo --model="$data/stories260k" --prompts=train.jsonl --eval_data=test.jsonl \
     --reward=gsm8k --long_prompts=drop --max_prompt_tokens=200 $small --run_dir=REAL
   check REAL 'len(m) == 2 and m[-1]["rollout/logprob_gap_max"] < 1e-4'
 else

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked_python import run_once
+from forked_python import XLA_FLAGS, run_once
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cli.command import Experiment, read_command
@@ -47,11 +47,12 @@ ELSEWHERE = {
     "docs/resharding.md": "tests/cost/test_resharding_docs.py",
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout, whichever one is installed
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}  # this checkout, whichever is installed
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 MOST = {"--steps": 3, "--batch_prompts": 4}  # of a command that gives them
+MOST_OF_DRY_RUN = {"--batch_prompts": 64}
 SHORT = [
     "--steps=1",
     "--warmstart_steps=1",
@@ -177,6 +178,8 @@ def words_of(line: str) -> list[str]:
     program = words[3] if module == "funrl.cli.main" and len(words) > 3 else ""
     if program.startswith("--config="):  # the files of the pages are of grpo
         program = "grpo"
+    if "--dry_run" in words:
+        words = [shortened(word, MOST_OF_DRY_RUN) for word in words]
     if program in PROGRAMS and not {"--help", "--dry_run"} & set(words):
         most = MOST if any(word.startswith("--save_every") for word in words) else MOST | {"--steps": 1}
         words = [shortened(word, most) for word in words]
