@@ -107,9 +107,10 @@ def test_muon_sends_matrices_where_they_are_whole(tmp_path):
 @pytest.mark.slow
 def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     """Layers in twos, of which one is left over: the line through shallow models has the messages of all of them."""
-    job = small("grpo", mesh="dp16", fsdp=True, batch_prompts=128, sizes={"layers": 13})
+    job = small("dpo", mesh="dp16", fsdp=True, batch_prompts=128, sizes={"layers": 11})
     layer = 4 * trees.count(job.model.shapes["layers"][0])
     monkeypatch.setattr(message_sizes, "PIECE_BYTES", 3 * layer // (2 * 16))
+    monkeypatch.setattr(cost_estimate, "FURTHER", 0)
     found = []
     for depth in (3, 20):  # by the line, and all of them
         monkeypatch.setattr(cost_estimate, "DEPTH", depth)
@@ -119,7 +120,7 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     for name, counts in found[0].items():
         assert counts == pytest.approx(found[1][name]), name
     gathers = next(n for (op, _), n in found[0]["score_reference"].items() if op.startswith("all_gather"))
-    assert gathers == 7 + 2  # the embedding and the unembedding go by themselves
+    assert gathers == 6 + 2  # the embedding and the unembedding go by themselves
 
 
 @pytest.mark.parametrize("name", quick(("ppo", "dpo", "otb"), ("dpo",)))

@@ -80,7 +80,7 @@ def areal(staleness):
     return simulate_run(schedule, steps=8 + staleness)
 
 
-@pytest.mark.parametrize("staleness", quick(AREAL, (1, 4)))
+@pytest.mark.parametrize("staleness", quick([*AREAL][1:], (1, 4)))  # in those of none
 def test_throughput_of_areal_by_staleness(staleness):
     ratio = areal(staleness).tokens / areal(0).tokens
     assert ratio == pytest.approx(AREAL[staleness] / AREAL[0], rel=0.2)

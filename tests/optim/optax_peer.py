@@ -100,8 +100,9 @@ def steps(optimizer, params, gradients):
     """Yield the parameters and the optimizer's state after each step."""
     params = jax.tree.map(jax.numpy.asarray, params)
     state: Any = optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for gradient in gradients:
-        updates, state = optimizer.update(gradient, state, params)
+        updates, state = update(gradient, state, params)
         params = optax.apply_updates(params, updates)
         yield jax.tree.map(np.asarray, params), state
 

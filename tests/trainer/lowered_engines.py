@@ -67,7 +67,7 @@ def check_resharding():
 
 
 def differences(dtype, text):
-    """The largest difference of a log-probability, and the rounding of torch; the most pages of each lane; tokens equal.
+    """The largest difference of a log-probability, and the rounding of torch; most pages of each lane; tokens equal.
 
     Args:
       dtype: of weights and cache; tokens of bfloat16 are greedy. The rounding of other dtypes is left out, as 0.
