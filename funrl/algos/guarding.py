@@ -38,7 +38,8 @@ def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[
       PieceError: it changed one of them; names the input and the user's line.
     """
     inputs = {**(others or {}), **{f"batch.{name}": x for name, x in as_dict(batch).items()}}
-    before = {name: [x.detach().clone() for x in tensors] for name, tensors in _tensors(inputs).items()}
+    with torch.no_grad():
+        before = {name: [x.clone() for x in tensors] for name, tensors in _tensors(inputs).items()}
     out = run()
     changed = _changed(inputs, before)
     if changed is None:
@@ -133,7 +134,10 @@ def _place_of_change(
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    return {name: [x for x in trees.leaves(tree) if isinstance(x, Tensor)] for name, tree in inputs.items()}
+    return {
+        name: [tree] if isinstance(tree, Tensor) else [x for x in trees.leaves(tree) if isinstance(x, Tensor)]
+        for name, tree in inputs.items()
+    }
 
 
 def _changed(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> str | None:

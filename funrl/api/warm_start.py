@@ -79,7 +79,7 @@ def sft_flags(job: Job) -> dict[str, object]:
 
 
 def demonstration_count(job: Job) -> int:
-    """How many demonstrations the `funrl sft` of a job's warm start has, each read once or more."""
+    """Number of demonstrations that the `funrl sft` of a job's warm start reads."""
     task = embedded_task(job.settings.examples.task)
     return min(task.warmstart_demonstrations, job.warmstart_steps * task.warmstart_flags["batch_prompts"])
 

@@ -4,20 +4,18 @@ import asyncio
 import dataclasses
 import functools
 import random
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from selection import quick
-from small_runs import Quiet, small_job
+from small_runs import Quiet, remove_later_checkpoints, small_job
 from test_episode_runs import Branching
 
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import open_rows
 from funrl.trainer.placement.logged import logged_source, read_groups
@@ -25,7 +23,8 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
 
 pytestmark = pytest.mark.gloo
-SETTINGS = {"minibatches": 1, "steps": 5, "max_new_tokens": 24, "eval_every": 9, "save_every": "2"}
+STEPS = 4
+SETTINGS = {"minibatches": 1, "steps": STEPS, "max_new_tokens": 12, "eval_every": 9, "save_every": "2"}
 RUNS = {
     "strict": ({"place": "train:dp1 generate:dp1", "staleness": 2}, {}),
     "window, two replicas": ({"place": "train:dp1 generate:dp2", "staleness": 1, "window": 3}, {}),
@@ -49,7 +48,7 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     placed, together = RUNS[name]
     job = small_job(rollout_is, save_rollouts=1, **SETTINGS, **placed)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
-    assert error is None and len(steps) == 5
+    assert error is None and len(steps) == STEPS
     log = read_groups(tmp_path)
     assert log is not None
     bound = 2
@@ -57,11 +56,11 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
         assert len(groups) == 4 and len({group.position for group in groups}) == 4
         ages = [step - version for group in groups for sample in group.switches for _, version in sample]
         assert min(ages) >= 0 and max(ages) <= bound
-    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(4 * STEPS))
     again = small_job(rollout_is, **SETTINGS, **together)
     program = functools.partial(repeated, tmp_path, again)
     done = launch(program, again.launched, "cpu") if together else program(single())
-    assert [one.step for one in done] == [1, 2, 3, 4, 5]
+    assert [one.step for one in done] == list(range(1, STEPS + 1))
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
@@ -96,10 +95,10 @@ def episode_run(environment, **settings):
 def test_episodes_written_ahead_are_repeated_with_the_same_bits(tmp_path):
     job = episode_run(Delayed(Branching()), place="train:dp1 generate:dp2", staleness=2)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
-    assert error is None and len(steps) == 5
+    assert error is None and len(steps) == STEPS
     versions = [
         set(torch.as_tensor(node.versions).tolist())
-        for step in range(1, 6)
+        for step in range(1, STEPS + 1)
         for logged in read_episodes(tmp_path / "rollouts", step)
         for end in logged.episode.ends
         for node in end.nodes()
@@ -107,10 +106,10 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(tmp_path):
     ]
     assert len(set.union(*versions)) > 2
     done = repeated(tmp_path, episode_run(LoggedEnvironment(Branching.agents)), single())
-    assert [one.step for one in done] == [1, 2, 3, 4, 5]
+    assert [one.step for one in done] == list(range(1, STEPS + 1))
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
-    assert len(turns) == 5 and min(turns) >= 12
+    assert len(turns) == STEPS and min(turns) >= 12
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "episodes/turns", "turns of the episodes"} <= compared
 
@@ -121,19 +120,17 @@ def test_a_resumed_run_takes_each_group_once(tmp_path):
 
 
 def check_resumed(folder, job_of):
-    """A run of five steps that is resumed after two takes each of its 20 groups once."""
-    job_of = functools.partial(job_of, save_rollouts=1, save_every="1", keep_checkpoints=5)
+    """A run of four steps that is resumed after two takes each of its 16 groups once."""
+    job_of = functools.partial(job_of, save_rollouts=1, save_every="1", keep_checkpoints=4)
     job = job_of()
     launch(functools.partial(trained, folder, job), job.launched, "cpu")
-    for step, path in complete_checkpoints(folder / "checkpoints").items():
-        if step > 2:
-            shutil.rmtree(path)
+    remove_later_checkpoints(folder / "checkpoints", 2)
     again = job_of(resume=True, run_dir=str(folder))
     error, steps = launch(functools.partial(trained, folder, again), again.launched, "cpu")
-    assert error is None and [step for step, _ in steps] == [3, 4, 5]
+    assert error is None and [step for step, _ in steps] == [3, 4]
     log = read_groups(folder)
     assert log is not None
-    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(20))
+    assert sorted(group.position for groups in log.by_step.values() for group in groups) == list(range(4 * STEPS))
 
 
 def test_a_run_by_turns_has_no_log_of_groups(tmp_path):

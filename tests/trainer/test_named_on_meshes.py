@@ -34,8 +34,9 @@ NAMED = {
 ROWS = {"batch_prompts": 2, "samples_per_prompt": 3, "minibatches": 2, "token_budget": 64}
 
 
-def _jobs(mesh, teacher):
-    for name, make in NAMED.items():
+def _jobs(mesh, teacher, names):
+    for name in names:
+        make = NAMED[name]
         made = make()
         given = {"teacher": teacher} if "teacher" in role_names(made) else {}
         given |= {"reward": None} if run_kind(made, None) == "supervised" else {}
@@ -57,7 +58,7 @@ def steps(tmp_path_factory):
 
     @functools.cache
     def of_mesh(mesh, names=tuple(NAMED)):
-        jobs = [(name, job) for name, job in _jobs(mesh, str(folder)) if name in names]
+        jobs = list(_jobs(mesh, str(folder), names))
         return launch(functools.partial(_one_step_each, jobs), jobs[0][1].sizes, "cpu")
 
     return of_mesh

@@ -11,7 +11,7 @@ from joined_runs import joined
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
-from test_asynchronous_replay import check_resumed, repeated, trained
+from test_asynchronous_replay import STEPS, check_resumed, repeated, trained
 from test_clock_runs import differences, differing_files
 from test_clock_runs import run as run_by_clock
 from test_greedy_ahead import stale_remax
@@ -57,20 +57,20 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     flags = REPLAYED | settings_of(folders, *names)
     job = small_job(compose, place=place, staleness=2, save_rollouts=1, **flags, **further)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
-    assert error is None and len(steps) == 5
+    assert error is None and len(steps) == STEPS
     check_ages([metrics for _, metrics in steps], 3)
     assert max(metrics["age/max"] for _, metrics in steps) > 0
     assert all(metrics[f"reward/{model}/mean"] for model in names for _, metrics in steps)
     flags |= {"reward": further["reward"]} if "reward" in further else {}
     done = repeated(tmp_path, small_job(compose, **flags), single())
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
-    assert len(done) == 5 and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
+    assert len(done) == STEPS and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
     log = read_groups(tmp_path)
     assert log is not None
     groups = [group for groups in log.by_step.values() for group in groups]
     replaced = [prompt.position for group in groups for prompt in group.dropped]
     assert bool(replaced) == (further.get("max_refills", 1) > 1)
-    assert sorted([*(group.position for group in groups), *replaced]) == list(range(20 + len(replaced)))
+    assert sorted([*(group.position for group in groups), *replaced]) == list(range(4 * STEPS + len(replaced)))
     for step, metrics in steps if replaced else ():
         count = sum(len(group.dropped) for group in log.by_step[step])
         assert metrics["filter_groups/sampled_prompts"] == 4 + count

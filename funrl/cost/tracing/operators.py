@@ -74,7 +74,8 @@ def _facts_of(func: Any) -> Operator:
     idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
     by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
     by_shapes |= name.startswith("_foreach_")
-    return Operator(func, namespace, name, func._schema.is_mutable, by_shapes, idle, flops)
+    mutable = func._schema.is_mutable
+    return Operator(func, namespace, name, mutable=mutable, by_shapes=by_shapes, idle=idle, flops=flops)
 
 
 def work_of(

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 HOST = torch.device("cpu")
 META = torch.device("meta")
 IN_PLACE = "in place"  # entry of an operator that writes to its first argument and changes no shape
-NOTHING = "nothing"  # entry of an operator that writes to its arguments, changes no shape and returns nothing
+RETURNS_NOTHING = "nothing"  # entry of an operator that writes to its arguments, changes no shape and returns nothing
 RESHAPES = ("resize", "set_", "squeeze_", "transpose_", "swap", "t_")  # prefixes of those that change shapes
 
 
@@ -78,7 +78,7 @@ class ShapeMemo:
             return known.kind(self._again(result, args) for result in known.results)
         if isinstance(known, torch.dtype):
             return known
-        return None if known == NOTHING else self._fake_run(func, args, kwargs)
+        return None if known == RETURNS_NOTHING else self._fake_run(func, args, kwargs)
 
     def _fake_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         with self.fake:
@@ -171,7 +171,7 @@ def _described(func: Any, metas: tuple, out: Any) -> _Result:
     if isinstance(out, torch.dtype):
         return out
     if func._schema.is_mutable:
-        return NOTHING if out is None else IN_PLACE if out is metas[0] else None
+        return RETURNS_NOTHING if out is None else IN_PLACE if out is metas[0] else None
     if isinstance(out, (list, tuple)):
         results = tuple(_described(func, metas, x) for x in out)
         known = tuple(result for result in results if isinstance(result, _Known))
