@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from chex_peer import every_bias
+from dense_models import every_bias
 from own_parts import own_part
 from safetensors.torch import load_file, save_file
 

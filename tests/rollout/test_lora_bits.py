@@ -76,7 +76,7 @@ class AdaptedTexts(Texts):
         lengths = [pick.choice([1, 3, 17, 40]) for _ in range(pick.randint(1, 3))]
         prompts = [[pick.randrange(vocab) for _ in range(length)] for length in lengths]
         sampling = Sampling(
-            max_new_tokens=pick.choice([1, 8, 20]), temperature=self.temperature, samples=pick.randint(1, 4)
+            max_new_tokens=pick.choice([1, 6, 12]), temperature=self.temperature, samples=pick.randint(1, 2)
         )
         requests = requests_of([pick.choice(prompts) for _ in range(4)], sampling, seed=pick.randrange(99))
         requests = [request._replace(adapter=pick.choice(names)) for request in requests]

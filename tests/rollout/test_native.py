@@ -108,7 +108,7 @@ def test_bfloat16_is_near(packed):
     assert torch.cat(gaps).mean() < 0.05 and torch.cat(gaps).max() < 0.3
 
 
-def mixed_requests(count=40, seed=0):
+def mixed_requests(count=24, seed=0):
     """Requests of all lengths and ways to sample, some of one prompt, some with a beginning in common."""
     chance, requests = random.Random(seed), []
     common = [chance.randrange(40) for _ in range(36)]
@@ -252,14 +252,13 @@ def test_samples_follow_the_model():
     hidden = decoder_model(config).apply(weights(config, torch.float64), Inputs(torch.tensor([[1, 2]]))).hidden
     logits = hidden[0, -1] @ weights(config, torch.float64)["unembed"].T
     for dtype, packed in ((torch.float32, NO_PACKING is None), (torch.float64, False)):
-        for temperature in (1.0, 1.7):
-            how = Sampling(max_new_tokens=1, samples=4000, temperature=temperature)
-            done = completed(engine_of(config, dtype, packed=packed), [[1, 2]], how)
-            expected = (logits / temperature).softmax(-1) * 4000
-            counts = torch.bincount(torch.cat([one.tokens for one in done]), minlength=config.vocab)
-            common = expected > 5
-            statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
-            assert common.sum() > 8 and statistic < 2  # about 1 +- sqrt(2 / cells)
+        how = Sampling(max_new_tokens=1, samples=4000, temperature=1.7)
+        done = completed(engine_of(config, dtype, packed=packed), [[1, 2]], how)
+        expected = (logits / 1.7).softmax(-1) * 4000
+        counts = torch.bincount(torch.cat([one.tokens for one in done]), minlength=config.vocab)
+        common = expected > 5
+        statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
+        assert common.sum() > 8 and statistic < 2  # about 1 +- sqrt(2 / cells)
 
 
 def test_log_probs_can_enter_a_loss():

@@ -67,7 +67,10 @@ def check_resharding():
 
 
 def differences(dtype, text):
-    """The largest difference of a log-probability, and the rounding of torch; most pages of each lane; tokens equal.
+    """Completions in JAX against torch.
+
+    Returns: the largest difference of a log-probability, the rounding of torch, the most pages of each lane, and
+      whether the tokens are equal.
 
     Args:
       dtype: of weights and cache; tokens of bfloat16 are greedy. The rounding of other dtypes is left out, as 0.

@@ -118,8 +118,9 @@ def test_adapters_of_a_hugging_face_folder_learn_on_a_mesh_with_remat_as_in_torc
     losses = {}
     for backend, mesh in (("xla", "dp2"), ("torch", "dp1")):
         run = tmp_path / backend
-        with pytest.raises(SystemExit, match=r"^0$"):
+        with pytest.raises(SystemExit) as ended:
             cli.main(["funrl", *words, f"--backend={backend}", f"--mesh={mesh}", f"--run_dir={run}"])
+        assert not ended.value.code
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         losses[backend] = [line["eval/loss"] for line in lines if "eval/loss" in line]
         assert (run / "adapter").is_dir()
