@@ -180,7 +180,8 @@ def _traced(run: Any, specs: Sequence[Spec], needs: Sequence[bool], remat: str) 
             forward = core_graph(results_of, examples, "a layer")
         outputs = output_specs(forward)
         differentiable = tuple(spec.dtype.is_floating_point for spec in outputs)
-        return LayerProgram(forward, None, outputs, structure[0], differentiable, tuple(needs), tuple(specs))
+        facts = {"differentiable": differentiable, "needs": tuple(needs), "operands": tuple(specs)}
+        return LayerProgram(forward, None, outputs, structure[0], **facts)
     with torch.no_grad():
         results = results_without_numbers(results_of, examples, "a layer")
     differentiable = tuple(x.is_floating_point() for x in results)
