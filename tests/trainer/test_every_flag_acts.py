@@ -249,8 +249,8 @@ def test_no_flag_is_taken_without_a_word(name, folder):
     base = base._replace(work=counted.work)
     silent = {}
     for flag in flags_of(name):
-        if flag.name in ("compile", "dry_run") and name != "texts":
-            continue  # once is enough: they take seconds, and tests/cost runs dry what any recipe trains
+        if flag.name in ("compile", "dry_run"):
+            continue  # they take seconds: test_flags_act.py names the test of one, and tests/cost has runs of the other
         if flag.name == "backend":
             continue  # JAX does not start in a process that forks: tests/trainer/test_lowered_runs.py
         if flag.effect in ("ranks", "event") and flag.name in {*TESTED, *CHANGES}:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -414,6 +415,7 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
+@functools.cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
