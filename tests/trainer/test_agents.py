@@ -4,7 +4,19 @@ import functools
 
 import pytest
 import torch
-from small_runs import GRPO, SIZES, SMALL, Quiet, assert_same, begin, gap, resized, steps_program, whole_weights
+from small_runs import (
+    GRPO,
+    SIZES,
+    SMALL,
+    Quiet,
+    assert_same,
+    begin,
+    gap,
+    remove_later_checkpoints,
+    resized,
+    steps_program,
+    whole_weights,
+)
 
 import funrl
 from funrl.environments.adapters import single_turn
@@ -140,7 +152,7 @@ def test_an_agent_that_the_run_does_not_know_ends_it(mesh):
 
 def trained(folder, **settings):
     """Train with checkpoints of every step; metrics by step, and the earlier self at the end."""
-    job = job_of(save_every="1", eval_every=1000, **settings)
+    job = job_of(save_every="1", keep_checkpoints=4, eval_every=1000, **settings)
     observer = Quiet(str(folder / "checkpoints"))
     loop.train_loop(job, single(), observer)
     return {step: metrics["actor/pg_loss"] for step, metrics in observer.steps}, recorded(last(folder)).arrays
@@ -154,9 +166,9 @@ def last(folder):
 @pytest.mark.parametrize("adapters", [{}, {"lora_rank": 2}])
 def test_a_run_that_goes_on_meets_the_same_earlier_self(tmp_path, adapters):
     settings = adapters | {"agents": "rival:frozen:2", "dtype": "float32"}
-    whole, arrays = trained(tmp_path / "whole", steps=4, **settings)
-    trained(tmp_path / "halves", steps=3, **settings)  # the self is that of step 2, the policy of step 3
-    rest, _ = trained(tmp_path / "halves", steps=4, resume=True, run_dir="x", **settings)
+    whole, arrays = trained(tmp_path, steps=4, **settings)
+    remove_later_checkpoints(tmp_path / "checkpoints", 3)  # the self is that of step 2, the policy of step 3
+    rest, _ = trained(tmp_path, steps=4, resume=True, run_dir="x", **settings)
     assert rest == {4: whole[4]}
     names = [name for name in arrays if name.startswith("earlier/rival/")]
     assert "earlier/rival/step" in names and len(names) > 1
@@ -214,13 +226,13 @@ def test_two_policies_give_the_same_numbers_on_two_ranks():
 
 @functools.cache
 def steps_of_job(mesh, agents, environment=Rivals):
-    """Metrics of three steps, and the weights of all policies after them."""
+    """Metrics of two steps, and the weights of all policies after them."""
     job = job_of(environment(), agents=agents, mesh=mesh, minibatches=2)
 
     def program(mesh):
         trainer, state = begin(job, mesh)
         metrics = []
-        for _ in range(3):
+        for _ in range(2):
             trainer, state, record = loop.one_step(trainer, state, lambda run, state, stage: (run, state))
             metrics.append({name: x for name, x in record.metrics.items() if not name.startswith(("sync/", "perf/"))})
         return {"metrics": metrics, "weights": whole_weights(trainer, state)}
@@ -280,9 +292,9 @@ def test_second_policies_have_no_gap_but_for_merged_adapters(adapters, exact):
 @pytest.mark.slow
 def test_a_run_of_two_policies_goes_on(tmp_path):
     settings = {"agents": TWO, "dtype": "float32"}
-    whole, arrays = trained(tmp_path / "whole", steps=2, **settings)
-    trained(tmp_path / "halves", steps=1, **settings)
-    rest, _ = trained(tmp_path / "halves", steps=2, resume=True, run_dir="x", **settings)
+    whole, arrays = trained(tmp_path, steps=2, **settings)
+    remove_later_checkpoints(tmp_path / "checkpoints", 1)
+    rest, _ = trained(tmp_path, steps=2, resume=True, run_dir="x", **settings)
     assert rest == {2: whole[2]}
     assert any(name.startswith("roles/second/opt_state/") for name in arrays)
 
