@@ -33,9 +33,9 @@ MESHES = {  # the collectives that its program must have
 }
 ENGINES = [(torch.float64, "dp2,tp2+lora"), (torch.float64, "dp2+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
-    "float64:3:ppo:dp2,sp2+fsdp",
-    "float64:3:grpo:dp2,tp2",
+    "float64:3:ppo:dp2,tp2",
     "float64:3:grpo:ep2+fsdp",
+    "float64:3:ppo:sp2",
     "float32:3:sft:dp2+fsdp",
     "bfloat16:1:sft:dp2,tp2",
     "float64:2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
