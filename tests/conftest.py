@@ -10,7 +10,7 @@ import signal
 import tempfile
 
 import pytest
-from selection import in_order_of_length, starts_jax
+from selection import XLA_FLAGS, in_order_of_length, starts_jax
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as in ./test: last bits of products depend on it
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # libgomp reads it once; a thread that spins takes a worker's core
@@ -27,10 +27,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or no run that a test starts could be interrupted
 
-# Devices for meshes, and what compiles in a fifth of the time: LLVM optimizes little, and no loop is fused by MLIR.
-XLA_FLAGS = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
-XLA_FLAGS += " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-
 gc.disable()  # until all is imported and collected, which stays
 
 
@@ -41,7 +37,10 @@ def pytest_ignore_collect(collection_path, config):
     if "not xla" in config.option.markexpr:
         return True
     if importlib.util.find_spec("libtpu") is None:  # which compiles as for users
-        os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)  # JAX reads it once, and so do programs that tests start
+        devices = "--xla_force_host_platform_device_count=4"  # for meshes
+        os.environ.setdefault(
+            "XLA_FLAGS", f"{devices} {XLA_FLAGS}"
+        )  # JAX reads it once, and so do programs that tests start
     return None
 
 

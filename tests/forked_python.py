@@ -27,9 +27,6 @@ from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork, import_before_fork
 from funrl.tasks import arithmetic
 
-XLA_FLAGS = (  # of programs that start JAX: LLVM optimizes little, and MLIR fuses no loop, so that it compiles soon
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
-)
 CLIENT = """#!{python} -SE
 import json, os, socket, sys
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import forked_python
 import pytest
+from selection import XLA_FLAGS
 
 from funrl.compiled_kernels.kernel_library import library_problem
 
@@ -73,7 +74,7 @@ def test_a_benchmark_prints_its_table(name, tmp_path, monkeypatch):
     if name in COMPILED and (problem := library_problem()):
         pytest.skip(f"the compiled decoding step is not available: {problem}")
     arguments, line = PROGRAMS[name]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": forked_python.XLA_FLAGS}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XLA_FLAGS": XLA_FLAGS}
     done = forked_python.run_python(
         [str(ROOT / "benchmarks" / f"{name}.py"), *arguments.split()], tmp_path, environment, timeout_s=300
     )

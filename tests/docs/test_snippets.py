@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked_python import XLA_FLAGS, run_once
+from forked_python import run_once
+from selection import XLA_FLAGS
 
 from funrl.algos.recipes import NAMES, recipe
 from funrl.cli.command import Experiment, read_command

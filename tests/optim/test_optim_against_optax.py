@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from selection import XLA_FLAGS
 
 from funrl import optim, trees
 
 pytestmark = pytest.mark.slow
 PEER = Path(__file__).parent / "optax_peer.py"
-FAST_COMPILER = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}
 STEPS = 20
 
 
@@ -31,7 +31,7 @@ def theirs():
     if find_spec("optax") is None:  # to import it here would start threads in a process that is forked later
         pytest.skip("optax is not installed")
     given = pickle.dumps((draw(0), [draw(step) for step in range(1, STEPS + 1)]))
-    env = os.environ | FAST_COMPILER
+    env = os.environ | {"XLA_FLAGS": XLA_FLAGS}
     done = subprocess.run([sys.executable, str(PEER)], input=given, capture_output=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr.decode()
     params, rates = pickle.loads(done.stdout)
