@@ -38,9 +38,7 @@ def pytest_ignore_collect(collection_path, config):
         return True
     if importlib.util.find_spec("libtpu") is None:  # which compiles as for users
         devices = "--xla_force_host_platform_device_count=4"  # for meshes
-        os.environ.setdefault(
-            "XLA_FLAGS", f"{devices} {XLA_FLAGS}"
-        )  # JAX reads it once, and so do programs that tests start
+        os.environ.setdefault("XLA_FLAGS", f"{devices} {XLA_FLAGS}")  # read once, by programs of tests too
     return None
 
 
