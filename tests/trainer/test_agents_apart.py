@@ -7,7 +7,7 @@ import torch
 from selection import quick
 from small_runs import SIZES, SMALL, resized
 from test_agents import Rivals
-from test_asynchronous_replay import check_resumed, repeated, trained
+from test_asynchronous_replay import STEPS, check_resumed, repeated, trained
 from test_clock_runs import differences, slowed
 from test_placement_runs import assert_same_runs, check_ages, rank_of
 
@@ -103,5 +103,5 @@ def test_by_the_clock_two_runs_are_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_a_resumed_run_takes_each_group_once(tmp_path):
-    settings = WRITTEN | WINDOW | {"agents": AGENTS["renewed self"]}
+    settings = WRITTEN | WINDOW | {"agents": AGENTS["renewed self"], "steps": STEPS}
     check_resumed(tmp_path, functools.partial(job_of, rollout_is, **settings))

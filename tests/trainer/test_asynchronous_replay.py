@@ -93,23 +93,24 @@ def episode_run(environment, **settings):
 
 @pytest.mark.slow
 def test_episodes_written_ahead_are_repeated_with_the_same_bits(tmp_path):
-    job = episode_run(Delayed(Branching()), place="train:dp1 generate:dp2", staleness=2)
+    job = episode_run(Delayed(Branching()), place="train:dp1 generate:dp2", staleness=2, steps=5)
+    count = job.settings.run.steps
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
-    assert error is None and len(steps) == STEPS
+    assert error is None and len(steps) == count
     versions = [
         set(torch.as_tensor(node.versions).tolist())
-        for step in range(1, STEPS + 1)
+        for step in range(1, count + 1)
         for logged in read_episodes(tmp_path / "rollouts", step)
         for end in logged.episode.ends
         for node in end.nodes()
         if node.sampled
     ]
     assert len(set.union(*versions)) > 2
-    done = repeated(tmp_path, episode_run(LoggedEnvironment(Branching.agents)), single())
-    assert [one.step for one in done] == list(range(1, STEPS + 1))
+    done = repeated(tmp_path, episode_run(LoggedEnvironment(Branching.agents), steps=count), single())
+    assert [one.step for one in done] == list(range(1, count + 1))
     assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
     turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
-    assert len(turns) == STEPS and min(turns) >= 12
+    assert len(turns) == count and min(turns) >= 12
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "episodes/turns", "turns of the episodes"} <= compared
 
