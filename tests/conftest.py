@@ -32,14 +32,15 @@ gc.disable()  # until all is imported and collected, which stays
 
 def pytest_ignore_collect(collection_path, config):
     """Skip files that start JAX where `-m` excludes them: reading one imports JAX, into a process that forks."""
-    if collection_path.suffix != ".py" or not starts_jax(collection_path):
-        return None
-    if "not xla" in config.option.markexpr:
-        return True
-    if importlib.util.find_spec("libtpu") is None:  # which compiles as for users
-        devices = "--xla_force_host_platform_device_count=4"  # for meshes
-        os.environ.setdefault("XLA_FLAGS", f"{devices} {XLA_FLAGS}")  # read once, by programs of tests too
-    return None
+    excluded = "not xla" in config.option.markexpr and collection_path.suffix == ".py"
+    return True if excluded and starts_jax(collection_path) else None
+
+
+def pytest_collect_file(file_path):
+    """Set the flags of XLA before a file starts JAX, which reads them once; programs of tests read them too."""
+    compiles_for_tpu = importlib.util.find_spec("libtpu") is not None  # as for users
+    if file_path.suffix == ".py" and starts_jax(file_path) and not compiles_for_tpu:
+        os.environ.setdefault("XLA_FLAGS", f"--xla_force_host_platform_device_count=4 {XLA_FLAGS}")  # 4: for meshes
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests
