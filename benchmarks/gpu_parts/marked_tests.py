@@ -17,7 +17,7 @@ NOTHING_SELECTED = 5  # pytest's exit status
 def marked_test_rows(bench: Bench) -> Rows:
     """Run them in a process of its own: only files that have such tests are read, for others import more packages.
 
-    Of the smallest sizes is one file.
+    With --small only the first such file is read.
     """
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     files = files[:1] if bench.small else files
