@@ -27,6 +27,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or no run that a test starts could be interrupted
 
+WITH_VLLM = importlib.util.find_spec("vllm") is not None
+
 gc.disable()  # until all is imported and collected, which stays
 
 
@@ -45,13 +47,17 @@ def pytest_collect_file(file_path):
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests
 def pytest_collection_modifyitems(items):
-    """Let workers begin with what takes longest."""
+    """Let workers begin with what takes longest, and vLLM's tests with those that fork before there is an engine."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_order_of_length(items)
+    elif WITH_VLLM:
+        items.sort(key=lambda item: item.get_closest_marker("gloo") is None and "server" not in item.fixturenames)
 
 
 def pytest_collection_finish(session):
     """Leave what stays to no later collection of garbage, which would read all of it, and copy it in each fork."""
+    if WITH_VLLM:  # ten seconds: here once, not in each fork
+        importlib.import_module("vllm.v1.engine.llm_engine")
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -124,7 +124,10 @@ def forking_python() -> Iterator[tuple[Path, Callable[[], None]]]:
 
 
 def start_python(
-    words: Sequence[str], environment: Mapping[str, str], stdout: int = subprocess.PIPE
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    stdout: int = subprocess.PIPE,
+    stderr: int | None = subprocess.PIPE,
 ) -> subprocess.Popen[str]:
     """Start `python WORDS` in a session of its own; the process is a fork of this one."""
     command, forks = [sys.executable, *words], can_fork()
@@ -141,7 +144,7 @@ def start_python(
             os._exit(1)
 
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment,
+        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, env=environment,
         start_new_session=True, restore_signals=not forks, preexec_fn=become if forks else None,
     )  # fmt: skip
 

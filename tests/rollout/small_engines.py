@@ -4,12 +4,12 @@ import atexit
 import functools
 import importlib
 import importlib.util
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from forked_python import start_python
 from plain_sampling import plain_logp
 
 from funrl import trees
@@ -105,8 +105,7 @@ class ServerProcess:
     """A server of vLLM in a process of its own."""
 
     def __init__(self, port=0):
-        command = [sys.executable, "-m", "funrl.rollout.vllm.server", f"--port={port}"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = start_python(["-m", "funrl.rollout.vllm.server", f"--port={port}"], os.environ, stderr=None)
         atexit.register(self.process.kill)
         self.url = self.process.stdout.readline().split()[-1]
 

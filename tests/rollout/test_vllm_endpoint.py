@@ -2,14 +2,14 @@
 
 import contextlib
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.request
 
 import pytest
 import torch
+from forked_python import start_python
 from small_engines import NO_VLLM, WIDE, weights
 
 from funrl.data.tokenizer import character_tokenizer
@@ -31,18 +31,8 @@ ASKED = {
 @contextlib.contextmanager
 def served(folder, engine):
     """URL of the endpoint in front of an engine."""
-    command = [
-        sys.executable,
-        "-m",
-        "funrl",
-        "serve",
-        str(folder),
-        "--port=0",
-        f"--engine={engine}",
-        "--kv_cache_gb=0.05",
-    ]
-    command += ["--max_new_tokens=20", "--api_key=key"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    words = ["-m", "funrl", "serve", str(folder), "--port=0", f"--engine={engine}", "--kv_cache_gb=0.05"]
+    process = start_python([*words, "--max_new_tokens=20", "--api_key=key"], os.environ, stderr=None)
     try:
         said = []
         for line in process.stdout:  # libraries may write lines of their own

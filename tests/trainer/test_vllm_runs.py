@@ -11,13 +11,13 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+from forked_python import start_python
 from small_runs import GRPO, PPO, Quiet, begin, digits_reward, run_steps, scored_batch, small_job
 from test_episode_runs import episode_job
 
@@ -68,8 +68,7 @@ class Server(NamedTuple):
 @pytest.fixture(scope="module")
 def server():
     """A server with the model of the runs with `SIZES`; the last test that uses it kills it."""
-    command = [sys.executable, "-m", "funrl.rollout.vllm.server", "--port=0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+    with start_python(["-m", "funrl.rollout.vllm.server", "--port=0"], os.environ, stderr=None) as program:
         assert program.stdout is not None
         try:
             said = next((line for line in program.stdout if line.startswith("listening at ")), None)
@@ -197,8 +196,7 @@ def test_vllm_on_ranks_of_its_own_writes_ahead_and_its_run_is_repeated_by_its_ro
 
 
 @needs_vllm
-@pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["tp2", "dp1"])
+@pytest.mark.parametrize("mesh", [pytest.param("tp2", marks=pytest.mark.gloo), "dp1"])
 def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     settings = {"dtype": "float32", "mesh": mesh, "generate_mesh": mesh, "temperature": 0.8, "max_new_tokens": 8}
     done, peer = (run_steps(3, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
