@@ -26,21 +26,17 @@ pytestmark = pytest.mark.xla
 
 HERE = Path(__file__).parent
 MESHES = {  # the collectives that its program must have
-    "dp2,tp2": {"all-reduce"},
-    "dp2+fsdp": {"all-gather", "reduce-scatter"},
-    "sp2": {"all-to-all"},
-    "ep2": {"all-gather", "reduce-scatter"},
+    "dp2,tp2+fsdp": {"all-reduce", "all-gather", "reduce-scatter"},
+    "ep2,sp2": {"all-gather", "reduce-scatter", "all-to-all"},
 }
 ENGINES = [(torch.float64, "dp2,tp2+lora"), (torch.float64, "dp2+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
-    "float64:3:ppo:dp2,tp2",
-    "float64:3:grpo:ep2+fsdp",
-    "float64:3:ppo:sp2",
-    "float32:3:sft:dp2+fsdp",
-    "bfloat16:1:sft:dp2,tp2",
+    "float64:2:ppo:dp2,tp2",
+    "float64:2:grpo:ep2+fsdp",
+    "float32:2:sft:sp2",
     "float64:2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
 ]
-METRICS = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 2e-2}
+METRICS = {"float64": 1e-9, "float32": 1e-3}
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def steps_of_run(recipe, steps, **settings):
 @pytest.mark.parametrize(
     "recipe,steps,settings,tolerance",
     [
-        (PPO, 5, {}, 1e-9),
+        (PPO, 3, {}, 1e-9),
         (PPO, 1, {"dtype": "bfloat16", "lr": 1e-3}, 2e-2),
         (GRPO, 2, {"lora_rank": 2, "remat": "full"}, 1e-9),
     ],

@@ -21,9 +21,6 @@ from funrl.trainer.lowered.programs import XlaPrograms
 pytestmark = pytest.mark.xla
 
 RECIPES = {"grpo": GRPO, "ppo": functools.partial(PPO, entropy_coef=0.1), "sft": sft, "dpo": dpo}
-TOLERANCE = {"float64": 1e-12, "float32": 3e-6}  # relative to a gradient, in which terms of both signs cancel
-CASES = [*((recipe, "float64") for recipe in RECIPES), ("grpo", "float32")]
-
 EVERY_SWITCH = {
     "layers": 4,
     "mixers": (GatedDeltaNet(2, 4, 8, 6), None) * 2,
@@ -63,14 +60,12 @@ def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
         assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
 
 
-@pytest.mark.parametrize("case", quick(CASES, [("grpo", "float64")]), ids="-".join)
-def test_gradients_are_those_of_torch(case):
-    recipe, dtype = case
-    kind = {} if recipe in ("grpo", "ppo") else {"reward": None}
+@pytest.mark.parametrize("recipe", quick([*RECIPES], ["grpo"]))
+def test_gradients_are_those_of_torch(recipe):
+    kind = {"temperature": 0.7} if recipe in ("grpo", "ppo") else {"reward": None}
     kind |= {"token_budget": 32} if recipe == "sft" else {}  # several micro-batches
-    kind |= {"temperature": 0.7} if dtype == "float32" else {}
-    run, lowered, state, rows, _ = both(recipe, dtype=dtype, **kind)
-    assert_same_steps(run, lowered, state, rows, TOLERANCE[dtype])
+    run, lowered, state, rows, _ = both(recipe, **kind)
+    assert_same_steps(run, lowered, state, rows)
 
 
 @pytest.mark.slow
