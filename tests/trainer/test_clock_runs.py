@@ -158,7 +158,7 @@ def test_the_engine_waits_for_late_answers(tmp_path):
     for delay in (1, 20):
         environment = Late()
         environment.delay_steps = delay
-        job = episode_job(rollout_is, environment, **SETTINGS | {"staleness": 1, "place": "generate:1", "steps": 5})
+        job = episode_job(rollout_is, environment, **SETTINGS | {"staleness": 1, "place": "generate:1"})
         files = [tmp_path / f"{delay}-{seed}" for seed in (1, 2)]
         programs = [functools.partial(noting_evaluations, file, job, seed) for seed, file in enumerate(files, 1)]
         runs[delay] = [launch(program, job.launched, "cpu") for program in programs]
