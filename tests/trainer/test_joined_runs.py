@@ -17,7 +17,7 @@ from joined_runs import FORK, KILLED, PLACE, generators, joined, joined_job, tra
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
 from test_episode_runs import Branching, episode_job
-from test_greedy_ahead import stale_remax
+from test_greedy_ahead import filtered_remax
 from test_refilled_runs import equal, reward, stale_dapo
 
 from funrl import trees
@@ -136,8 +136,12 @@ def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
 
 
 RUNS = {
-    "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True}, {"place": "train:dp2 generate:join", "fsdp": True}),
-    "episodes": (PPO, {"probe_sync_every": 1, "task": "calculator", "reward": None, "episode_turns": 3}, {}),
+    "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True, "steps": 2}, {"place": "train:dp2 generate:join", "fsdp": True}),
+    "episodes": (
+        PPO,
+        {"probe_sync_every": 1, "task": "calculator", "reward": None, "episode_turns": 3, "steps": 2},
+        {},
+    ),
 }
 
 
@@ -265,7 +269,9 @@ def test_episodes_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path)
     for name, place in {"one": PLACE, "two": "train:dp2 generate:join"}.items():
         folder = tmp_path / name
         folder.mkdir()
-        job = episode_job(rollout_is, Branching(), staleness=2, place=place, run_dir=str(folder), **STALE)
+        job = episode_job(
+            rollout_is, Branching(), staleness=2, place=place, run_dir=str(folder), **STALE | {"steps": 3}
+        )
         runs.append(joined_job(folder, ONE, job)[0])
     ended, again = runs
     assert ended[1].shown == again[1].shown
@@ -274,19 +280,17 @@ def test_episodes_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compose", [stale_dapo, stale_remax])
-def test_rows_ahead_of_a_filter_or_beside_greedy_ones_are_those_of_any_generators(compose, tmp_path):
+def test_rows_ahead_of_a_filter_and_beside_greedy_ones_are_those_of_any_generators(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
     settings = STALE | {"staleness": 2, "reward": reward}
-    ended, _ = joined(folders[0], ONE, compose, **settings)
+    ended, _ = joined(folders[0], ONE, filtered_remax, **settings)
     wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
-    same(joined(folders[1], wanted, compose, **settings)[0], ended)
+    same(joined(folders[1], wanted, filtered_remax, **settings)[0], ended)
     steps = [metrics for _, metrics in ended[1].steps]
-    if compose is stale_dapo:
-        assert {step["filter_groups/kept_share"] * step["filter_groups/sampled_prompts"] for step in steps} == {4}
-        assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
+    assert {step["filter_groups/kept_share"] * step["filter_groups/sampled_prompts"] for step in steps} == {4}
+    assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
     assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True]
 
 
