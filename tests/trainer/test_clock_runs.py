@@ -159,7 +159,8 @@ def test_the_engine_waits_for_late_answers(tmp_path):
     for delay, seeds in {1: (1,), 20: (1, 2)}.items():
         environment = Late()
         environment.delay_steps = delay
-        job = episode_job(rollout_is, environment, **SETTINGS | {"staleness": 1, "place": "generate:1"})
+        settings = SETTINGS | {"staleness": 1, "place": "generate:1", "decode_rows": 8, "steps": 3}
+        job = episode_job(rollout_is, environment, **settings)
         programs = [functools.partial(noting_evaluations, tmp_path / str(seed), job, seed) for seed in seeds]
         runs[delay] = [launch(program, job.launched, "cpu") for program in programs]
     assert differences(*runs[20]) == []
