@@ -12,6 +12,7 @@ from small_runs import (
     assert_same,
     begin,
     gap,
+    one_step,
     remove_later_checkpoints,
     resized,
     steps_program,
@@ -63,18 +64,27 @@ def job_of(environment=None, **settings):
 
 
 @functools.cache
-def steps_of_mesh(mesh, agents):
+def steps_of_mesh(mesh, agents, steps=3):
     job = job_of(agents=agents, mesh=mesh)
-    return launch(steps_program(job, 3), job.sizes, "cpu")
+    return launch(steps_program(job, steps), job.sizes, "cpu")
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_agents_give_the_same_numbers_where_ranks_split_rows():
-    one, other = steps_of_mesh("sp2", "rival:frozen:2"), steps_of_mesh("dp1", "rival:frozen:2")
+    one, other = steps_of_mesh("sp2", "rival:frozen", 1), steps_of_mesh("dp1", "rival:frozen", 1)
     assert_same(one, other, 1e-9)
     for metrics in other["metrics"]:
         assert metrics["episodes/turns"] == 2 and metrics["rollout/logprob_gap_max"] < 1e-10
+
+
+def test_a_few_steps_of_episodes_raise_the_reward():
+    run, state = begin(job_of(batch_prompts=8, minibatches=1, lr=0.03), single())
+    rewards = []
+    for _ in range(6):
+        state, metrics = one_step(run, state)
+        rewards.append(metrics["reward/mean"])
+    assert rewards[-1] > rewards[0] + 0.2, rewards
 
 
 def test_only_the_policys_turns_have_rows():

@@ -1,4 +1,4 @@
-"""The embedded tasks with environments make episodes that can be trained on, and are learned."""
+"""The embedded tasks with environments make episodes that can be trained on, in which there is something to learn."""
 
 import functools
 from importlib.util import find_spec
@@ -7,8 +7,8 @@ import pytest
 from selection import quick
 from small_runs import GRPO, SMALL, begin, scored_batch
 
-import funrl
 from funrl.mesh.mesh import single
+from funrl.tasks import search
 from funrl.tasks.embedded import TASK_NAMES, embedded_task
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
@@ -31,9 +31,13 @@ def test_an_untrained_decoder_makes_episodes(task):
     assert job.task.embedded and job.warmstart_steps == SMALL["warmstart_steps"]
 
 
-@pytest.mark.slow
-def test_a_few_steps_improve_on_the_demonstrator(tmp_path):
+def test_the_environment_pays_who_searches_by_the_whole_question_and_seldom_the_demonstrator():
     skip_without_library("search")
-    flags = {"task": "search", "steps": 6, "batch_prompts": 64, "eval_prompts": 64}
-    run = funrl.train("grpo", run_dir=str(tmp_path / "run"), **flags)
-    assert run.metrics[-1]["reward/mean"] > run.metrics[0]["reward/mean"] + 0.2
+    score = search.search_task().environment()._score
+    whole, others = [], []
+    for record in search.search_conversations(0, 1000):
+        question, first, *_ = [message["content"] for message in record["messages"]]
+        paid = score(record["messages"], answer=search.facts()[question])
+        (whole if first == f"{search.SEARCH}{question}{search.END_OF_CALL}" else others).append(paid)
+    assert len(whole) > 50 and set(whole) == {1.0}
+    assert set(others) == {0.0, 1.0} and sum(others) / len(others) < 0.2

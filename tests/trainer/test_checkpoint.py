@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from selection import quick
 from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, small_job, whole_weights
 
 from funrl import trees
@@ -53,13 +52,10 @@ def assert_equal_steps(steps, expected):
         assert {k: v for k, v in a.items() if not measured(k)} == {k: v for k, v in b.items() if not measured(k)}
 
 
-@pytest.mark.parametrize(
-    ("compose", "dtype"), [(PPO, "float64"), pytest.param(GRPO, "float32", marks=pytest.mark.slow)], ids=["ppo", "grpo"]
-)
-def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, compose, dtype):
-    _, steps, _, weights = run_to_resume(tmp_path, compose=compose, dtype=dtype)
+def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path):
+    _, steps, _, weights = run_to_resume(tmp_path, dtype="float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]
-    _, resumed, notes, ends = run(tmp_path, compose=compose, dtype=dtype, resume=True, run_dir="x")
+    _, resumed, notes, ends = run(tmp_path, dtype="float32", resume=True, run_dir="x")
     assert any("resumed after step 1" in note for note in notes)
     assert_equal_steps(resumed, steps[1:])
     assert all(map(torch.equal, ends, weights))
@@ -68,8 +64,9 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path, com
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(tmp_path):
-    _, steps, _, _ = run_to_resume(tmp_path, "tp2", sizes=ODD)
-    _, resumed, _, _ = run(tmp_path, "dp3", sizes=ODD, fsdp=True, resume=True, run_dir="x")
+    settings = {"sizes": ODD, "steps": 2, "eval_every": 9}
+    _, steps, _, _ = run_to_resume(tmp_path, "tp2", **settings)
+    _, resumed, _, _ = run(tmp_path, "dp3", fsdp=True, resume=True, run_dir="x", **settings)
     for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
@@ -167,13 +164,18 @@ def two(tmp_path_factory):
     return folder, *saved(folder, (6, 7))
 
 
-@pytest.mark.parametrize("how", quick(["missing", "truncated", "flipped"], ["flipped"]))
+@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(two, tmp_path, how):
     folder, run, state = two
     tmp_path = shutil.copytree(folder, tmp_path / "checkpoints")
     newest = complete_checkpoints(tmp_path)[7]
     largest = max((file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
-    for file in (largest, newest / "complete.json", newest / "manifest.ocdbt"):
+    files = {
+        "missing": ["complete.json", "manifest.ocdbt"],
+        "truncated": [largest],
+        "flipped": [largest, "complete.json", "manifest.ocdbt"],
+    }
+    for file in (newest / name for name in files[how]):
         before = file.read_bytes()
         damage(file, how)
         with saver_of(run, state, tmp_path, resume=True) as saver:

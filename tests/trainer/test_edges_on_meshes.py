@@ -69,8 +69,7 @@ def unequal_lengths(batch, metrics):
 
 
 EDGES = {
-    "ppo, uneven rows": Edge(PPO, rows(5, 2, 3, epochs=2, token_budget=24), unequal_lengths, uneven),
-    "ppo, one row": Edge(PPO, rows(1, 1), lambda batch, _: len(batch.length) == 1),
+    "ppo, uneven rows": Edge(PPO, rows(3, 2, 2, epochs=2, token_budget=24), unequal_lengths, uneven),
     "ppo, one row, a reward model": Edge(
         PPO, rows(1, 1, reward_model=True, token_budget=8), lambda batch, _: batch.scores.shape == (1, 2)
     ),
@@ -170,8 +169,8 @@ def collectives_of_a_step(job, mesh):
 def test_a_step_calls_no_more_collectives_on_more_ranks():
     """From prompts to updated weights; tests/cost has the trainer's part on more ranks than are here."""
     found = []
-    for mesh in ("dp2", "dp4"):
-        job = small_job(PPO, mesh=mesh, fsdp=True, batch_prompts=4, minibatches=2, max_new_tokens=2)
+    for mesh in ("dp2", "dp3"):
+        job = small_job(PPO, mesh=mesh, fsdp=True, minibatches=1, batch_prompts=3, max_new_tokens=2)
         found += launch(functools.partial(collectives_of_a_step, job), job.sizes, "cpu")
-    assert len(found) == 6 and sum(found[0].values()) > 50
+    assert len(found) == 5 and sum(found[0].values()) > 50
     assert all(one == found[0] for one in found)

@@ -122,7 +122,7 @@ def repeated(folder, job, mesh):
 CALCULATOR = {"task": "calculator", "reward": None, "episode_turns": 3}
 RUNS = {
     "two replicas": ({"place": "train:dp1 generate:dp2"}, {}),
-    "episodes, tp2": ({"place": "train:dp1 generate:tp2"}, CALCULATOR),
+    "episodes, tp2": ({"place": "train:dp1 generate:tp2"}, CALCULATOR | {"max_new_tokens": 4}),
     "clock, episodes": ({"place": "train:dp1 generate:dp2", "clock": "tokens"}, CALCULATOR),
 }
 
@@ -130,7 +130,7 @@ RUNS = {
 @pytest.mark.parametrize("name", quick(RUNS, ["two replicas"]))
 def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_alone(name, tmp_path):
     place, settings = RUNS[name]
-    job = small_job(rollout_is, save_rollouts=1, **SETTINGS, **place, **settings)
+    job = small_job(rollout_is, save_rollouts=1, **SETTINGS | place | settings)
     delayed = [2] if "clock" in place else [0, 2]  # by the clock no group is begun before the first evaluation ends
     outcome, observer, events = launch(functools.partial(watched, job, tmp_path, delayed), job.launched, "cpu")
     assert outcome.error is None

@@ -38,26 +38,27 @@ MESHES = {
 }
 
 
-def steps_on(mesh, sizes, router_bias_rate=0.0, **more):
-    how = {"task": "arithmetic_moe", "token_budget": 48, "steps": 2, "minibatches": 2} | more
+def steps_on(mesh, sizes, steps, router_bias_rate=0.0, **more):
+    how = {"task": "arithmetic_moe", "token_budget": 48, "steps": steps, "minibatches": 2} | more
     job = small_job(functools.partial(GRPO, entropy_coef=0.01), sizes, mesh=mesh, **how)
     job = dataclasses.replace(job, settings=with_flags(job.settings, router_bias_rate=router_bias_rate))
-    return launch(steps_program(job, 2), job.sizes, "cpu")
+    return launch(steps_program(job, steps), job.sizes, "cpu")
 
 
 @functools.cache
-def alone(deepseek):
-    return steps_on("dp1", DEEPSEEK, **BIASES) if deepseek else steps_on("dp1", EXPERTS, **LOSSES)
+def alone(deepseek, steps):
+    return steps_on("dp1", DEEPSEEK, steps, **BIASES) if deepseek else steps_on("dp1", EXPERTS, steps, **LOSSES)
 
 
 @pytest.mark.parametrize("case", quick(MESHES, ["ep2"]))
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
-    one, found = alone(sizes is DEEPSEEK), steps_on(mesh, sizes, **more)
+    steps = 2 if case == "ep2" else 1  # rows of the second are of weights that an update has changed
+    one, found = alone(sizes is DEEPSEEK, steps), steps_on(mesh, sizes, steps, **more)
     assert_same(found, one, 1e-9)
     if sizes is DEEPSEEK:
         (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (found, one))
-        assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 4 * 0.01 + 1e-12
+        assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 2 * 0.01 + 1e-12
     experts = [x for name, x in _grads(one) if "expert_" in name or name.endswith("router")]
     assert len(experts) == 4 and all(x.abs().max() > 1e-6 for x in experts)
 
@@ -65,7 +66,7 @@ def test_steps_are_those_of_one_process(case):
 @pytest.mark.slow
 def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_tokens():
     def steps(mesh, **more):
-        job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, **more)
+        job = small_job(GRPO, DEEPSEEK, task="arithmetic_moe", mesh=mesh, lora_rank=2, batch_prompts=2, **more)
         lora = Lora(2, 4.0, targets_of("all-linear", job.model))
         models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
         return launch(steps_program(dataclasses.replace(job, models=models, lora=lora), 2), job.sizes, "cpu")

@@ -22,7 +22,7 @@ from funrl.trainer.checkpoints.saved_rows import open_rows
 from funrl.trainer.placement.logged import read_groups
 
 pytestmark = pytest.mark.gloo
-STEPS = 4
+STEPS = 3
 SETTINGS = {"minibatches": 1, "steps": STEPS, "max_new_tokens": 12, "eval_every": 9, "save_rollouts": 1}
 EPISODES = {"task": "calculator", "reward": None, "samples_per_prompt": 3}
 

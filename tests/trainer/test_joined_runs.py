@@ -17,7 +17,7 @@ from joined_runs import FORK, KILLED, PLACE, generators, joined, joined_job, tra
 from selection import quick
 from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
 from test_episode_runs import Branching, episode_job
-from test_greedy_ahead import stale_remax
+from test_greedy_ahead import filtered_remax
 from test_refilled_runs import equal, reward, stale_dapo
 
 from funrl import trees
@@ -136,8 +136,12 @@ def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
 
 
 RUNS = {
-    "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True}, {"place": "train:dp2 generate:join", "fsdp": True}),
-    "episodes": (PPO, {"probe_sync_every": 1, "task": "calculator", "reward": None, "episode_turns": 3}, {}),
+    "fsdp": (GRPO, {"mesh": "dp2", "fsdp": True, "steps": 2}, {"place": "train:dp2 generate:join", "fsdp": True}),
+    "episodes": (
+        PPO,
+        {"probe_sync_every": 1, "task": "calculator", "reward": None, "episode_turns": 3, "steps": 2},
+        {},
+    ),
 }
 
 
@@ -150,7 +154,7 @@ def test_every_kind_of_run_has_the_same_bits(name, tmp_path):
     assert exits == {"one": 0}
 
 
-STALE = {"minibatches": 1, "steps": 5}
+STALE = {"minibatches": 1, "steps": 4}
 WAIT_S = 120.0  # for a step that does not come, as the evaluation waits for it
 
 
@@ -209,8 +213,8 @@ def test_rows_ahead_and_evaluations_beside_them_are_the_same_whoever_writes_them
         wanted = {"first": (None, None), "second": (None, "first")}
         ended, exits = joined(folders[0], wanted, rollout_is, **settings)
     assert exits == {"first": KILLED, "second": 0}
-    assert [step for kind, step in events if kind == "evaluated"] == [0, 2, 4, 5]
-    for step in (0, 2, 4):
+    assert [step for kind, step in events if kind == "evaluated"] == [0, 2, 4]
+    for step in (0, 2):
         assert events.index(("learned", step + 1)) < events.index(("evaluated", step))
     monkeypatch.setattr(rows_ahead, "evaluation_beside", lambda *_: None)  # steps wait for evaluations
     # After the first evaluation, step 1 and the rows ahead of step 2, of 4 iterations each; there are at least 28.
@@ -221,10 +225,10 @@ def test_rows_ahead_and_evaluations_beside_them_are_the_same_whoever_writes_them
     for _, metrics in (*ended[1].steps, *again[1].steps):
         assert metrics.pop("sync/verified", 1.0) == 1.0  # after an evaluation that is waited for, in its own step
     same(again, ended)
-    assert [step for step, metrics in ended[1].steps if "eval/reward" in metrics] == [1, 2, 4, 5]
+    assert [step for step, metrics in ended[1].steps if "eval/reward" in metrics] == [1, 2, 4]
     ledger.assert_once()
     steps = [metrics for _, metrics in ended[1].steps]
-    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True]
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
     assert ended[1].shown[0] == alone(rollout_is, **STALE)[1].shown[0]
 
@@ -246,7 +250,7 @@ def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same
     assert exits == {"first": KILLED, "second": 0}
     ledger.assert_once()
     steps = [metrics for _, metrics in observer.steps]
-    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True]
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for metrics in steps)
     log = read_groups(tmp_path)
     assert log is not None
@@ -256,7 +260,7 @@ def test_episodes_ahead_that_a_killed_generator_began_are_repeated_with_the_same
     done = replay(together, tmp_path, None, single(), Quiet(), source)
     assert [(step.step, str(part)) for step in done for part in step.differences if not part.agrees(0.0)] == []
     turns = [part.total for step in done for part in step.differences if part.kind == "turns"]
-    assert len(turns) == 5 and min(turns) >= 24
+    assert len(turns) == 4 and min(turns) >= 24
 
 
 @pytest.mark.slow
@@ -265,7 +269,9 @@ def test_episodes_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path)
     for name, place in {"one": PLACE, "two": "train:dp2 generate:join"}.items():
         folder = tmp_path / name
         folder.mkdir()
-        job = episode_job(rollout_is, Branching(), staleness=2, place=place, run_dir=str(folder), **STALE)
+        job = episode_job(
+            rollout_is, Branching(), staleness=2, place=place, run_dir=str(folder), **STALE | {"steps": 3}
+        )
         runs.append(joined_job(folder, ONE, job)[0])
     ended, again = runs
     assert ended[1].shown == again[1].shown
@@ -274,25 +280,23 @@ def test_episodes_ahead_of_several_ranks_have_the_bits_of_those_of_one(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compose", [stale_dapo, stale_remax])
-def test_rows_ahead_of_a_filter_or_beside_greedy_ones_are_those_of_any_generators(compose, tmp_path):
+def test_rows_ahead_of_a_filter_and_beside_greedy_ones_are_those_of_any_generators(tmp_path):
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
     settings = STALE | {"staleness": 2, "reward": reward}
-    ended, _ = joined(folders[0], ONE, compose, **settings)
+    ended, _ = joined(folders[0], ONE, filtered_remax, **settings)
     wanted = {"first": ((signal.SIGKILL, 13), None), "second": (None, "first")}
-    same(joined(folders[1], wanted, compose, **settings)[0], ended)
+    same(joined(folders[1], wanted, filtered_remax, **settings)[0], ended)
     steps = [metrics for _, metrics in ended[1].steps]
-    if compose is stale_dapo:
-        assert {step["filter_groups/kept_share"] * step["filter_groups/sampled_prompts"] for step in steps} == {4}
-        assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
-    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True, True]
+    assert {step["filter_groups/kept_share"] * step["filter_groups/sampled_prompts"] for step in steps} == {4}
+    assert any(metrics["filter_groups/dropped_prompts"] for metrics in steps)
+    assert [metrics["rollout/stale_gap_max"] > 0 for metrics in steps] == [False, True, True, True]
 
 
 @pytest.mark.slow
 def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp_path):
-    settings = {"steps": 6, "save_every": "1", "place": PLACE, "run_dir": str(tmp_path)}
+    settings = {"steps": 5, "save_every": "1", "place": PLACE, "run_dir": str(tmp_path)}
     job = small_job(GRPO, **settings)
     with generators(job, tmp_path, ONE) as started:
         first = FORK.Process(target=trained, args=(job, tmp_path))
@@ -306,7 +310,7 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
         steps = max(complete_checkpoints(str(tmp_path / "checkpoints")))
         ended = trained(small_job(GRPO, **settings, resume=True), tmp_path)
     _, _, weights = ended
-    _, plain, own = alone(steps=6)
+    _, plain, own = alone(steps=5)
     for (_, a), (_, b) in zip(ended[1].steps, plain.steps[steps:], strict=True):
         assert a["actor/grad_norm"] == b["actor/grad_norm"]
     for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True):
