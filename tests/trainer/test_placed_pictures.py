@@ -31,7 +31,7 @@ TOWERS = {"windows": TOWER, "deep": DEEP_TOWER}
 
 @functools.cache
 def run(tower="windows", compose=GRPO, **settings):
-    job = picture_job(compose, tower=TOWERS[tower], **{"freeze": "none"} | settings)
+    job = picture_job(compose, tower=TOWERS[tower], **{"freeze": "none", "steps": 2} | settings)
     return launch(functools.partial(rank_of, job), job.launched, "cpu")
 
 
@@ -68,7 +68,7 @@ JOINED = {"by turns": (GRPO, {}), "ahead": (rollout_is, {"staleness": 1, "miniba
 @pytest.mark.parametrize("name", quick(JOINED, []))
 def test_generators_that_join_see_the_pictures(name, tmp_path):
     compose, settings = JOINED[name]
-    given = {"place": PLACE, "run_dir": str(tmp_path), "freeze": "none"} | settings
+    given = {"place": PLACE, "run_dir": str(tmp_path), "freeze": "none", "steps": 2} | settings
     ended, exits = joined_job(tmp_path, {"one": (None, None)}, picture_job(compose, **given))
     assert exits == {"one": 0} and ended[0].error is None
     gaps = [metrics["rollout/logprob_gap_max"] for _, metrics in ended[1].steps]
@@ -81,7 +81,7 @@ AHEAD = SMALL | {
     "dtype": "float32",  # in which the bits of a row of a product do not depend on other rows
     "minibatches": 1,
     "steps": 3,
-    "max_new_tokens": 24,
+    "max_new_tokens": 12,
     "eval_every": 2,
     "save_every": "2",
     "save_rollouts": 1,
