@@ -49,7 +49,7 @@ LAYOUTS = {
 
 def _steps(**settings):
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
-    return run_steps(2, compose=compose, sizes=SIZES, batch_prompts=8, token_budget=64, **settings)
+    return run_steps(2, compose=compose, sizes=SIZES, token_budget=64, **settings)
 
 
 @functools.cache
