@@ -23,7 +23,7 @@ from funrl.trainer.loop import train_loop
 from funrl.trainer.replay import replay
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
-SAVED = {"save_rollouts": 1, "save_every": "2", "eval_every": 2, "minibatches": 2}
+SAVED = {"steps": 3, "save_rollouts": 1, "save_every": "2", "eval_every": 2, "minibatches": 2}
 
 
 def job(environment, **settings):
@@ -55,7 +55,7 @@ class Named(Rivals):
 
 
 RUNS = {
-    "states": (Named, ("policy", "rival"), {"agents": None, "steps": 3}),
+    "states": (Named, ("policy", "rival"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),
 }
@@ -117,7 +117,7 @@ def test_rows_are_trained_on_without_an_environment(run):
 @pytest.mark.slow
 def test_on_another_mesh_the_numbers_are_nearly_the_same(tmp_path):
     environment, agents, settings = RUNS["frozen"]
-    settings = settings | {"steps": 2}
+    settings = settings | {"steps": 1}
     folder = trained(tmp_path, environment(), mesh="dp2", **settings)
     for done in (generated(folder, agents, **settings), replayed(folder, job(Unasked(agents), **settings), None)):
         assert [name for name in unlike(done, 1e-9) if "digests" not in name[1]] == []
