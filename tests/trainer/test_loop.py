@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gloo
 
 @functools.cache
 def run(mesh, **settings):
-    return run_steps(mesh=mesh, **settings)
+    return run_steps(2, mesh=mesh, **settings)
 
 
 def test_the_run_that_is_compared_learns_something():
@@ -21,7 +21,7 @@ def test_the_run_that_is_compared_learns_something():
     )  # the first pass: the ratio is 1
     assert min(m["actor/grad_norm"] for m in run_["metrics"]) > 1e-3
     assert run_["metrics"][-1]["critic/grad_norm"] > 1e-3
-    assert len({tuple(b.tokens[b.mask].tolist()) for b in run_["batches"]}) == 3
+    assert len({tuple(b.tokens[b.mask].tolist()) for b in run_["batches"]}) == 2
 
 
 def test_ppo_in_float64():
@@ -38,4 +38,4 @@ def test_grpo_in_float64():
 def test_a_family_with_one_key_head_and_tied_weights_trains_on_tensor_ranks():
     switches = {"family": "qwen3", "qk_norm": True, "attention_bias": True, "tied": True, "kv_heads": 1}
     sizes = SIZES | switches
-    assert_same(run_steps(2, sizes=sizes, mesh="dp2,tp2"), run_steps(2, sizes=sizes), 1e-9)
+    assert_same(run_steps(1, sizes=sizes, mesh="tp2"), run_steps(1, sizes=sizes), 1e-9)

@@ -60,7 +60,7 @@ def on_device(rows, mask="mask"):
 @pytest.mark.parametrize("case", quick(CASES, ["a critic, a reference and a reward model"]))
 def test_no_micro_batch_waits_for_the_device(case, models):
     make, settings = CASES[case]
-    job = small_job(make, **{name: models.get(value, value) for name, value in settings.items()})
+    job = small_job(make, batch_prompts=3, **{name: models.get(value, value) for name, value in settings.items()})
     run, state = begin(job, single())
     rows, _, _ = scored_batch(run, state)
     frozen = trees.map(lambda x: x.to(META), run.frozen)
@@ -111,7 +111,9 @@ def read_numbers(reads):
 )
 def test_an_update_waits_once(optimizer, schedule):
     """It reads the loss, the gradient's norm and the number of tokens together, and nothing else."""
-    run, state = begin(small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1), single())
+    run, state = begin(
+        small_job(ppo, optimizer=optimizer, lr_schedule=schedule, weight_decay=0.1, batch_prompts=2), single()
+    )
     rows, _, _ = scored_batch(run, state)
     learning = {name: role for name, role in run.parts.roles.items() if role.loss is not None}
     (totals,) = denominators(learning, rows, [np.arange(len(rows.owner))])
@@ -137,7 +139,7 @@ QUICK = [("scoring", "item"), ("update", "item")]
 @pytest.fixture(scope="module")
 def updated():
     """Score rows and learn from them on the device, where nothing waits."""
-    run, state = begin(small_job(ppo), single())
+    run, state = begin(small_job(ppo, batch_prompts=2), single())
     rows, _, _ = scored_batch(run, state)
     role = run.parts.roles["policy"]
     (totals,) = denominators({"policy": role}, rows, [np.arange(len(rows.owner))])

@@ -178,7 +178,7 @@ def test_models_that_score_give_the_same_on_a_mesh(folders):
     }  # fmt: skip
     one = run_steps(1, **settings)
     assert one["batches"][0].scores.shape == (8, 4)
-    assert_same(run_steps(1, mesh="dp2,tp2", fsdp=True, **settings), one, 1e-9)
+    assert_same(run_steps(1, mesh="dp2", fsdp=True, **settings), one, 1e-9)
 
 
 def test_a_text_that_is_too_long_for_a_model_ends_the_run(folders, tmp_path):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from scripted_engine import ScriptedEngine
-from small_runs import Quiet, digits_reward, gap, scored_batch, small_job
+from small_runs import GRPO, Quiet, digits_reward, gap, scored_batch, small_job
 
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
@@ -161,7 +161,8 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
 
     found = []
     for workers in (0, 2):
-        job = small_job(mesh=mesh, generate_mesh=mesh, reward=reward, reward_workers=workers, queue="fixed")
+        settings = {"reward": reward, "reward_workers": workers, "queue": "fixed", "steps": 1, "eval_prompts": 2}
+        job = small_job(GRPO, mesh=mesh, generate_mesh=mesh, **settings)
         steps, params, rank, has = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
         assert has == (workers > 0)
         pids = {int(path.name.split()[1]) for path in tmp_path.glob(f"{workers} *")}

@@ -73,7 +73,7 @@ def job_of(folder, environment=None, **flags):
     return prepare(settings_of(**SMALL | given), GRPO, Given(environment=environment))
 
 
-def steps_on(folder, steps=2, **flags):
+def steps_on(folder, steps=1, **flags):
     job = job_of(folder, **flags)
     return launch(picture_steps(job, steps), job.sizes, "cpu")
 
@@ -104,7 +104,7 @@ def test_steps_are_those_of_one_process(folder, alone, mesh):
 
 @pytest.mark.slow
 def test_forks_show_the_pictures_before_them_again(folder):
-    one = steps_on(folder, steps=1, history="template")
+    one = steps_on(folder, history="template")
     metrics = one["metrics"][0]
     forks = {name: value for name, value in metrics.items() if name.startswith("episodes/forks/")}
     assert list(forks) == ["episodes/forks/truncated"] and len(one["batches"][0].tokens) > 8

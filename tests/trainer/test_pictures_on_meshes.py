@@ -34,12 +34,10 @@ from funrl.trainer.steps.optimizer import check_freeze, is_frozen
 
 pytestmark = pytest.mark.gloo
 MESHES = {
-    "dp2": {"mesh": "dp2"},
     "tp2": {"mesh": "tp2"},
     "tp2 split": {"mesh": "tp2", "split_residual": "on"},
     "fsdp2": {"mesh": "dp2", "fsdp": True, "token_budget": 32},  # small micro-batches
     "sp2": {"mesh": "sp2", "generate_mesh": "dp2"},
-    "dp2,tp2": {"mesh": "dp2,tp2", "fsdp": True},
     "dp2,tp2 balanced": {"mesh": "dp2,tp2", "fsdp": True, "balance": True},
     "dp2 balanced": {"mesh": "dp2", "balance": True},
     "tp2 split balanced": {"mesh": "tp2", "split_residual": "on", "balance": True},
@@ -47,30 +45,27 @@ MESHES = {
 }
 
 
-def steps_on(mesh, **more):
-    job = picture_job(functools.partial(GRPO, entropy_coef=0.01), mesh=mesh, steps=2, **{"freeze": "none"} | more)
-    return launch(picture_steps(job, 2), job.sizes, "cpu")
+def steps_on(mesh, steps=2, **more):
+    job = picture_job(functools.partial(GRPO, entropy_coef=0.01), mesh=mesh, steps=steps, **{"freeze": "none"} | more)
+    return launch(picture_steps(job, steps), job.sizes, "cpu")
 
 
-MODELS = {
-    "windows": {},
-    "deep": {"tower": DEEP_TOWER},
-    "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS},
-    "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS},
-    "tiled": {"tower": TILED_TOWER, "grids": TILED_GRIDS},
+MODELS = {  # a step each: what follows an update is with adapters below
+    "windows": {"steps": 1},
+    "deep": {"tower": DEEP_TOWER, "steps": 1},
+    "deep, experts": {"tower": DEEP_TOWER, "experts": EXPERTS, "steps": 1},
+    "square": {"tower": SQUARE_TOWER, "grids": SQUARE_GRIDS, "steps": 1},
+    "tiled": {"tower": TILED_TOWER, "grids": TILED_GRIDS, "steps": 1},
 }
 CASES = [  # each mesh, and each model on one
-    ("windows", "dp2"),
     ("windows", "sp2"),
-    ("windows", "dp2,tp2"),
     ("deep", "fsdp2"),
     ("deep, experts", "tp2 split"),
     ("square", "tp2"),
-    ("tiled", "sp2"),
-    ("deep", "dp2,tp2 balanced"),
     ("deep", "tp2 split balanced"),
     ("square", "dp2 balanced"),
     ("tiled", "sp2 balanced"),
+    ("windows", "dp2,tp2 balanced"),
 ]
 
 
@@ -152,12 +147,11 @@ def test_adapters_learn_beside_the_decoder_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["tp2", "dp2,tp2 balanced"])
-def test_adapters_of_the_tower_learn_where_they_are_named(mesh):
+def test_adapters_of_the_tower_learn_where_they_are_named():
     targets = ("q", "down", "qkv", "value", "proj", "up_proj", "down_proj", "first", "second")
-    given = {"lora_rank": 2, "freeze": None, "adapted": targets, "lr": 0.05} | MODELS["deep"]
+    given = {"lora_rank": 2, "freeze": None, "adapted": targets, "lr": 0.05, "tower": DEEP_TOWER}
     one = steps_on("dp1", **given)
-    assert_same(steps_on(**MESHES[mesh], **given), one, 1e-9)
+    assert_same(steps_on("tp2", **given), one, 1e-9)
     grads = trees.named(one["grads"][1]["policy"].tree)
     tower = {name for name, x in grads if name.startswith("vision/") and x.abs().max() > 1e-9}
     assert {name.split("/")[1] for name in tower} >= {"layers", "merger"}

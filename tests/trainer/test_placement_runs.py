@@ -64,7 +64,7 @@ def rank_of(job, mesh):
 
 @functools.cache
 def run(compose=GRPO, **settings):
-    job = small_job(compose, **settings)
+    job = small_job(compose, **{"steps": 2} | settings)
     return launch(functools.partial(rank_of, job), job.launched, "cpu")
 
 
@@ -103,8 +103,8 @@ def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
 
 RUNS = {
     "ppo": (PPO, {"epochs": 2, "minibatches": 2}),
-    "greedy baseline": (remax, {}),
-    "prime": (prime, {"max_refills": 2}),
+    "greedy baseline": (remax, {"steps": 1}),
+    "prime": (prime, {"max_refills": 2, "steps": 1}),
     "adapters": (GRPO, {"lora_rank": 2}),
     "curriculum of pairs": (online_dpo, {"difficulty": "0.2,0.8"}),
 }
@@ -119,19 +119,12 @@ def test_every_kind_of_run_has_the_same_bits_apart(name):
     assert all(metrics["sync/verified"] == 1 for _, metrics in placed.observer.steps)
 
 
-SCORING = {
-    "reference": (GRPO, {}, "train:dp2 generate:1 reference:dp2", {"mesh": "dp2"}),
-    "sharded": (PPO, {"fsdp": True}, "train:dp2 generate:1 reference:tp2", {"mesh": "dp2"}),
-}
-
-
-@pytest.mark.parametrize("name", quick(SCORING, []))
-def test_a_role_on_ranks_of_its_own_writes_the_same_numbers(name):
-    compose, settings, place, together = SCORING[name]
-    compose = functools.partial(compose, kl_coef=0.1)
-    placed = run(compose, place=place, **settings)
-    assert_same_runs(placed, run(compose, **together, **settings), 1e-9)
-    assert placed.observer.steps[-1][1]["actor/kl_loss" if name == "reference" else "actor/reward_kl_penalty"] != 0
+@pytest.mark.slow
+def test_a_role_on_ranks_of_its_own_writes_the_same_numbers():
+    compose, settings = functools.partial(PPO, kl_coef=0.1), {"fsdp": True}
+    placed = run(compose, place="train:dp2 generate:1 reference:tp2", **settings)
+    assert_same_runs(placed, run(compose, mesh="dp2", **settings), 1e-9)
+    assert placed.observer.steps[-1][1]["actor/reward_kl_penalty"] != 0
 
 
 @pytest.mark.slow
@@ -188,14 +181,14 @@ def test_runs_may_keep_caches():
 
 @pytest.mark.slow
 def test_many_steps_ahead_and_evaluations_between_them_end():
-    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 7}))
-    assert ended.observer.steps[-1][0] == 7
+    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 6}))
+    assert ended.observer.steps[-1][0] == 6
     check_ages([metrics for _, metrics in ended.observer.steps], 4)
 
 
 @pytest.mark.slow
 def test_groups_overtake_each_other_within_the_window():
-    ended = run(rollout_is, staleness=1, window=4, **(STALE | {"place": "train:dp1 generate:dp2", "steps": 8}))
+    ended = run(rollout_is, staleness=1, window=4, **(STALE | {"place": "train:dp1 generate:dp2", "steps": 5}))
     check_ages([metrics for _, metrics in ended.observer.steps], 2)
 
 
@@ -315,13 +308,13 @@ def rank_in(job, folder, mesh):
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_path):
-    whole = run(steps=4, eval_every=2, save_every="2")
+    whole = run(eval_every=1, save_every="1")
     places: list[dict[str, Any]] = [{"place": "generate:1"}, {"place": "train:dp2 generate:1", "resume": True}]
-    for steps, place in zip((2, 4), places, strict=True):
-        job = small_job(GRPO, steps=steps, eval_every=2, save_every="2", run_dir=str(tmp_path), **place)
+    for steps, place in zip((1, 2), places, strict=True):
+        job = small_job(GRPO, steps=steps, eval_every=1, save_every="1", run_dir=str(tmp_path), **place)
         ended = launch(functools.partial(rank_in, job, str(tmp_path)), job.launched, "cpu")
-    assert list(complete_checkpoints(str(tmp_path))) == [2, 4]
-    for (_, a), (_, b) in zip(ended.observer.steps, whole.observer.steps[2:], strict=True):
+    assert list(complete_checkpoints(str(tmp_path))) == [1, 2]
+    for (_, a), (_, b) in zip(ended.observer.steps, whole.observer.steps[1:], strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-9)
     assert ended.observer.shown[-1] == whole.observer.shown[-1]
 

@@ -11,7 +11,7 @@ from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import SettingsError
 
 NEXT = {
-    "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"], "hidden_size": 16,
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "hidden_size": 16,
     "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
     meshes = {"dp1": (), "tp2": ("--split_residual=on",), "sp2": ("--fsdp", "--remat=selective")}
     changes = learn_from_texts(meshes, folder, tmp_path)
-    assert changes["model.layers.1.linear_attn.in_proj_qkvz.weight"] > 1e-4
+    assert changes["model.layers.0.linear_attn.in_proj_qkvz.weight"] > 1e-4
     samples = {(tmp_path / mesh / "samples.jsonl").read_text() for mesh in meshes}
     assert len(samples) == 1 and len(samples.pop().splitlines()) >= 8
 
@@ -66,8 +66,8 @@ def test_it_completes_texts(folder):
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_it_learns_by_its_own_samples_alike_on_every_mesh(folder, tmp_path):
-    meshes = {"dp1": (), "dp2": ("--fsdp",), "tp2": ("--new_tokens_per_step=6", "--state_snapshot_tokens=16")}
+    meshes = {"dp1": (), "tp2": ("--new_tokens_per_step=6", "--state_snapshot_tokens=16")}
     meshes |= {"sp2": ("--token_budget=32",)}
     rows, gap = learn_by_samples(meshes, folder, tmp_path)
     assert gap < 1e-10
-    assert_equal_metrics(rows, ("dp2", "sp2"), "train/loss")
+    assert_equal_metrics(rows, ("sp2",), "train/loss")

@@ -83,7 +83,7 @@ def test_a_step_is_made_again_with_the_threads_of_the_run(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run on two ranks, its job and its metrics."""
-    folder, job = tmp_path_factory.mktemp("saved"), job_of("ppo", mesh="dp2")
+    folder, job = tmp_path_factory.mktemp("saved"), job_of("ppo", mesh="dp2", steps=2)
     return folder, job, trained(folder, job)
 
 
@@ -91,11 +91,11 @@ def saved(tmp_path_factory):
 @pytest.mark.slow
 def test_rows_of_two_ranks_are_replayed_on_two_and_on_one(saved):
     folder, job, _ = saved
-    assert sorted(path.name for path in (folder / "rollouts/step-4").iterdir()) == [
+    assert sorted(path.name for path in (folder / "rollouts/step-2").iterdir()) == [
         "record.json", "rows-0.safetensors", "rows-1.safetensors", "table.safetensors"
     ]  # fmt: skip
-    assert unlike(replayed(folder, job, 4)) == []
-    alone = replayed(folder, job_of("ppo"), 4)
+    assert unlike(replayed(folder, job, 2)) == []
+    alone = replayed(folder, job_of("ppo", steps=2), 2)
     assert [part.name for part in alone[1].differences if part.kind == "weights" and part.count], "other roundings"
     sizes = [part.largest for one in alone for part in one.differences if part.kind != "digests"]
     assert 0 < max(sizes) < 1e-9
@@ -105,7 +105,7 @@ def test_rows_of_two_ranks_are_replayed_on_two_and_on_one(saved):
 def test_saved_rows_are_a_source_like_any_other(saved):
     folder, _, steps = saved
     observer = Quiet()
-    train_loop(job_of("ppo", save_rollouts=0), single(), observer, replay_source(folder / "rollouts"))
+    train_loop(job_of("ppo", steps=2, save_rollouts=0), single(), observer, replay_source(folder / "rollouts"))
     for (step, metrics), (number, expected) in zip(observer.steps, steps, strict=True):
         names = [name for name in expected if not measured(name) and not name.startswith(("eval/", "sync/"))]
         assert step == number

@@ -23,7 +23,7 @@ from funrl.trainer.loop import train_loop
 from funrl.trainer.replay import replay
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
-SAVED = {"save_rollouts": 1, "save_every": "2", "eval_every": 2, "minibatches": 2}
+SAVED = {"steps": 2, "save_rollouts": 1, "save_every": "1", "eval_every": 2, "minibatches": 2}
 
 
 def job(environment, **settings):
@@ -31,7 +31,7 @@ def job(environment, **settings):
 
 
 def trained(folder, environment, **settings):
-    """Train three steps; the run's folder."""
+    """Train two steps; the run's folder."""
     job_of_run = job(environment, **settings)
     launch(lambda mesh: train_loop(job_of_run, mesh, Quiet(str(folder / "checkpoints"))), job_of_run.sizes, "cpu")
     return folder
@@ -55,7 +55,7 @@ class Named(Rivals):
 
 
 RUNS = {
-    "states": (Named, ("policy", "rival"), {"agents": None, "steps": 3}),
+    "states": (Named, ("policy", "rival"), {"agents": None}),
     "failures": (Fails, ("policy",), {"agents": None}),
     "frozen": (Rivals, ("policy", "rival"), {"agents": "rival:frozen:2"}),
 }
@@ -70,10 +70,10 @@ def run(request, tmp_path_factory):
 def test_generated_again_every_bit_is_the_same(run):
     folder, agents, settings = run
     done = generated(folder, agents, **settings)
-    assert [one.step for one in done] == [1, 2, 3] and unlike(done) == []
-    turns = [part for part in done[2].differences if part.kind == "turns"]
+    assert [one.step for one in done] == [1, 2] and unlike(done) == []
+    turns = [part for part in done[1].differences if part.kind == "turns"]
     assert turns[0].total == sum(
-        node["sampled"] for logged in read_episodes(folder / "rollouts", 3) for node in to_record(logged.episode).nodes
+        node["sampled"] for logged in read_episodes(folder / "rollouts", 2) for node in to_record(logged.episode).nodes
     )
     compared = {part.name for one in done for part in one.differences}
     assert {"tokens", "rollout_logp", "weights of policy by their digests", "state of the checkpoint"} <= compared
@@ -81,8 +81,8 @@ def test_generated_again_every_bit_is_the_same(run):
 
 def test_one_step_is_generated_again_from_a_checkpoint(run):
     folder, agents, settings = run
-    done = generated(folder, agents, step=3, **settings)
-    assert [one.step for one in done] == [3] and unlike(done) == []
+    done = generated(folder, agents, step=2, **settings)
+    assert [one.step for one in done] == [2] and unlike(done) == []
 
 
 @pytest.mark.slow
@@ -110,14 +110,14 @@ class Unasked:
 def test_rows_are_trained_on_without_an_environment(run):
     folder, agents, settings = run
     done = replayed(folder, job(Unasked(agents), **settings), None)
-    assert [one.step for one in done] == [1, 2, 3] and unlike(done) == []
+    assert [one.step for one in done] == [1, 2] and unlike(done) == []
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_on_another_mesh_the_numbers_are_nearly_the_same(tmp_path):
     environment, agents, settings = RUNS["frozen"]
-    settings = settings | {"steps": 2}
+    settings = settings | {"steps": 1}
     folder = trained(tmp_path, environment(), mesh="dp2", **settings)
     for done in (generated(folder, agents, **settings), replayed(folder, job(Unasked(agents), **settings), None)):
         assert [name for name in unlike(done, 1e-9) if "digests" not in name[1]] == []

@@ -1,21 +1,22 @@
 """A run that fails on one rank: the ranks that still hold the whole state save it, and the run goes on from there."""
 
+import functools
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import start_python
 from small_runs import GRPO, Quiet, small_job
 
 from funrl import trees
 from funrl.mesh.launch import Waiting, WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
+from funrl.processes.store import keep_store, listen
 from funrl.trainer import loop
 from funrl.trainer.checkpoints import rescue
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -49,6 +50,12 @@ def run(folder, mesh, fail=None, stalled_s=None, **settings):
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
     return launch(program, job.sizes, "cpu", waiting=Waiting(stalled_s=stalled_s))
+
+
+@functools.cache
+def whole(**settings):
+    """`run` to its end, on two ranks."""
+    return run(None, "dp2", **settings)
 
 
 def stopped(rank):
@@ -97,7 +104,7 @@ def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same
     assert list(complete_checkpoints(tmp_path)) == [2]
     if mesh == "dp2":
         resumed, weights = run(str(tmp_path), mesh, resume=True, run_dir="x", **settings)
-        steps, expected = run(None, mesh, **settings)
+        steps, expected = whole(**settings)
         assert [step for step, _ in resumed] == [3]
         assert resumed[0][1]["actor/pg_loss"] == steps[2][1]["actor/pg_loss"]
         assert all(map(torch.equal, weights, expected))
@@ -115,15 +122,29 @@ def test_what_no_rank_holds_any_more_is_not_saved(mesh, settings, tmp_path):
     assert not list(Path(tmp_path).glob(".step-*.last"))
 
 
+OF_TORCHRUN = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+OF_TORCHRUN |= {f"TORCHELASTIC_{name}": x for name, x in (("USE_AGENT_STORE", "True"), ("RUN_ID", "run"))}
+
+
 @pytest.mark.slow
 def test_the_state_of_a_run_of_torchrun_whose_first_rank_is_killed_is_saved(tmp_path):
+    """Two ranks with the variables and the store of torchrun, which ends the other ranks by SIGTERM."""
     script = tmp_path / "program.py"
     script.write_text(f"import test_rescue\ntest_rescue.run({str(tmp_path)!r}, 'dp2', test_rescue.killed(0))\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)],
-        capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
-    assert done.returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], done.stderr
+    listener = listen()
+    environment = os.environ | OF_TORCHRUN | {"MASTER_PORT": str(listener.getsockname()[1])}
+    ranks = [start_python([str(script)], environment | {"RANK": x, "LOCAL_RANK": x}) for x in "01"]
+    server = keep_store(listener)
+    try:
+        assert ranks[0].wait(timeout=300) == -signal.SIGKILL
+        ranks[1].terminate()
+        _, said = ranks[1].communicate(timeout=300)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        del server
+    assert ranks[1].returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], said
 
 
 def test_one_device_saves_itself_and_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from joined_runs import joined
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
-from test_asynchronous_replay import STEPS, check_resumed, repeated, trained
+from test_asynchronous_replay import check_resumed, repeated, trained
 from test_clock_runs import differences, differing_files
 from test_clock_runs import run as run_by_clock
 from test_greedy_ahead import stale_remax
@@ -43,18 +43,18 @@ def without_large():
     return dataclasses.replace(stale_dapo(), filter=mean_between(-50, 50))
 
 
+STEPS = 3
 AHEAD = {
-    "on the ranks that train": (rollout_is, ["reward_model"], "train:1 generate:1", {}),
-    "both": (rollout_is, ["reward_model", "judge"], "train:1 generate:tp2 judge:1", {}),
+    "on the ranks that train and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
     "with a filter": (without_large, ["judge"], "train:1 generate:2", {"max_refills": 6, "reward": large_for_some}),
 }
 
 
-@pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train"]))
+@pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train and on others"]))
 def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     compose, names, place, further = AHEAD[name]
-    flags = REPLAYED | settings_of(folders, *names)
+    flags = REPLAYED | {"steps": STEPS} | settings_of(folders, *names)
     job = small_job(compose, place=place, staleness=2, save_rollouts=1, **flags, **further)
     error, steps = launch(functools.partial(trained, tmp_path, job), job.launched, "cpu")
     assert error is None and len(steps) == STEPS
@@ -85,10 +85,10 @@ def test_a_resumed_run_takes_each_group_once(folders, tmp_path):
 
 @pytest.mark.slow
 def test_runs_by_the_clock_are_the_same_twice(folders, tmp_path):
-    flags = settings_of(folders, "judge") | {"place": "train:1 generate:1 judge:1"}
+    flags = settings_of(folders, "judge") | {"place": "train:1 generate:1 judge:1", "steps": 3}
     runs = [tmp_path / "one", tmp_path / "other"]
     one, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
-    assert differences(one, other) + differing_files(runs, 4) == []
+    assert differences(one, other) + differing_files(runs, 3) == []
     assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
 
 
@@ -189,20 +189,20 @@ def dies_meanwhile(answer, requests, number, waits_for):
 
 
 ENDS = {
-    "a rank that trains dies": (True, timedelta(minutes=10), "rank 1 ended with status 1"),
-    "the model hangs": (False, timedelta(seconds=8), "the reward_model's scores"),
+    "a rank that trains dies": (True, "train:dp2", timedelta(minutes=10), "rank 1 ended with status 1"),
+    "the model hangs": (False, "train:1", timedelta(seconds=8), "the reward_model's scores"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_ends_while_a_model_scores_leaves_its_state_and_its_log(name, folders, tmp_path, monkeypatch):
-    dies, timeout, message = ENDS[name]
+    dies, place, timeout, message = ENDS[name]
     monkeypatch.setattr(completion_scores, "check_scores", hangs)
     if dies:
         answer = Requests.answer
         monkeypatch.setattr(Requests, "answer", lambda *given: dies_meanwhile(answer, *given))
-    flags = {"place": "train:dp2 generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
+    flags = {"place": f"{place} generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
     job = small_job(rollout_is, minibatches=1, steps=4, **flags, **settings_of(folders, "reward_model"))
     with pytest.raises(WorkerError, match=message):
         launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=Waiting(timeout))

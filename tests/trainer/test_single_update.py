@@ -14,7 +14,6 @@ from funrl.trainer.jobs.job import needs_old_scores
 from funrl.trainer.loop import learn_batch
 
 ALGORITHMS = {
-    "grpo": GRPO,
     "entropy": functools.partial(GRPO, entropy_coef=0.1),
     "ppo without a penalty": functools.partial(PPO, kl_coef=0),
 }

@@ -21,7 +21,7 @@ from funrl.trainer.steps.skipped import Skips, Suspects, cause_in
 from funrl.trainer.steps.step import NotFiniteError
 from funrl.trainer.steps.step_rows import rows_of
 
-SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 4, "queue": "fixed"}
+SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 3, "queue": "fixed"}
 
 
 def run(folder, huge, **settings):
@@ -42,8 +42,8 @@ def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path)
     prompt = prompt_batch(small_job().task.prompts, 4, 0, 4)[3].text  # of step 2
     outcome, steps, notes, whole = run(tmp_path, {prompt}, mesh="dp2", minibatches=1)
     assert outcome.error is None and whole
-    assert [metrics["update/skipped"] for _, metrics in steps] == [0, 1, 0, 0]
-    assert ["actor/pg_loss" in metrics for _, metrics in steps] == [True, False, True, True]
+    assert [metrics["update/skipped"] for _, metrics in steps] == [0, 1, 0]
+    assert ["actor/pg_loss" in metrics for _, metrics in steps] == [True, False, True]
     (note,) = [note for note in notes if "left out" in note]
     assert note.startswith("step 2, policy: the gradient's norm is ") and "--lr" not in note
     assert "score of row " in note and "e+30: the reward function gave it" in note
@@ -128,9 +128,8 @@ SETTINGS_OF_TERMS = {key: x for key, x in SETTINGS.items() if key != "compose"} 
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", ["dp1", "dp2"])
-def test_a_term_whose_derivative_is_not_finite_is_named_and_not_the_learning_rate(tmp_path, mesh):
-    outcome, _ = run_with_term(tmp_path, root_at_one, mesh=mesh)
+def test_a_term_whose_derivative_is_not_finite_is_named_and_not_the_learning_rate(tmp_path):
+    outcome, _ = run_with_term(tmp_path, root_at_one, mesh="dp2")
     assert outcome.error.startswith("step 1, policy: the gradient's norm is nan and the loss ")
     assert "term root_at_one, number 2 of 2 that are added (" in outcome.error and "test_skipped.py:" in outcome.error
     assert "its derivative, where its loss is finite, is not finite on " in outcome.error

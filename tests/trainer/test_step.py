@@ -30,7 +30,7 @@ from funrl.trainer.steps.step_rows import split_rows, take
 
 MANY = 1 << 20  # tokens: everything in one micro-batch
 FEW = 24  # tokens: one or two rows in a micro-batch
-PLAIN: dict[str, Any] = {"batch_prompts": 5, "samples_per_prompt": 3, "max_new_tokens": 6}
+PLAIN: dict[str, Any] = {"batch_prompts": 4, "samples_per_prompt": 3, "max_new_tokens": 6}
 
 
 @functools.cache
@@ -56,10 +56,7 @@ def jiggle(x):
     return x + 0.3 * noise
 
 
-def compositions():
-    entropy = functools.partial(PPO, entropy_coef=0.1)
-    cases = [entropy, pytest.param(GRPO, marks=pytest.mark.slow)]
-    return pytest.mark.parametrize("compose", cases, ids=["ppo with entropy", "grpo"])
+WITH_ENTROPY = functools.partial(PPO, entropy_coef=0.1)
 
 
 def moved(state):
@@ -77,9 +74,8 @@ def norm(tree):
     return torch.cat([x.reshape(-1) for x in trees.leaves(tree)]).norm().item()
 
 
-@compositions()
-def test_micro_batches_change_nothing(compose):
-    run, state, rows = scored(compose)
+def test_micro_batches_change_nothing():
+    run, state, rows = scored(WITH_ENTROPY)
     state = moved(state)
     whole = gradients(run, state, rows, MANY)
     assert all(norm(one.tree) > 1e-2 for one in whole.values())
@@ -87,10 +83,9 @@ def test_micro_batches_change_nothing(compose):
         assert_equal(gradients(run, state, rows, budget), whole)
 
 
-@compositions()
-def test_padding_changes_nothing(compose):
+def test_padding_changes_nothing():
     """Wider rows, other pad tokens, and anything at all in the fields outside of the mask."""
-    run, state, rows = scored(compose)
+    run, state, rows = scored(WITH_ENTROPY)
     state = moved(state)
     whole = gradients(run, state, rows, MANY)
     at_T = torch.arange(rows.batch.tokens.shape[1] + 24)
@@ -106,9 +101,8 @@ def test_padding_changes_nothing(compose):
         assert_equal(gradients(run, state, wide, budget), whole)
 
 
-@compositions()
-def test_the_order_of_rows_changes_nothing(compose):
-    run, state, rows = scored(compose)
+def test_the_order_of_rows_changes_nothing():
+    run, state, rows = scored(WITH_ENTROPY)
     order = torch.randperm(len(rows.owner), generator=torch.Generator().manual_seed(0))
     shuffled = take(rows, order.numpy())
     assert_equal(gradients(run, state, shuffled, 100), gradients(run, state, rows, MANY))
@@ -199,7 +193,7 @@ def hand_gradient(mesh, rows, budget):
 @pytest.mark.gloo
 def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
     """One to nine rows over four data ranks: the closed form, on every rank's parameters."""
-    cases = [(1, 8), (2, MANY), (3, 8), (4, MANY), (5, 8), (9, 16)]
+    cases = [(1, 8), (3, MANY), (5, 8), (9, 16)]
     over_ranks = launch(
         lambda mesh: [hand_gradient(mesh, *case) for case in cases], {**single().sizes, "data": 4}, "cpu"
     )
@@ -238,7 +232,7 @@ def test_fewer_rows_than_data_ranks_in_a_mini_batch():
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_a_run_whose_mini_batches_have_fewer_rows_than_ranks():
-    settings = {"batch_prompts": 4, "samples_per_prompt": 2, "minibatches": 7}  # mini-batches of two rows, and of fewer
+    settings = {"batch_prompts": 2, "minibatches": 3}  # mini-batches of two rows, and of fewer
     assert_same(run_steps(1, mesh="dp3", **settings), run_steps(1, **settings), 1e-9)
 
 
