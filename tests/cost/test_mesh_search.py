@@ -87,7 +87,8 @@ def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["ep8,tp8"])
 def test_the_formula_is_near_the_trace_of_a_model_with_experts(mesh, tmp_path):
-    nbytes, seconds = compared(tmp_path, QWEN3_30B, mesh=mesh, fsdp=True, token_budget=4096)
+    sizes = QWEN3_30B | {"num_hidden_layers": 3}
+    nbytes, seconds = compared(tmp_path, sizes, mesh=mesh, fsdp=True, token_budget=4096)
     assert 2 / 3 < nbytes < 1.5 and 2 / 3 < seconds < 1.5
 
 
@@ -162,23 +163,24 @@ def limited(tmp_path, memory, **given):
 
 @pytest.mark.slow
 def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
     _, found = limited(tmp_path, 10e6)
     best = found.best[0]
     assert best.sensible and best.flags["token_budget"] < 4096
     wider = with_flags(best.settings, token_budget=4096)
     needed = dry_run.estimate(dry_run.plain_job(wider, recipe("grpo")(), 10e6), 40, CPU)
     assert peak_of(needed).nbytes > 10e6 * USABLE
-    monkeypatch.setattr(mesh_search, "BEST", 1)
     _, found = limited(tmp_path, 1e9)
     assert all("token_budget" not in one.flags and "remat" not in one.flags for one in found.best)
 
 
 @pytest.mark.slow
 def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, monkeypatch, traced_once):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setattr(split_variants, "RANKS_PER_NODE", 1)  # so that tp2 spans two
     _, found = limited(tmp_path, 1e9)
-    assert found.best[0].sensible and [one.nodes for one in found.best] == sorted(one.nodes for one in found.best)
-    assert any("tp over 2 nodes" in one.reason for one in found.others) or found.best[-1].nodes == 2
+    assert found.best[0].sensible and found.best[0].nodes == 1
+    assert any("tp over 2 nodes" in one.reason for one in found.others)
     flags, found = limited(tmp_path, 10.2e6)
     best = found.best[0]
     assert best.fits and not best.sensible and best.nodes == 2
@@ -189,7 +191,7 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
     assert said.startswith("nothing sensible fits 2 devices; ") and "not sensible: tp over 2 nodes" in said
 
 
-def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch):
+def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch, traced_once):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=9e6))
     flags, found = limited(tmp_path, 9e6)
@@ -217,7 +219,7 @@ def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatc
     assert "80 layers over nodes" in pipeline
 
 
-def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys):
+def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys, traced_once):
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=auto:16", "--text_tokens=64", "--batch_prompts=64", "--dry_run"]
     assert main("sft", ["sft", *flags], "sft") == 0
