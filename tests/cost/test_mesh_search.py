@@ -173,9 +173,10 @@ def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path,
 
 @pytest.mark.slow
 def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, monkeypatch, traced_once):
-    monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setattr(split_variants, "RANKS_PER_NODE", 1)  # so that tp2 spans two
-    _, found = limited(tmp_path, 1e9)
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh_search, "BEST", 1)
+        _, found = limited(tmp_path, 1e9)
     assert found.best[0].sensible and found.best[0].nodes == 1
     assert any("tp over 2 nodes" in one.reason for one in found.others)
     flags, found = limited(tmp_path, 10.2e6)
