@@ -12,7 +12,6 @@ import join_chaos
 pytestmark = [pytest.mark.gloo, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_kills_of_generators_lose_nothing(staleness, tmp_path):
-    plan = join_chaos.Plan(steps=4, kills=2, outages=1, stops=False, seed=0, staleness=staleness)
-    assert join_chaos.survive(tmp_path, plan).startswith(f"staleness {staleness}, 4 steps, 2 kills")
+def test_kills_of_generators_lose_nothing(tmp_path):
+    plan = join_chaos.Plan(steps=4, kills=2, outages=1, stops=False, seed=0, staleness=2)
+    assert join_chaos.survive(tmp_path, plan).startswith("staleness 2, 4 steps, 2 kills")

@@ -2,21 +2,19 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-def run(folder, *flags, program=(str(BENCHMARKS / "gpu.py"),)):
+def run(folder, *flags, program=BENCHMARKS / "gpu.py"):
     """Run the program; its exit status, its output, and its table."""
-    command = [sys.executable, *program, "--device=cpu", "--small", f"--out={folder}/table", *flags]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{BENCHMARKS}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    words = [str(program), "--device=cpu", "--small", f"--out={folder}/table", *flags]
+    done = run_python(words, folder, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout_s=300)
     table = folder / "table.json"
     return done, json.loads(table.read_text())["rows"] if table.exists() else []
 
@@ -40,8 +38,9 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     assert all(line in done.stdout for line in text.splitlines()[2:])
 
 
-BROKEN = """
+BROKEN = f"""
 import sys, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
 import gpu
 from gpu_parts.rows import Row
 
@@ -69,7 +68,8 @@ gpu.app.run(gpu.main)
 
 
 def test_what_fails_is_a_row_and_the_rest_goes_on(tmp_path):
-    done, rows = run(tmp_path, "--seconds=8", program=("-c", BROKEN))
+    (tmp_path / "broken.py").write_text(BROKEN)
+    done, rows = run(tmp_path, "--seconds=8", program=tmp_path / "broken.py")
     assert done.returncode == 1 and "failed: broken, ended, slow" in done.stderr
     notes = [(row["part"], row["value"], row["failed"], row["note"]) for row in rows]
     assert notes == [

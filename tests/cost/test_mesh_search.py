@@ -4,7 +4,6 @@ import json
 
 import pytest
 from dry_jobs import CPU, H100, LLAMA_70B, QWEN3_30B, plain, settings, write_config
-from selection import quick
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
@@ -24,7 +23,6 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import check_values, mesh_sizes, with_flags
 
 ALL = ("data", "expert", "tensor")
-ROOM = {"v5e": "14.7 GB", "v5p": "87.4 GB", "v6e": "29.4 GB"}
 
 
 def written(found):
@@ -87,7 +85,8 @@ def test_the_formula_is_near_the_trace_of_a_70b(mesh, fsdp, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["ep8,tp8"])
 def test_the_formula_is_near_the_trace_of_a_model_with_experts(mesh, tmp_path):
-    nbytes, seconds = compared(tmp_path, QWEN3_30B, mesh=mesh, fsdp=True, token_budget=4096)
+    sizes = QWEN3_30B | {"num_hidden_layers": 3}
+    nbytes, seconds = compared(tmp_path, sizes, mesh=mesh, fsdp=True, token_budget=4096)
     assert 2 / 3 < nbytes < 1.5 and 2 / 3 < seconds < 1.5
 
 
@@ -126,14 +125,13 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch, traced_once):
         chosen_mesh(with_flags(flags, mesh="auto:2"), algorithm, CPU._replace(memory=1e6))
 
 
-@pytest.mark.parametrize("kind", quick(ROOM, ["v5e"]))
-def test_a_mesh_of_tpus_is_chosen_for_their_memory_and_dtype(kind, tmp_path, monkeypatch):
+def test_a_mesh_of_tpus_is_chosen_for_their_memory_and_dtype(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     model = write_config(tmp_path, num_hidden_layers=1)
-    flags = settings(mesh="auto:2", model=model, hardware=kind, dry_run=True, prompt_tokens=40)
-    said = dry_report.dry_run(flags, recipe("grpo"), ["funrl grpo", "--mesh=auto:2", f"--hardware={kind}"])
+    flags = settings(mesh="auto:2", model=model, hardware="v5e", dry_run=True, prompt_tokens=40)
+    said = dry_report.dry_run(flags, recipe("grpo"), ["funrl grpo", "--mesh=auto:2", "--hardware=v5e"])
     assert said.startswith("the best of 4 ways to split the run over 2 devices:\n  ")
-    assert f"of a device's {ROOM[kind]}" in said and f"bfloat16, 2 devices ({kind})" in said
+    assert "of a device's 14.7 GB" in said and "bfloat16, 2 devices (v5e)" in said
 
 
 @pytest.mark.slow
@@ -162,13 +160,13 @@ def limited(tmp_path, memory, **given):
 
 @pytest.mark.slow
 def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(mesh_search, "BEST", 1)
     _, found = limited(tmp_path, 10e6)
     best = found.best[0]
     assert best.sensible and best.flags["token_budget"] < 4096
     wider = with_flags(best.settings, token_budget=4096)
     needed = dry_run.estimate(dry_run.plain_job(wider, recipe("grpo")(), 10e6), 40, CPU)
     assert peak_of(needed).nbytes > 10e6 * USABLE
-    monkeypatch.setattr(mesh_search, "BEST", 1)
     _, found = limited(tmp_path, 1e9)
     assert all("token_budget" not in one.flags and "remat" not in one.flags for one in found.best)
 
@@ -176,9 +174,11 @@ def test_a_smaller_token_budget_is_tried_if_the_given_one_does_not_fit(tmp_path,
 @pytest.mark.slow
 def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, monkeypatch, traced_once):
     monkeypatch.setattr(split_variants, "RANKS_PER_NODE", 1)  # so that tp2 spans two
-    _, found = limited(tmp_path, 1e9)
-    assert found.best[0].sensible and [one.nodes for one in found.best] == sorted(one.nodes for one in found.best)
-    assert any("tp over 2 nodes" in one.reason for one in found.others) or found.best[-1].nodes == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(mesh_search, "BEST", 1)
+        _, found = limited(tmp_path, 1e9)
+    assert found.best[0].sensible and found.best[0].nodes == 1
+    assert any("tp over 2 nodes" in one.reason for one in found.others)
     flags, found = limited(tmp_path, 10.2e6)
     best = found.best[0]
     assert best.fits and not best.sensible and best.nodes == 2
@@ -189,7 +189,7 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
     assert said.startswith("nothing sensible fits 2 devices; ") and "not sensible: tp over 2 nodes" in said
 
 
-def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch):
+def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch, traced_once):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=9e6))
     flags, found = limited(tmp_path, 9e6)
@@ -217,7 +217,7 @@ def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatc
     assert "80 layers over nodes" in pipeline
 
 
-def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys):
+def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys, traced_once):
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=auto:16", "--text_tokens=64", "--batch_prompts=64", "--dry_run"]
     assert main("sft", ["sft", *flags], "sft") == 0

@@ -12,6 +12,7 @@ from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cost.placement import place_search as searching
 from funrl.cost.placement.place_search import chosen_place, place_search, reasons_text, train_counts
 from funrl.cost.placement.role_pools import model_of, roles_to_move, scoring_pools_of
+from funrl.cost.reports import dry_report
 from funrl.cost.reports.dry_report import dry_run
 from funrl.cost.reports.places_report import places_text
 from funrl.cost.schedules.lengths import law_of_mean
@@ -140,8 +141,8 @@ def test_the_command_line_and_the_report_say_what_was_chosen():
     assert "all devices shared" in text and "\n\nplace train:dp1@0 generate:dp1@1\n" in text
 
 
-@pytest.mark.slow
-def test_the_object_has_all_divisions():
+def test_the_object_has_all_divisions(monkeypatch):
+    monkeypatch.setattr(dry_report, "place_search", lambda *_: found())
     given = settings(**FLAGS, dry_run=True, json=True)
     whole = json.loads(dry_run(given, recipe("rollout_is")))
     assert whole["devices"] == 4 and len(whole["places"]) == 3 and whole["best"]["schedules"]["staleness"] == 1

@@ -34,8 +34,14 @@ def test_each_pool_has_the_phases_and_the_memory_of_what_it_does():
     assert found["train"]["mesh"] == "dp2" and found["generate"]["generate_mesh"] == "tp2"
 
 
+@functools.cache
+def one_of_each():
+    """The text of a trainer and a generator."""
+    return dry_run(settings_of(place="generate:1", device="cpu", dry_run=True), grpo)
+
+
 def test_the_text_names_the_pools():
-    text = dry_run(settings_of(place="generate:1", device="cpu", dry_run=True), grpo)
+    text = one_of_each()
     assert text.startswith("place train:dp1@0 generate:dp1@1\n\ntrain: ")
     assert "\n\ngenerate: " in text and text.count("fits: ") == 2
 
@@ -105,6 +111,6 @@ def test_a_generator_that_joins_is_a_pool_of_one_rank():
     flags = {"device": "cpu", "dry_run": True}
     joined = dry_run(settings_of(place="generate:join", **flags), grpo)
     assert joined.startswith("--place=generate:join: with one generator on dp1")
-    assert joined.endswith(dry_run(settings_of(place="generate:1", **flags), grpo))
+    assert joined.endswith(one_of_each())
     with pytest.raises(SettingsError, match="leave --reward_model out"):
         dry_run(settings_of(place="generate:join", reward_model="m", **flags), grpo)

@@ -55,7 +55,7 @@ def verl(threshold):
     return simulate_run(AsyncRun(rule, 16, VERL_LENGTHS, 200, engine, 64, 256, update, pieces=4), steps=10)
 
 
-@pytest.mark.parametrize("threshold", quick(VERL, (0.0, 0.5)))
+@pytest.mark.parametrize("threshold", (0.0, 0.5))
 def test_steps_of_verl_by_staleness(threshold):
     assert verl(threshold).step == pytest.approx(VERL[threshold][0], rel=0.15)
 
@@ -80,7 +80,7 @@ def areal(staleness):
     return simulate_run(schedule, steps=8 + staleness)
 
 
-@pytest.mark.parametrize("staleness", quick([*AREAL][1:], (1, 4)))  # in those of none
+@pytest.mark.parametrize("staleness", quick((1, 4, 16), (1, 4)))
 def test_throughput_of_areal_by_staleness(staleness):
     ratio = areal(staleness).tokens / areal(0).tokens
     assert ratio == pytest.approx(AREAL[staleness] / AREAL[0], rel=0.2)

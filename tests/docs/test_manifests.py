@@ -126,4 +126,4 @@ def test_the_heterogeneous_job_runs(shared, forks):  # noqa: F811
     (shared / "job.sh").write_text(script)
     variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_0": "localhost"}
     finished(forks, start(["bash", shared / "job.sh"], shared, **variables))
-    assert steps_of(shared / "runs/7") == [1, 2]
+    assert steps_of(shared / "runs/7") == [1]

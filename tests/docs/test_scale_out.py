@@ -1,4 +1,4 @@
-"""The commands of docs/scale_out.md, on this machine: two nodes with a rank each, and a Slurm that has one host.
+"""The commands of docs/scale_out.md, on this machine: a Slurm that has one host, and two nodes with a rank each.
 
 The lines are those of the page. What is written for eight nodes of eight devices is made two of one; `funrl` is a
 script that adds flags which make a run short; `srun` is one that starts tasks with the variables that Slurm sets. Their
@@ -25,7 +25,7 @@ from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_config, decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.processes.environment import FIRST_PORT, PORTS
-from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.settings.settings import settings_flags, settings_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scale_out.md").read_text()
@@ -37,7 +37,7 @@ SHORT = (
 FUNRL = """#!{python}
 import os, sys
 from funrl.cli.main import main
-short = "{flags}".split() + ["--steps=" + os.environ.get("STEPS", "2")]
+short = "{flags}".split() + ["--steps=" + os.environ.get("STEPS", "1")]
 replaced = {{word.partition("=")[0] for word in short}}
 words = [word for word in sys.argv[1:] if word.partition("=")[0] not in replaced]
 sys.exit(main(["funrl", *words, *short]))
@@ -133,24 +133,17 @@ def sbatch_script():
     return text
 
 
-def test_torchrun_on_one_machine_has_flags_that_are_there():
-    """Two nodes run below, and docs/running.md has a command with --standalone that runs."""
-    (line,) = [line for line in torchrun_lines() if "--standalone" in line]
-    launcher, _, flags = line.partition(" funrl grpo ")
-    assert {"--nproc-per-node=8", "--no-python"} <= {*launcher.split()}
-    assert settings_of(**dict(word.removeprefix("--").split("=") for word in flags.split())).devices.mesh == "dp8"
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_torchrun_on_two_nodes(shared, forks):
-    (line,) = [line for line in torchrun_lines() if "--nnodes" in line]
-    assert "HOST:29500" in line and line.count("SHARED") == 3
-    line = line.replace("--nnodes=8", f"--nnodes={TASKS}").replace("--nproc-per-node=8", "--nproc-per-node=1")
-    port = free_port(FIRST_PORT, FIRST_PORT + PORTS)
-    line = line.replace("HOST:29500", f"127.0.0.1:{port}").replace("SHARED", str(shared))
-    finished(forks, *(start(["bash", "-c", line], shared) for _ in range(TASKS)))
-    assert steps_of(shared / "runs/first") == [1, 2] and (shared / "runs/first/model/config.json").exists()
+def test_torchrun_has_flags_that_are_there():
+    """tests/processes/test_attempts.py and tests/docs/test_manifests.py have it start two nodes."""
+    alone, nodes = (line.partition(" funrl ") for line in torchrun_lines())
+    assert alone[0].split()[1:] == ["--standalone", "--nproc-per-node=8", "--no-python"]
+    flags = alone[2].removeprefix("grpo ").split()
+    assert settings_of(**dict(word.removeprefix("--").split("=") for word in flags)).devices.mesh == "dp8"
+    meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=HOST:29500"]
+    assert nodes[0].split()[1:] == ["--nnodes=8", "--nproc-per-node=8", *meeting, "--no-python"]
+    names = {word.removeprefix("--").partition("=")[0] for word in nodes[2].split()}
+    assert {"config", "resume"} <= names <= {"config", *settings_flags()}
+    assert (ROOT / re.findall(r"--config=(\S+)", nodes[2])[0]).exists()
 
 
 @pytest.mark.gloo
@@ -161,7 +154,7 @@ def test_the_batch_script_and_its_requeue(shared, forks):
     assert subprocess.run(["bash", "-n", script], capture_output=True).stderr == b""
     job = str(PORTS + free_port(FIRST_PORT, FIRST_PORT + PORTS) - FIRST_PORT)
     run_dir = shared / "runs" / job
-    finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job, STEPS="1"))
+    finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job))
     assert steps_of(run_dir) == [1]
-    (text,) = finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job))  # requeued: the same number
+    (text,) = finished(forks, start(["bash", script], shared, SLURM_JOB_ID=job, STEPS="2"))  # requeued: the same number
     assert "resumed after step 1" in text and steps_of(run_dir) == [1, 2]

@@ -1,6 +1,8 @@
-"""Every snippet of the pages runs: Python blocks as they are, shell commands with flags that make them short."""
+"""Every snippet of the pages runs: Python blocks as they are, shell commands with flags that make them short.
 
-import functools
+A command that another test or page runs the like of is only read and checked, as `PREPARED` says.
+"""
+
 import importlib.util
 import json
 import os
@@ -21,11 +23,15 @@ from forked_python import run_once
 from selection import XLA_FLAGS
 
 from funrl.algos.recipes import NAMES, recipe
-from funrl.cli.command import Experiment, read_command
-from funrl.cli.run import main
+from funrl.cli.command import Experiment, read_command, with_models
+from funrl.cli.doctor import experiment_of
+from funrl.cli.usages import COMMANDS
+from funrl.cost.dry_run import tokens_of
 from funrl.models import with_value_head
 from funrl.processes import module_process as module_processes
 from funrl.processes.module_process import module_process
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import RL, kinds_of
 from funrl.trainer.settings.settings import settings_flags
 
@@ -75,8 +81,6 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     else:
         module, arguments = words[0].removesuffix(".py"), words[1:]
     run_once()
-    if "--dry_run" in arguments:
-        dry_run_once()
     text = ""
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(TIMEOUT_S)
@@ -89,12 +93,6 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
     return 0, text
-
-
-@functools.cache
-def dry_run_once() -> None:
-    """Trace in this process what forks would trace anew."""
-    assert main("grpo", ["grpo", "--dry_run", "--batch_prompts=4"]) == 0
 
 
 def expire(*_: Any) -> None:
@@ -168,8 +166,35 @@ def commands(page: str) -> list[list[str]]:
 
 
 BLOCKS = [(page, lines) for page in PAGES for lines in commands(page)]
-OWN_TESTS = ("--resume", "torchrun")  # words of commands that have a test below
-CASES = [(page, lines) for page, lines in BLOCKS if not any(word in line for line in lines for word in OWN_TESTS)]
+PREPARED = {  # how commands begin that are read and checked, but not run here: what runs the like
+    "funrl bisect": "tests/cli/test_replay_command.py",
+    "funrl dr_grpo --mesh=dp2": "tests/cli/test_experiments.py",
+    "funrl gigpo --task=calculator": "tests/trainer/test_episode_recipes.py",
+    "funrl grpo --backend=xla": "tests/trainer/test_lowered_runs.py",
+    "funrl grpo --mesh=dp2 --steps=": "tests/cli/test_resume.py",
+    'funrl grpo --place="train:dp2@0-1': "tests/trainer/test_placement_runs.py",
+    "funrl grpo --steps=2 --save_every=1 --save_rollouts=1": "tests/cli/test_replay_command.py",
+    "funrl grpo --task=calculator --mesh": "README.md",
+    "funrl grpo --task=calculator --steps": "README.md",
+    "funrl grpo --task=shapes --dry_run": "tests/cost/test_dry_pictures.py",
+    "funrl ppo --mesh=dp64": "tests/cost/test_dry_generation.py",
+    "funrl ppo --model=GPT2_DIR": "tests/trainer/test_module_runs.py",
+    "funrl ppo --steps=3": "README.md",
+    "funrl replay": "tests/cli/test_replay_command.py",
+    "funrl rollout_is --dry_run --model": "tests/docs/test_asynchrony_page.py",
+    "funrl rollout_is --dry_run --place": "tests/cost/test_pools_report.py",
+    'funrl rollout_is --place="train:dp1 generate:dp1"': "tests/trainer/test_placement_runs.py",
+    "funrl sft --mesh=dp64": "tests/cost/test_dry_report.py",
+}
+ONLY_PREPARED = [(page, line) for page, lines in BLOCKS for line in lines if line.startswith((*PREPARED,))]
+
+
+def run_here(line: str) -> bool:
+    """True unless the command is only checked; torchrun's have a test of their own below."""
+    return "torchrun" not in line and not line.startswith((*PREPARED,))
+
+
+CASES = [(page, found) for page, lines in BLOCKS if (found := [line for line in lines if run_here(line)])]
 
 
 def words_of(line: str) -> list[str]:
@@ -198,26 +223,28 @@ def shortened(word: str, most: dict[str, int]) -> str:
     return f"{name}={min(int(number), most[name])}" if name in most else word
 
 
-@pytest.mark.slow
-@pytest.mark.gloo
-@pytest.mark.parametrize("page,lines", CASES, ids=[lines[0][:60] for _, lines in CASES])
-def test_commands_run(page, lines, tmp_path, monkeypatch):
-    if any("--engine=vllm" in line for line in lines) and not importlib.util.find_spec("vllm"):
-        pytest.skip("no vLLM here: ./test --all makes .venv-vllm for it")
-    if any("vllm" in line for line in lines):  # which starts processes of its own, as from a terminal
-        monkeypatch.setattr(module_processes, "can_fork", lambda: False)
-    write_files(page, tmp_path)
-    tiny_model(tmp_path / "MODEL_DIR")
-    tiny_model(tmp_path / "TEACHER_DIR")
-    if any("GPT2_DIR" in line for line in lines):
-        tiny_gpt2(tmp_path / "GPT2_DIR")
-    config = json.loads((tmp_path / "MODEL_DIR/config.json").read_text())
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Directories of models, which runs only read."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("MODEL_DIR", "TEACHER_DIR"):
+        tiny_model(folder / name)
+    tiny_model(folder / "REWARD_MODEL_DIR", with_value_head)
+    tiny_model(folder / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
+    tiny_model(folder / "JUDGE_DIR", positions=512)
+    tiny_gpt2(folder / "GPT2_DIR")
+    return folder
+
+
+def write_inputs(page: str, folder: Path, models: Path) -> None:
+    """Write the files that commands of a page read."""
+    write_files(page, folder)
+    for model in models.iterdir():
+        (folder / model.name).symlink_to(model)
+    config = json.loads((models / "MODEL_DIR/config.json").read_text())
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 512}
     sizes |= {"max_position_embeddings": 8192}
-    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
-    tiny_model(tmp_path / "REWARD_MODEL_DIR", with_value_head)
-    tiny_model(tmp_path / "PROCESS_MODEL_DIR", lambda model: with_value_head(model, labels=2, bias=True))
-    tiny_model(tmp_path / "JUDGE_DIR", positions=512)
+    (folder / "config.json").write_text(json.dumps(config | sizes))
     texts: dict[str, Any] = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks.", "label": True}
     texts |= {"completions": ["It purrs.", "So it is a cat."], "labels": [True, False]}
     for name, fields in {
@@ -225,21 +252,50 @@ def test_commands_run(page, lines, tmp_path, monkeypatch):
         "RATINGS": ("completion", "label"), "STEPS": ("completions", "labels"),
     }.items():  # fmt: skip
         record = {"prompt": "Tell me of a cat. "} | {field: texts[field] for field in fields}
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
-    (tmp_path / "REWARD.py").write_text(
-        "def score(prompt, completion, **fields):\n    return float('a' in completion)\n"
-    )
-    (tmp_path / "RUN_DIR").mkdir()
-    (tmp_path / "RUN_DIR/config.json").write_text(json.dumps({"experiment": "ppo", "flags": {"steps": 1}}))
-    (tmp_path / "RUN_DIR/metrics.jsonl").write_text(
-        json.dumps({"step": 1, "reward/mean": 0.5, "time_s/step": 1}) + "\n"
-    )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
+    (folder / "REWARD.py").write_text("def score(prompt, completion, **fields):\n    return float('a' in completion)\n")
+    (folder / "RUN_DIR").mkdir()
+    (folder / "RUN_DIR/config.json").write_text(json.dumps({"experiment": "ppo", "flags": {"steps": 1}}))
+    (folder / "RUN_DIR/metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5, "time_s/step": 1}) + "\n")
+
+
+@pytest.mark.parametrize(("page", "line"), ONLY_PREPARED, ids=[line[:60] for _, line in ONLY_PREPARED])
+def test_commands_that_do_not_run_here_are_checked(page, line, models, tmp_path, monkeypatch):
+    if "--backend=xla" in line:
+        pytest.importorskip("jax")
+    (name,) = [name for name in PREPARED if line.startswith(name)]
+    assert (ROOT / PREPARED[name]).exists()
+    write_inputs(page, tmp_path, models)
+    monkeypatch.chdir(tmp_path)
+    _, _, program, *flags = words_of(line)
+    if program not in PROGRAMS:
+        assert program in COMMANDS and set(re.findall(r"--\w+", line)) <= set(
+            re.findall(r"--\w+", COMMANDS[program].usage)
+        )
+        return
+    command = with_models(read_command(experiment_of(program), [f"funrl {program}", *flags], writes=True))
+    if command.settings.estimate.dry_run:
+        check_settings(command.settings)
+        assert tokens_of(command.settings, command.compose())
+    else:
+        prepare(command.settings, command.compose)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.parametrize("page,lines", CASES, ids=[lines[0][:60] for _, lines in CASES])
+def test_commands_run(page, lines, models, tmp_path, monkeypatch):
+    if any("--engine=vllm" in line for line in lines) and not importlib.util.find_spec("vllm"):
+        pytest.skip("no vLLM here: ./test --all makes .venv-vllm for it")
+    if any("vllm" in line for line in lines):  # which starts processes of its own, as from a terminal
+        monkeypatch.setattr(module_processes, "can_fork", lambda: False)
     if any("read_checkpoint.py" in line for line in lines) and find_spec("orbax") is None:
         pytest.skip("orbax is not installed")
     if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
         pytest.skip("math-verify is not installed")
     if any("--task=search" in line for line in lines) and find_spec("bm25s") is None:
         pytest.skip("bm25s is not installed")
+    write_inputs(page, tmp_path, models)
     for line in lines:
         words = [str(tmp_path / "TRAINED/checkpoints/step-2") if w == "CHECKPOINT" else w for w in words_of(line)]
         status, printed = run(words, tmp_path)
@@ -262,18 +318,10 @@ def test_commands_of_torchrun_start_programs_with_flags_that_are_there():
         assert read_command(Experiment(name, name, {}), [name, *flags], writes=False).settings.devices.mesh == "dp2"
 
 
-@pytest.mark.slow
-@pytest.mark.gloo
-def test_a_resumed_run_makes_only_the_steps_that_are_left(tmp_path):
-    """What docs/running.md says of its two commands."""
-    (lines,) = [lines for _, lines in BLOCKS if any("--resume" in line for line in lines)]
-    (first, _), (second, printed) = (run(words_of(line), tmp_path) for line in lines)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "RUN/metrics.jsonl").read_text().splitlines()]
-    assert (first, second) == (0, 0) and steps == [1, 2, 3] and "resumed after step 2" in printed
-
-
 def test_every_page_with_code_is_executed():
-    """Here, or in the test that `ELSEWHERE` names."""
+    """Here, or in the test that `ELSEWHERE` names; the README's commands all run."""
+    assert all(any(line.startswith(name) for _, line in ONLY_PREPARED) for name in PREPARED)
+    assert "README.md" not in {page for page, _ in ONLY_PREPARED}
     with_code = {page for page in LINKED if any(blocks(page, language) for language in ("python", "bash"))}
     assert with_code - {"CONTRIBUTING.md"} == {*PAGES, *ELSEWHERE}  # whose commands are those of the checks
     for page, file in ELSEWHERE.items():

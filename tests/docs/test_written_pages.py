@@ -12,6 +12,7 @@ import yaml
 import funrl
 from funrl.cli.run import main
 from funrl.cost.dry_run import PROMPT_TOKENS
+from funrl.cost.reports import dry_report
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
@@ -62,7 +63,7 @@ def test_the_types_of_keywords_are_current():
 
 @pytest.mark.parametrize("preset", recipes.PRESETS)
 def test_the_dry_run_of_a_preset_on_the_page_is_of_its_flags(preset):
-    """All fit; the test below makes two of them again."""
+    """All fit; the test below makes one of them again."""
     shown = recipes.shown(recipes.PAGE.read_text(), preset)
     flags = yaml.safe_load((ROOT / f"recipes/{preset}.yaml").read_text())
     train = flags["mesh"] + " fully sharded" * ("fsdp" in flags)
@@ -74,13 +75,15 @@ def test_the_dry_run_of_a_preset_on_the_page_is_of_its_flags(preset):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["qwen2.5_0.5b_1gpu", "llama3_70b_8nodes"])
-def test_the_dry_runs_of_the_presets_are_current(preset, capsys, monkeypatch):
+def test_the_dry_run_of_the_largest_preset_is_current(capsys, monkeypatch):
+    preset = "llama3_70b_8nodes"
+
     def facts(output):
         """The model, and the verdict with its peak; the other numbers of a page may be those of an earlier version."""
-        return [line for line in output.splitlines() if line.startswith(("qwen2, ", "llama, ", "fits: "))]
+        return [line for line in output.splitlines() if line.startswith(("llama, ", "fits: "))]
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(dry_report, "device_calls", lambda *_: {})  # which take a third of the time
     assert main("grpo", ["grpo", *recipes.arguments(preset)]) == 0
     found = facts(capsys.readouterr().out)
     shown = facts(recipes.shown(recipes.PAGE.read_text(), preset))
@@ -100,8 +103,9 @@ def is_defined(name, patterns):
 def metrics_of_the_source():
     """Every text of the package that is the name of a metric; what an f-string fills in is "1"."""
     found = set()
-    for file in (ROOT / "funrl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
+    sources = [file.read_text() for file in (ROOT / "funrl").rglob("*.py")]
+    for source in (source for source in sources if re.search(rf"(?:{'|'.join(GROUPS)})/", source)):
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.JoinedStr):
                 text = "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

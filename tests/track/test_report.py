@@ -212,20 +212,20 @@ def test_values_under_the_pointer_are_in_the_page(tmp_path):
 def test_a_page_of_many_steps_is_bounded_and_keeps_what_stands_out():
     rows = [
         {"step": step, "reward/mean": step % 7 / 7, "actor/entropy": 1.0, "time_s/generate": 1.0, "time_s/step": 1.5}
-        for step in range(1, 100_001)
+        for step in range(1, 20_001)
     ]
-    for index, entropy in ((0, 0.25), (12_345, 9.5), (77_777, -3.5), (-1, 0.75)):
+    for index, entropy in ((0, 0.25), (12_345, 9.5), (17_777, -3.5), (-1, 0.75)):
         rows[index]["actor/entropy"] = entropy
-    page = render(RunFiles({"flags": {"steps": 100_000}}, rows, [], []))
+    page = render(RunFiles({"flags": {"steps": 20_000}}, rows, [], []))
     assert len(page) < 100_000
     figure = pointed_at(page, "Entropy")
     assert len(figure["steps"]) <= charts.MOST_POINTS
     values = dict(zip(figure["steps"], figure["values"][0], strict=True))
-    assert {step: values[step] for step in (1, 12_346, 77_778, 100_000)} == {
+    assert {step: values[step] for step in (1, 12_346, 17_778, 20_000)} == {
         1: "0.25",
         12_346: "9.5",
-        77_778: "\N{MINUS SIGN}3.5",
-        100_000: "0.75",
+        17_778: "\N{MINUS SIGN}3.5",
+        20_000: "0.75",
     }
 
 
@@ -248,7 +248,7 @@ def test_missing_keys_leave_their_figures_out(tmp_path, gone):
     assert f"<b>{title}</b>" not in page and page.count("<figure") >= 4
 
 
-@pytest.mark.parametrize("steps", [1, 2, 31, 2000])
+@pytest.mark.parametrize("steps", [1, 2, 31, 500])
 def test_runs_of_any_length(tmp_path, steps):
     a_run(tmp_path, steps=steps, every=max(1, steps // 7))
     page = write_report(tmp_path).read_text()

@@ -89,11 +89,9 @@ def test_an_offline_run_is_read_back(name, tmp_path):
     modes = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
     environment = os.environ | places | modes | {"PYTHONPATH": str(ROOT)}
     open_run(str(tmp_path / "run"), "ppo", {"steps": 3, "lr": 0.125})  # here: the trackers' environment has no torch
-    for program in (WRITE, f"import json\nidentity = json.load(open('run/trackers.json'))['{name}']\n" + READ[name]):
-        done = subprocess.run(
-            [python, "-c", program, name], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    program = f"{WRITE}\nidentity = json.load(open('run/trackers.json'))['{name}']\n{READ[name]}"
+    done = subprocess.run([python, "-c", program, name], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def fake_wandb(calls, fails_at):

@@ -15,6 +15,7 @@ import time
 import pytest
 from rich.console import Console
 
+from funrl.cli.main import main
 from funrl.track import watch
 from funrl.track.records.run_directory import keep_steps
 from funrl.track.records.run_lock import owned_run
@@ -154,7 +155,7 @@ def test_what_is_no_run_or_goes_away_is_an_error(tmp_path, monkeypatch):
             watch_run(run.path, Console(file=io.StringIO()))
 
 
-def test_the_command_ends_with_the_run_and_on_interrupt(tmp_path):
+def test_the_command_ends_with_the_run_and_on_interrupt(tmp_path, capsys):
     command = [sys.executable, "-m", "funrl", "watch", str(tmp_path / "run")]
     with owned_run(tmp_path / "run", "ppo", {"steps": 3}) as run:
         write_steps(run, 1)
@@ -171,8 +172,8 @@ def test_the_command_ends_with_the_run_and_on_interrupt(tmp_path):
         finally:
             process.kill()
             process.stdout.close()
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == f"the run has ended; open {run.report}"
-    wrong = subprocess.run([*command, "--port=6007"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "--port is not a flag; usage: funrl watch RUN" in wrong.stderr
+    assert main(["funrl", *command[3:]]) == 0
+    assert "".join(capsys.readouterr().out.splitlines()).endswith(f"the run has ended; open {run.report}")
+    assert main(["funrl", *command[3:], "--port=6007"]) == 2
+    assert "--port is not a flag; usage: funrl watch RUN" in capsys.readouterr().err
     assert json.loads(run.config.read_text())["experiment"] == "ppo"

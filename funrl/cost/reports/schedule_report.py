@@ -81,7 +81,7 @@ def schedules_of(settings: Settings, algorithm: Algorithm, hardware: Hardware, t
 
     splits, runs = simulate_splits(job, on_devices, work, rule)
     best = next((split for split in splits if not split.shared), None)
-    rules = [] if best is None else _tried_rules(runs[best], rule)
+    rules = [] if best is None else _tried_rules(runs[best], rule, best.result)
     return Schedules(rule, work.lengths, splits, rules)
 
 
@@ -117,7 +117,8 @@ def placed_schedules(
         splits.append(shared_split(shared, work, rule)[0])
     except ValueError:  # such as a number of devices that the mesh does not divide
         pass
-    return Schedules(rule, work.lengths, sorted(splits, key=split_key), _tried_rules(run, rule))
+    rules = _tried_rules(run, rule, splits[0].result)
+    return Schedules(rule, work.lengths, sorted(splits, key=split_key), rules)
 
 
 def _times_of_pool(
@@ -132,12 +133,18 @@ def _times_of_pool(
     return scoring_times(job, name, work)
 
 
-def _tried_rules(run: AsyncRun, rule: AdmissionRule) -> list[tuple[AdmissionRule, Simulated]]:
-    """A run under other rules than its own too."""
+def _tried_rules(run: AsyncRun, rule: AdmissionRule, result: Simulated) -> list[tuple[AdmissionRule, Simulated]]:
+    """A run under other rules than its own too.
+
+    Args:
+      run: of a split of the devices.
+      rule: its own rule.
+      result: of the run under it.
+    """
     staleness = sorted({*STALENESS, rule.staleness})
     windows = sorted({1, rule.window, rule.places})
     tried = [rule._replace(staleness=s, window=w) for s in staleness for w in windows if s or w == 1]
-    return [(other, simulate_rule(run, other)) for other in tried]
+    return [(other, result if other == rule else simulate_rule(run, other)) for other in tried]
 
 
 def _wider(settings: Settings, algorithm: Algorithm, hardware: Hardware, sizes: Mapping[str, int], count: int) -> RLJob:
