@@ -156,7 +156,7 @@ def _start(folder, results):
 @pytest.mark.slow
 def test_processes_that_want_the_same_one_wait_for_each_other(cache, tmp_path):
     """One makes it, and the other takes it."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [context.Process(target=_start, args=(str(tmp_path), results)) for _ in range(2)]
     for process in processes:
@@ -200,7 +200,7 @@ def test_an_interrupt_ends_the_command(cache, monkeypatch):
     monkeypatch.setattr(warm_start, "module_process", watched)
     monkeypatch.setattr(warm_start, "_print", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        weights_of(job_of(steps=40))
+        weights_of(job_of(steps=8))
     assert pids and not children() & set(pids) and not list(cache.glob("draft-*"))
 
 

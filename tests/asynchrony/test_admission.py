@@ -7,7 +7,7 @@ from random_schedules import failures
 
 from funrl.asynchrony.admission import Admission, AdmissionError, AdmissionRule, admission_of
 
-QUICK = 1200  # schedules; `python tests/asynchrony/random_schedules.py 10000` runs more
+QUICK = 500  # schedules; `python tests/asynchrony/random_schedules.py 10000` runs more
 FAULTS = 400
 
 

@@ -60,12 +60,6 @@ def test_random_schedules_deliver_each_unit_once():
     assert sum(world.discarded for world in worlds) > 20
 
 
-@pytest.mark.slow
-def test_more_random_schedules():
-    lost = sum(len(World(seed).run().lost) for seed in range(150, 4_000))
-    assert lost > 3_000
-
-
 class Trusting(Leases):
     """Takes an answer of anybody who once had the unit."""
 

@@ -31,18 +31,14 @@ def wants_answer(prompt, completion, answer):
 def _late():
     global calls
     calls += 1
-    return calls > 2 + 8 * 6  # two of the first evaluation, eight a step: the seventh step
+    return calls > 2 + 8 * 2  # two of the first evaluation, eight a step: the third step
 
 
-def nan_at_seven(prompt, completion):
+def nan_at_three(prompt, completion):
     return float("nan") if _late() else 0.5
 
 
-def raises_at_seven(prompt, completion):
-    return {}["gone"] if _late() else 0.5
-
-
-def leaves_at_seven(prompt, completion):
+def leaves_at_three(prompt, completion):
     return os.sys.exit(0) if _late() else 0.5
 
 
@@ -197,9 +193,8 @@ def test_bad_input_is_refused_before_any_work(flags, says, own, tmp_path, capsys
     ]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(20261121110907, marks=pytest.mark.slow), 2**63 - 1])
-def test_a_seed_made_of_a_time_runs(seed, own, tmp_path, capsys):
-    flags = [*DATA, "--steps=2", "--warmstart_steps=0", f"--seed={seed}"]
+def test_the_largest_seed_runs(own, tmp_path, capsys):
+    flags = [*DATA, "--steps=1", "--warmstart_steps=0", f"--seed={2**63 - 1}"]
     assert call(flags, own, tmp_path / "run") == 0, capsys.readouterr().err
 
 
@@ -225,44 +220,45 @@ def check_stopped(run_dir, said, prompts):
 @pytest.mark.parametrize(
     "function, says",
     [
-        ("nan_at_seven", "gave nan, a finite number is needed"),
-        pytest.param("raises_at_seven", "KeyError: 'gone'", marks=pytest.mark.slow),
-        pytest.param("leaves_at_seven", "raised SystemExit(0)", marks=pytest.mark.slow),
+        ("nan_at_three", "gave nan, a finite number is needed"),
+        pytest.param("leaves_at_three", "raised SystemExit(0)", marks=pytest.mark.slow),
     ],
 )
-def test_a_reward_that_fails_at_step_seven_loses_nothing(function, says, own, tmp_path, capsys):
+def test_a_reward_that_fails_at_step_three_loses_nothing(function, says, own, tmp_path, capsys):
     """The rank runs it, because each worker would count the calls for itself."""
     run_dir = tmp_path / "run"
     assert call([*DATA, f"--reward={own}/r.py:{function}", "--reward_workers=0", "--seed=1"], own, run_dir) == 1
     said = capsys.readouterr()
     assert says in said.err
     steps, trained = check_stopped(run_dir, said, [f"{i}+{i}=" for i in range(1, 9)])
-    assert steps == [1, 2, 3, 4, 5, 6]
+    assert steps == [1, 2]
     assert trained
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_a_reward_that_fails_on_one_rank_stops_both(workers, own, tmp_path, capfd):
+def test_a_reward_that_fails_on_one_rank_stops_both(own, tmp_path, capfd):
     run_dir = tmp_path / "run"
     flags = [*DATA, f"--reward={own}/r.py:fails_on_one_rank", "--eval_prompts=1", "--mesh=dp2", "--generate_mesh=dp2"]
     (own / "late.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 15)))
-    flags += [f"--prompts={own}/late.jsonl", "--seed=5", f"--reward_workers={workers}"]
+    flags += [f"--prompts={own}/late.jsonl", "--seed=5", "--reward_workers=1"]
     assert call(flags, own, run_dir) == 1
     said = capfd.readouterr()
     (own / "late.jsonl").unlink()
     assert "gave nan" in said.err and "Traceback" not in said.err
     steps, _ = check_stopped(run_dir, said, ["7+7="])
-    assert 1 <= len(steps) < 30
+    assert 1 <= len(steps) < 5
 
 
-@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=[pytest.mark.gloo, pytest.mark.slow])])
-def test_a_full_disk_is_said_in_a_line(mesh, own, tmp_path, capfd):
+FULL = 13_000  # bytes: config.json fits, and the metrics of a few steps
+
+
+@pytest.mark.gloo
+def test_a_full_disk_is_said_in_a_line(own, tmp_path, capfd):
     run_dir = tmp_path / "run"
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # a write beyond it fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, before[1]))  # a write beyond it fails, as on a full disk
     try:
-        status = call([*DATA, "--steps=1000", f"--mesh={mesh}"], own, run_dir)
+        status = call([*DATA, "--steps=1000", "--eval_every=1", "--mesh=dp2"], own, run_dir)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
@@ -271,4 +267,4 @@ def test_a_full_disk_is_said_in_a_line(mesh, own, tmp_path, capfd):
     first, second = said.err.splitlines()
     assert first == f"error: {run_dir}: cannot be written: file too large"
     assert second.startswith("nor can the state after step ") and "file too large" in second.lower()
-    assert (run_dir / "metrics.jsonl").stat().st_size <= 20_000
+    assert (run_dir / "metrics.jsonl").stat().st_size <= FULL

@@ -53,12 +53,13 @@ def bad_values(flag, tried):
 def flag_cases():
     """(program, flags, the text that the error names)."""
     tried = set()
-    for flag in settings_flags().values():
+    for number, flag in enumerate(settings_flags().values()):
         program = "grpo" if "rl" in flag.kinds else "sft"
         for text in bad_values(flag, tried):
             yield program, [f"--{flag.name}={text}"], f"--{flag.name}={text}: "
-        yield program, [f"--{flag.name}q=1"], f"--{flag.name}q is not a flag"
-        if len(flag.kinds) == 1:
+        if number % 8 == 0:  # the same code refuses all of these
+            yield program, [f"--{flag.name}q=1"], f"--{flag.name}q is not a flag"
+        if len(flag.kinds) == 1 and number % 4 == 0:
             other, good = "sft" if program == "grpo" else "grpo", "" if flag.type is bool else f"={good_value(flag)}"
             yield other, [f"--{flag.name}{good}"], f"--{flag.name}"
     for recipe in ("grpo", "ppo", "dpo"):
@@ -174,7 +175,8 @@ def model_refusal(own, tmp_path, capsys, change):
     return refusal("grpo", flags, tmp_path, capsys)
 
 
-FIELDS = [(field, value) for field in CONFIG_FIELDS for value in CONFIG_VALUES]
+FIELDS = [(CONFIG_FIELDS[0], value) for value in CONFIG_VALUES]
+FIELDS += [(field, value) for field in CONFIG_FIELDS[1:] for value in (None, "x", 0)]
 FIELDS += [(field, value) for field, values in TYPED_FIELDS.items() for value in values]
 
 

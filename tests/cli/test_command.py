@@ -134,41 +134,44 @@ WITHOUT_TORCH = [  # flags, and what is said before torch or transformers is imp
     (["--run_dir={used}"], "holds metrics.jsonl"),
     (["--top_k=3", "--temperature=0.5"], "use either"),
 ]
+WITHOUT_TORCH.sort(key=lambda case: "did you mean --" not in case[1])  # those that import nothing come first
 PROGRAM = """
-import json, runpy, sys
-name, *flags = json.loads(sys.argv[1])
-sys.argv = [name, *flags]
-try:
-    runpy.run_module(f"funrl.experiments.{name}", run_name="__main__", alter_sys=True)
-except SystemExit as stopped:
-    watched = {"torch", "torch._dynamo", "transformers", "jax", "tensorboard", "numpy"}
-    print(json.dumps([stopped.code, sorted(watched & set(sys.modules))]))
+import contextlib, io, json, runpy, sys
+for flags in json.loads(sys.argv[1]):
+    sys.argv = ["grpo", *flags]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            runpy.run_module("funrl.experiments.grpo", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        watched = {"torch", "torch._dynamo", "transformers", "jax", "tensorboard", "numpy"}
+        print(json.dumps([stopped.code, sorted(watched & set(sys.modules)), errors.getvalue()]))
 """
 
 
-@pytest.mark.parametrize(("flags", "says"), WITHOUT_TORCH, ids=lambda x: " ".join(x) if isinstance(x, list) else None)
-def test_an_error_that_needs_no_torch_comes_before_its_import(flags, says, tmp_path):
+def test_an_error_that_needs_no_torch_comes_before_its_import(tmp_path):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    modules = modules_of_error([flag.format(used=tmp_path / "used") for flag in flags], says)
-    mistyped = "did you mean --" in says
-    assert modules <= (set() if mistyped else {"numpy"})
+    commands = [[flag.format(used=tmp_path / "used") for flag in flags] for flags, _ in WITHOUT_TORCH]
+    errors = errors_of(commands)
+    for (flags, says), (modules, error) in zip(WITHOUT_TORCH, errors, strict=True):
+        assert says in error, flags
+        assert modules <= (set() if "did you mean --" in says else {"numpy"}), flags
 
 
 @pytest.mark.slow
 def test_an_error_of_a_mesh_comes_before_the_compiler_is_imported():
-    modules = modules_of_error(["--mesh=dp4,tp5"], "does not divide over tp5")
-    assert "torch" in modules and "torch._dynamo" not in modules
+    ((modules, error),) = errors_of([["--mesh=dp4,tp5"]])
+    assert "does not divide over tp5" in error and "torch" in modules and "torch._dynamo" not in modules
 
 
-def modules_of_error(flags, says):
-    """Which of the watched modules `funrl grpo` has imported when it ends with this error."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(["grpo", *flags])]
+def errors_of(commands):
+    """What `funrl grpo` says to each of these flags, one after the other, and the watched modules imported by then."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(commands)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert says in done.stderr and "Traceback" not in done.stderr
-    code, modules = json.loads(done.stdout)
-    assert code == 2
-    return set(modules)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and all(code == 2 and "Traceback" not in error for code, _, error in lines), done.stderr
+    return [(set(modules), error) for _, modules, error in lines]
 
 
 CRASH = """

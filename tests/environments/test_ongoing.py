@@ -70,11 +70,12 @@ def assert_equal_episodes(some, others, tolerance=0.0):
 
 
 def rounds(
-    environment, allowance, engine=None, renewed=0, limits=EPISODE_LIMITS, between=lambda run: None, setup=SETUP
-):
+    environment, allowance, engine=None, renewed=0, limits=EPISODE_LIMITS, between=lambda run: None, setup=SETUP,
+    samples=3,
+):  # fmt: skip
     """All episodes and the records after each rollout, which are made anew after the first `renewed` ones."""
     engine = engine or engine_of()
-    groups = episode_groups(examples_of(*PROMPTS), 3, 4)
+    groups = episode_groups(examples_of(*PROMPTS), samples, 4)
     by_number = {group.first: group for group in groups}
     ongoing = OngoingEpisodes(environment, setup, limits)
     done, records, new, own = {}, [], groups, []
@@ -92,8 +93,9 @@ def rounds(
     return [episode for first in sorted(done) for episode in done[first]], records
 
 
-@pytest.mark.parametrize("renewed", [0, 99], ids=["alive", "from records"])
-@pytest.mark.parametrize("name", list(ENVIRONMENTS))
+@pytest.mark.parametrize(
+    ("name", "renewed"), [("talk", 0), ("branches", 99), ("tools", 99)], ids=["talk alive", "branches", "tools"]
+)
 def test_with_the_same_weights_episodes_are_those_of_one_rollout(name, renewed):
     environment = ENVIRONMENTS[name]
     whole = [episode for _, episode in run(environment, examples_of(*PROMPTS)).episodes]
@@ -110,13 +112,12 @@ class Forking(TemplateChat):
         return "thinking", True
 
 
-@pytest.mark.parametrize("renewed", [0, 99], ids=["alive", "from records"])
-def test_forks_keep_the_rewards_of_their_turns_over_rollouts(renewed):
+def test_forks_keep_the_rewards_of_their_turns_over_rollouts():
     setup = SETUP._replace(chat=Forking(CHAT.tokenizer))
     whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS), setup=setup).episodes]
     assert all(episode.status == "done" and len(episode.turn_rewards) == len(episode.ends) for episode in whole)
     assert whole[0].counts["forks/thinking"] == len(whole[0].ends) - 1 > 1
-    episodes, records = rounds(TALK, 5, renewed=renewed, setup=setup)
+    episodes, records = rounds(TALK, 5, renewed=99, setup=setup)
     assert len(records) > 2 and not any(run.restarted for run in records)
     assert_equal_episodes(episodes, whole, 1e-5)
     assert [episode.counts for episode in episodes] == [episode.counts for episode in whole]
@@ -148,11 +149,12 @@ def test_a_path_grows_by_its_allowance_and_keeps_its_versions(name):
 def test_with_states_episodes_go_on_under_further_versions():
     """Rollouts end amid a turn, and new weights, here equal ones, drop all states."""
     engines = [engine_of(dtype=torch.float64, config=STATES, snapshot_tokens=16) for _ in range(3)]
-    whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS), engine=engines[0]).episodes]
-    alive, _ = rounds(TALK, 5, engines[1])
+    whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS), 1, engines[0]).episodes]
+    alive, _ = rounds(TALK, 5, engines[1], samples=1)
     versions = itertools.count(8)
     engine = engines[2]
-    synced, _ = rounds(TALK, 5, engine, between=lambda run: engine.load(list(engine.held_weights()), next(versions)))
+    load = lambda run: engine.load(list(engine.held_weights()), next(versions))  # noqa: E731
+    synced, _ = rounds(TALK, 5, engine, between=load, samples=1)
     assert_equal_episodes(alive, whole, 1e-12)
     assert_equal_episodes(synced, whole, 1e-12)
     assert engine.cost().recomputed > 2 * engines[1].cost().recomputed
@@ -161,7 +163,7 @@ def test_with_states_episodes_go_on_under_further_versions():
 
 
 class Moody(Talk):
-    """Says something else each time that it is made."""
+    """Rewards otherwise each time that it is made, where a reply has an even length."""
 
     made: ClassVar = itertools.count()
 
@@ -172,23 +174,12 @@ class Moody(Talk):
 
     async def step(self, message):
         messages, reward, ended = await super().step(message)
-        return messages, reward + (self.mood if self.unlike(message) else 0), ended
-
-    def unlike(self, message):
-        return True
+        return messages, reward + self.mood * (len(message["content"]) % 2 == 0), ended
 
 
-class SometimesMoody(Moody):
-    """Only where the first reply has an even length, and only in the reward."""
-
-    def unlike(self, message):
-        return len(message["content"]) % 2 == 0
-
-
-@pytest.mark.parametrize("make", [Moody, SometimesMoody])
-def test_an_environment_that_does_not_repeat_itself_begins_anew(make):
-    make.made = itertools.count()
-    environment = message_environment(lambda: make(3))
+def test_an_environment_that_does_not_repeat_itself_begins_anew():
+    Moody.made = itertools.count()
+    environment = message_environment(lambda: Moody(3))
     episodes, records = rounds(environment, 5, renewed=3)
     assert len(episodes) == 12 and all(x.status == "done" and len(x.turn_rewards) == 3 for x in episodes)
     assert sum(run.restarted for run in records) > 3
@@ -249,10 +240,9 @@ def test_between_rollouts_no_time_limit_runs():
     assert {x.status for x in episodes} == {"done"}
 
 
-@pytest.mark.parametrize("waiting", [1, 4])
-def test_max_waiting_bounds_what_begins_and_loses_nothing(waiting):
+def test_max_waiting_bounds_what_begins_and_loses_nothing():
     whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS)).episodes]
-    episodes, _ = rounds(TALK, 9, limits=EpisodeLimits(waiting=waiting))
+    episodes, _ = rounds(TALK, 9, limits=EpisodeLimits(waiting=1))
     assert_equal_episodes(episodes, whole, 1e-5)
 
 
@@ -299,9 +289,8 @@ def of_mesh(mesh, renewed):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("renewed", [False, True], ids=["alive", "from records"])
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["dp2", "tp2"])
+@pytest.mark.parametrize(("sizes", "renewed"), [("dp2", True), ("tp2", False)])
 def test_replicas_and_tensor_ranks(sizes, renewed):
     def program(mesh):
         return gather_objects(of_mesh(mesh, renewed), mesh)

@@ -41,14 +41,14 @@ def check(seen, name, history, seeds):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_turn_differs_from_the_template_without_a_cause(name):
     # 935: a thought is dropped two questions later; then a user speaks where a tool should answer.
-    seeds = [*range(40), 935, 100_005, 100_038, 100_143]
+    seeds = [*range(20), 935, 100_005, 100_038, 100_143]
     check(compare(tokenizer_of(name), FAMILIES[name], seeds, "template"), name, "template", seeds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAMILIES][::2])
 def test_no_turn_of_many_differs_without_a_cause(name):
-    seeds = [*range(40), *range(1000, 1040)]
+    seeds = range(1000, 1040)
     for history in EITHER:
         check(compare(tokenizer_of(name), FAMILIES[name], seeds, history), name, history, seeds)
 

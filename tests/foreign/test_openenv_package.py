@@ -1,6 +1,7 @@
 """A server of the package openenv on loopback, in a process of its own (.ci/setup_environments)."""
 
 import asyncio
+import json
 import select
 import subprocess
 from pathlib import Path
@@ -23,27 +24,19 @@ pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not inst
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """Name of an environment -> the URL of its server, started at the first use."""
-    processes = {}
-    urls = {}
-
-    def url_of(name):
-        if name not in urls:
-            command = [PYTHON, HERE / "plugins/openenv_server.py", name]
-            if name == "page":
-                command.append(tmp_path_factory.mktemp("page") / "guessing_server.py")
-                command[-1].write_text(page_source("guessing_server"))
-            process = processes[name] = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            assert select.select([process.stdout], [], [], START_S)[0], f"the server {name} does not start"
-            port = process.stdout.readline().strip()
-            assert port, f"the server {name} ends with status {process.wait()}"
-            urls[name] = f"http://127.0.0.1:{port}"
-        return urls[name]
-
-    yield url_of
-    for process in processes.values():
-        process.kill()
-        process.wait()
+    """Name of an environment -> the URL of its server; one process serves all."""
+    page = tmp_path_factory.mktemp("page") / "guessing_server.py"
+    page.write_text(page_source("guessing_server"))
+    command = [PYTHON, HERE / "plugins/openenv_server.py", page]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert select.select([process.stdout], [], [], START_S)[0], "the servers do not start"
+            ports = process.stdout.readline()
+            assert ports, f"the servers end with status {process.wait()}"
+            urls = {name: f"http://127.0.0.1:{port}" for name, port in json.loads(ports).items()}
+            yield urls.__getitem__
+        finally:
+            process.kill()
 
 
 def test_tools_of_mcp_are_tools(servers):

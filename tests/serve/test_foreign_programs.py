@@ -168,7 +168,7 @@ def test_a_program_calls_tools_and_its_conversation_is_one_trajectory(name, proc
     assert episode.parts == {"forks": 0.0}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", ["agents, responses", "shell agent"])
 def test_a_random_model_is_trained_on_what_a_program_asked(name, tmp_path, processes):
     tokenizer = byte_tokenizer()
     sizes = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 8192}
@@ -186,13 +186,12 @@ def test_a_random_model_is_trained_on_what_a_program_asked(name, tmp_path, proce
         prompts=[{"prompt": f"What is {n} times 7?"} for n in range(4)],
         env=endpoint_environment(program),
         run_dir=str(tmp_path / "run"),
-        steps=2,
+        steps=1,
         batch_prompts=2,
-        samples_per_prompt=4,
-        max_new_tokens=24,
+        samples_per_prompt=2,
+        max_new_tokens=16,
         env_timeout=600,
     )
-    assert len(run.metrics) == 2
-    for reported in run.metrics:
-        assert reported["episodes/failed"] == 0 and reported["episodes/turns"] >= 2
-        assert reported["rollout/logprob_gap_max"] == 0
+    (reported,) = run.metrics
+    assert reported["episodes/failed"] == 0 and reported["episodes/turns"] >= 2
+    assert reported["rollout/logprob_gap_max"] == 0

@@ -4,12 +4,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 
 import pytest
+from forked_python import start_python
 from small_servers import needs_clients
 
 from funrl.cli.main import main
@@ -40,12 +39,11 @@ def post(url, key, body):
 
 
 @pytest.mark.slow
+@pytest.mark.gloo
 @needs_clients
-@pytest.mark.parametrize("mesh", ["dp1", "tp2"])
-def test_a_served_model_answers_until_it_is_told_to_end(model, mesh):
-    command = [sys.executable, "-m", "funrl", "serve", str(model), "--port=0", f"--mesh={mesh}", "--max_new_tokens=9"]
-    environment = {**os.environ, "FUNRL_API_KEY": "secret"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+def test_a_served_model_answers_until_it_is_told_to_end(model):
+    words = ["-m", "funrl", "serve", str(model), "--port=0", "--mesh=tp2", "--max_new_tokens=9"]
+    process = start_python(words, {**os.environ, "FUNRL_API_KEY": "secret"})
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         assert process.stdout.readline().strip() == "key: secret"

@@ -126,18 +126,8 @@ def test_a_key_ends_with_its_episode():
 
 
 def test_many_programs_at_once_are_neither_mixed_nor_lost():
-    """Episodes over HTTP, half of them streaming, a tenth broken off by the client."""
-    check_many(60)
-
-
-@pytest.mark.slow
-def test_very_many_programs_at_once_are_neither_mixed_nor_lost():
-    check_many(200)
-
-
-def check_many(count):
-    """Episodes of one to three turns, all at once; what each does is a function of its number."""
-    broken = []
+    """Episodes of one to three turns, half of them streaming, a tenth broken off; each depends on its number alone."""
+    count, broken = 60, []
     shared = []  # the connections of all programs
 
     async def agent(messages, *, base_url, api_key, model, number):

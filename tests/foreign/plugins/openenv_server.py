@@ -1,5 +1,7 @@
-"""Servers of OpenEnv on loopback, in a process whose Python has openenv: NAME -> its port on standard output."""
+"""Servers of OpenEnv on loopback, in a process whose Python has openenv: PAGE -> their ports on standard output."""
 
+import asyncio
+import json
 import socket
 import sys
 from uuid import uuid4
@@ -111,9 +113,20 @@ APPS = {
     "crowded": lambda: create_fastapi_app(Talking, Say, Hint, max_concurrent_envs=1),
 }
 
+
+async def serve_all(page):
+    """Serve each on a port of its own."""
+    ports, servers = {}, []
+    for name, make in APPS.items():
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        ports[name] = listening.getsockname()[1]
+        app = make(page) if name == "page" else make()
+        servers.append(uvicorn.Server(uvicorn.Config(app, log_level="error")).serve([listening]))
+    print(json.dumps(ports), flush=True)
+    await asyncio.gather(*servers)
+
+
 if __name__ == "__main__":
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen(64)
-    print(listening.getsockname()[1], flush=True)
-    uvicorn.Server(uvicorn.Config(APPS[sys.argv[1]](*sys.argv[2:]), log_level="error")).run([listening])
+    asyncio.run(serve_all(sys.argv[1]))
