@@ -74,7 +74,7 @@ def test_nothing_is_compiled_again_after_warm_up(caplog):
 
 
 QWEN = with_fields(CONFIG, family="qwen3", qk_norm=True, head=4)
-MIXTURE = with_fields(QWEN, family="qwen3_moe", experts=Experts(4, 2, 8, True))
+NETS = with_fields(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),), experts=Experts(4, 2, 8, True))
 
 
 def counted(graphs):
@@ -115,47 +115,38 @@ def gradients(model, params, row, layer):
     return [value, *trees.leaves(grads)]
 
 
-@pytest.mark.parametrize(
-    ("config", "remat"),
-    [
-        (QWEN, "full"),
-        pytest.param(MIXTURE, "selective", marks=pytest.mark.slow),
-    ],
-)
-def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(config, remat):
-    """Gradients are eager mode's in float64; for rows of other lengths, and at every depth, nothing is compiled."""
+def compiled_graphs(config, remat, sizes):
+    """Operators of the forward and the backward graph of a layer, which rows of all sizes share.
+
+    Gradients are eager mode's in float64; for rows of other lengths, and at every depth, nothing is compiled.
+    """
     torch._dynamo.reset()
     model, graphs = decoder_model(config), []
     params = model.init(torch.Generator().manual_seed(0), torch.float64)
     layer = compile_layer(model, "on", remat=remat, backend=counted(graphs))
-    for lengths, padding in (((5, 9, 2), 4), ((20, 1, 2), 1)):
+    for lengths, padding in sizes:
         row = packed_row(lengths, padding)
         for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
             assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
     forward, backward = graphs  # one of each
-    experts = config.mlp.experts is not None
-    assert forward[PRODUCT] == 4 + (1 if experts else 3) and forward["funrl.varlen_attention"] == 1
-    assert forward[GROUPED] == (3 if experts else 0)
+    return forward, backward
+
+
+def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should():
+    forward, backward = compiled_graphs(QWEN, "full", (((5, 9, 2), 4), ((20, 1, 2), 1)))
+    assert forward[PRODUCT] == 7 and forward["funrl.varlen_attention"] == backward["funrl.varlen_attention"] == 1
     # What is sent back through 7 products are 14; the last of them need not be computed again.
-    again = 6 if remat == "full" else 0
+    again = 6
     assert backward["aten.mm"] == 2 * forward[PRODUCT] + (again if PRODUCT == "aten.mm" else 0)
     assert backward[PRODUCT] == again or PRODUCT == "aten.mm"
-    assert backward["funrl.varlen_attention"] == (1 if remat == "full" else 0)
-    assert backward[NORM] == (4 if remat == "full" else backward[NORM])
+    assert backward[NORM] == 4
 
 
 @pytest.mark.slow
-def test_a_gated_delta_net_is_compiled_once():
+def test_a_gated_delta_net_with_experts_computes_no_product_again():
     """For rows of at most two chunks, of which shorter ones have as many too."""
-    torch._dynamo.reset()
-    graphs = []
-    model = decoder_model(with_fields(CONFIG, layers=2, mixers=(GatedDeltaNet(2, 4, 4, 3),)))
-    params = model.init(torch.Generator().manual_seed(0), torch.float64)
-    layer = compile_layer(model, "on", remat="selective", backend=counted(graphs))
-    for lengths, padding in (((5, 9, 2), 4), ((30, 40, 16), 4)):
-        row = packed_row(lengths, padding)
-        for got, want in zip(gradients(model, params, row, layer), gradients(model, params, row, None), strict=True):
-            assert (got - want).abs().max() < 1e-9 * (1 + want.abs().max())
-    forward, backward = graphs  # one of each
+    forward, backward = compiled_graphs(NETS, "selective", (((5, 9, 2), 4), ((30, 40, 16), 4)))
     assert forward["funrl.chunk_states"] == backward["funrl.chunk_states_backward"] == 1
-    assert backward["funrl.chunk_states"] == 0
+    assert backward["funrl.chunk_states"] == 0 and forward[GROUPED] == 3
+    assert backward["aten.mm"] == 2 * forward[PRODUCT] and forward[PRODUCT] > 1
+    assert backward[PRODUCT] == 0 or PRODUCT == "aten.mm"
