@@ -136,9 +136,9 @@ def test_every_piece_has_a_formula():
 
 
 def test_each_symbol_that_is_explained_is_in_a_formula():
-    texts = [x for name, options in EXPLAINED for x in explain_algorithm(recipe(name)(**options)).losses.values()]
-    steps = (step for name, options in EXPLAINED for step in explain_algorithm(recipe(name)(**options)).steps)
-    texts += [text for step in steps for text in step.statements]
+    explained = [explain_algorithm(recipe(name)(**options)) for name, options in EXPLAINED]
+    texts = [text for one in explained for text in one.losses.values()]
+    texts += [text for one in explained for step in one.steps for text in step.statements]
     rare = {r"c_{\mathrm{ent}}", *(symbol for symbol in MEANINGS if "KL}_{" in symbol)}
     assert not [x for x in MEANINGS if x not in rare and not any(occurs(x, text) for text in texts)]
 

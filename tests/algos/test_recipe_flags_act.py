@@ -1,6 +1,7 @@
 """Every argument of a recipe that is a flag changes the algorithm: its numbers on one batch, or what it declares."""
 
 import contextlib
+import functools
 import re
 
 import pytest
@@ -65,13 +66,18 @@ def other_values(name, key, flag):
     return [value for value in numbers if value != flag.default and not flag.problem(value)]
 
 
-def fingerprints(algorithm):
-    """Numbers and declarations of an algorithm on two batches, one after the other; of the second all ratios are above
-    1."""
+@functools.cache
+def batches():
+    """Two batches, each with the policy's log-probabilities; of the second all ratios are above 1."""
     first, second = example(), example(seed=1)
-    moved = policy_logp(first), policy_logp(second)
-    for one, logp in zip((first, less_likely(second)), moved, strict=True):
-        yield numbers(algorithm, with_top_tokens(one), logp)
+    wholes = first, less_likely(second)
+    return [(with_top_tokens(one), policy_logp(of)) for one, of in zip(wholes, (first, second), strict=True)]
+
+
+def fingerprints(algorithm):
+    """Numbers and declarations of an algorithm on two batches, one after the other."""
+    for batch, logp in batches():
+        yield numbers(algorithm, batch, logp)
 
 
 def differs(algorithm, before):

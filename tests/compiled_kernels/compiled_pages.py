@@ -1,14 +1,13 @@
-"""The kernels of `gpu_kernels` compiled for GPUs that this machine need not have, as a program.
+"""The kernels of `gpu_kernels` and of `logit_rows` compiled for GPUs that this machine need not have, as a program.
 
 It prints as JSON, for each GPU and kernel, what the assembly says.
 """
 
-import itertools
 import json
 
+import compiled_rows
 import torch  # noqa: F401  # before triton, which it may bring along
 import triton
-from compiled_rows import GPUS, facts
 from triton.compiler import ASTSource
 
 from funrl.compiled_kernels.gpu_kernels import adamw_kernel, page_kernels
@@ -46,8 +45,11 @@ def compiled(kernel, gpu):
 
 def main():
     results = {}
-    for (name, gpu), kernel in itertools.product(GPUS.items(), KERNELS):
-        results[f"{name} {kernel.__name__}"] = facts(compiled(kernel, gpu))
+    for name, gpu in compiled_rows.GPUS.items():
+        for kernel in KERNELS:
+            results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled(kernel, gpu))
+        for kernel in compiled_rows.TYPES:
+            results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_rows.compiled(kernel, gpu))
     print(json.dumps(results))
 
 

@@ -1,10 +1,5 @@
-"""The kernels of `logit_rows` compiled for GPUs that this machine need not have, as a program.
+"""The kernels of `logit_rows` compiled for GPUs that this machine need not have; compiled_pages.py is the program."""
 
-It prints as JSON, for each GPU and kernel, what the assembly says.
-"""
-
-import itertools
-import json
 import re
 
 import torch  # noqa: F401  # before triton, which it may bring along
@@ -47,14 +42,3 @@ def facts(assembly):
         return {"spills": spilled, "wide": "load_dwordx4" in text}
     text = assembly["ptx"]
     return {"spills": ".local" in text, "wide": "ld.global.v4" in text}
-
-
-def main():
-    results = {}
-    for (name, gpu), kernel in itertools.product(GPUS.items(), TYPES):
-        results[f"{name} {kernel.__name__}"] = facts(compiled(kernel, gpu))
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()

@@ -111,11 +111,16 @@ def test_16_bits_are_computed_wide():
 
 
 def test_compiled_in_one_graph():
-    inputs, segments = _inputs(ROWS["sequences across chunks"])
-    compiled = torch.compile(kernel.gated_delta_rule, fullgraph=True, backend="aot_eager")
-    got = _with_grads(compiled, inputs, segments)
-    for a, b in zip(got, _with_grads(kernel.gated_delta_rule, inputs, segments), strict=True):
-        assert (a - b).abs().max() < 1e-12
+    """For rows of three chunks, of any number of tokens."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = torch.compile(kernel.gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
+    for row in ([5, C, 1, C - 6, 3], [2 * C, 9]):
+        inputs, segments = _inputs([row])
+        got = _with_grads(compiled, inputs, segments)
+        for a, b in zip(got, _with_grads(kernel.gated_delta_rule, inputs, segments), strict=True):
+            assert (a - b).abs().max() < 1e-12
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
 
 
 def test_a_pass_has_the_strides_that_a_compiled_graph_expects():

@@ -1,8 +1,14 @@
-"""Triton kernels of attention over pages and of AdamW: under its interpreter, compiled for two GPUs, and on one."""
+"""Triton kernels of attention over pages, AdamW and rows of logits: interpreted, compiled for two GPUs, and on one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from test_logit_rows import needs_triton, output_of
+from test_logit_rows import needs_triton
 
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
 from funrl.optim.fused import adamw_error, fused_adamw, kernel_takes
@@ -16,12 +22,36 @@ CASES = (
     "strided_keys_are_written",
     "adamw_equals_torch",
     "leaves_of_any_dtype_are_updated",
+    # rows of logits
+    "sums_equal_float64",
+    "gradients_equal_float64",
+    "scores_equal_float64",
+    "divergences_equal_float64",
+    "vocabulary_is_split",
+    "what_is_not_finite_stays_so",
+    "operators_keep_their_promises",
+    "no_tokens_and_one_input",
+    "wrong_kernels_are_found",
 )
+
+
+def output_of(program, **variables):
+    """What a program beside this file prints, as JSON; a new process, since triton reads variables at imports."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).parent / program)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    return output_of("interpreted_pages.py", TRITON_INTERPRET="1")
+    return output_of("interpreted_cases.py", TRITON_INTERPRET="1")
 
 
 @needs_triton
@@ -34,9 +64,12 @@ def test_interpreted_kernels(case, interpreted):
 @pytest.mark.slow
 @needs_triton
 def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
-    """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64. The tiles of prompts may spill."""
+    """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens.
+
+    The tiles of prompts may spill.
+    """
     compiled = output_of("compiled_pages.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(compiled) == 8 and all(x["wide"] for x in compiled.values()), compiled
+    assert len(compiled) == 16 and all(x["wide"] for x in compiled.values()), compiled
     assert [name for name, x in compiled.items() if x["spills"]] in ([], ["gfx942 _prompt_tiles"])
 
 

@@ -1,11 +1,6 @@
-"""Passes over rows of logits by Triton kernels: under its interpreter, compiled for two GPUs, and on one."""
+"""Passes over rows of logits by Triton kernels: when they are taken, and on a GPU; test_gpu_kernels.py has others."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,55 +15,9 @@ from funrl.compiled_kernels.linear_divergence import divergence_error, linear_di
 from funrl.compiled_kernels.linear_logprob import WANTS, linear_logprob, linear_logprob_reference, project
 from funrl.compiled_kernels.logit_rows import operators
 
-HERE = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed: pip install triton, on Linux"
 )
-CASES = (
-    "sums_equal_float64",
-    "gradients_equal_float64",
-    "scores_equal_float64",
-    "divergences_equal_float64",
-    "vocabulary_is_split",
-    "what_is_not_finite_stays_so",
-    "operators_keep_their_promises",
-    "no_tokens_and_one_input",
-    "wrong_kernels_are_found",
-)
-
-
-def output_of(program, **variables):
-    """What a program beside this file prints, as JSON; a new process, since triton reads variables at imports."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / program)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    return output_of("interpreted_rows.py", TRITON_INTERPRET="1")
-
-
-@needs_triton
-@pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels(case, interpreted):
-    assert tuple(interpreted) == CASES
-    assert interpreted[case] is None, interpreted[case]
-
-
-@pytest.mark.slow
-@needs_triton
-def test_kernels_compile_for_gpus_of_both_makers(tmp_path):
-    """An interpreter takes what a compiler refuses: for warps of 32 and waves of 64, with a vocabulary in sixteens."""
-    compiled = output_of("compiled_rows.py", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(compiled) == 8 and all(x == {"spills": False, "wide": True} for x in compiled.values()), compiled
 
 
 def test_which_hidden_states_are_for_the_kernels(monkeypatch, caplog):

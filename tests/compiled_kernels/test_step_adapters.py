@@ -58,8 +58,9 @@ class Mixed(Sequences):
             self.decoder.forward = forward
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name,dtype", [*zip(FAMILIES, [torch.bfloat16, torch.float32, torch.float64], strict=True)], ids=str
+)
 def test_tokens_have_the_trainer_s_bits_whatever_adapters_a_call_mixes(name, dtype):
     base = trees.map(lambda x: x.to(dtype), weights(config_of(name)))
     decoder = packed_decoder(step_sizes(config_of(name)), base, dtype, threads=2)

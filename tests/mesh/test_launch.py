@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from funrl.mesh import collectives
 from funrl.mesh import launch as launching
@@ -174,28 +175,35 @@ def test_a_first_rank_that_leaves_no_result_is_an_error():
         launch(lambda m: os._exit(0) if m.rank == 0 else None, parse("dp2"), "cpu")
 
 
-INTERRUPTED = """
-import time, torch
-from funrl.mesh.launch import Waiting, launch
-from funrl.mesh.mesh import parse
-def program(m):
-    print("ready", flush=True)
-    time.sleep(60)
-launch(program, parse("dp2"), "cpu")
-"""
+def launch_and_sleep(ready):
+    """Be a program in a session of its own, which launches two ranks that sleep; they report by a pipe."""
+
+    def program(m):
+        os.write(ready, b"r")
+        time.sleep(60)
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        launch(program, parse("dp2"), "cpu")
+    except KeyboardInterrupt:
+        os._exit(130)
+    finally:
+        os._exit(1)
 
 
-@pytest.mark.slow  # interrupts of runs are in tests/cli/test_interrupts.py
 def test_an_interrupt_leaves_no_process():
-    run = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-    )
-    assert run.stdout is not None
-    assert run.stdout.read(5) == b"ready"
-    os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(120) != 0
-    left = subprocess.run(["ps", "-o", "pid=", "-g", str(run.pid)], capture_output=True, text=True).stdout.split()
+    """Interrupts of runs are in tests/cli/test_interrupts.py."""
+    reports, ready = os.pipe()
+    pid = os.fork()
+    if not pid:
+        launch_and_sleep(ready)
+    assert os.read(reports, 1) == b"r" == os.read(reports, 1)
+    os.killpg(pid, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    left = subprocess.run(["ps", "-o", "pid=", "-g", str(pid)], capture_output=True, text=True).stdout.split()
     assert left == []
+    os.close(reports), os.close(ready)
 
 
 def test_a_second_interrupt_ends_a_program_that_a_scheduler_has_asked_to_stop():
@@ -251,7 +259,8 @@ def threads(m):
 def test_each_rank_computes_with_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(launching, "cores", lambda: 6)
     assert launch(threads, parse("dp2"), "cpu") == [3, 3]
-    assert launch(threads, parse("dp8"), "cpu") == [1] * 8
+    monkeypatch.setattr(launching, "cores", lambda: 1)
+    assert launch(threads, parse("dp2"), "cpu") == [1] * 2
 
 
 PARALLEL = """
@@ -270,20 +279,16 @@ class Answer:
 def program(m):
     torch.set_num_threads(2)
     return Answer(collectives.psum(torch.tensor(work()), m, "data").item())
-launch.can_fork = FORK
-answer = launch.launch(program, parse("dp2"), "cpu")
-assert isinstance(answer, Answer) and answer.value == 2 * expected
-assert work() == expected
+for launch.can_fork in launch.can_fork, lambda: False:
+    answer = launch.launch(program, parse("dp2"), "cpu")
+    assert isinstance(answer, Answer) and answer.value == 2 * expected
+    assert work() == expected
 """
 
 
-@pytest.mark.parametrize(
-    "fork", ["launch.can_fork", pytest.param("lambda: False", marks=pytest.mark.slow)], ids=["forked", "fresh"]
-)
-def test_a_process_that_has_computed_in_parallel_starts_ranks(fork):
-    """From the standard input, as a notebook: what is defined there is in no module."""
-    code = PARALLEL.replace("FORK", fork)
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=600)
+def test_a_process_that_has_computed_in_parallel_starts_ranks():
+    """Forked and fresh ones, from the standard input, as a notebook: what is defined there is in no module."""
+    done = subprocess.run([sys.executable, "-"], input=PARALLEL, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
 
 
@@ -318,8 +323,27 @@ def test_a_program_that_cannot_be_sent_is_an_error_before_the_start(monkeypatch)
         launch(lambda m: lock.locked(), parse("dp2"), "cpu")
 
 
+@pytest.mark.parametrize(("mesh", "total"), [("dp1", 1), ("dp2", 3)])
+def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(mesh, total, tmp_path):
+    here = os.getpid()
+
+    @contextlib.contextmanager
+    def before(rank):
+        began = os.getpid(), dist.is_initialized(), threading.active_count()
+        yield rank, began
+        (tmp_path / f"{rank} {dist.is_initialized()}").touch()
+
+    def program(m, opened):
+        rank, (pid, groups, threads) = opened
+        assert (rank, pid, groups) == (m.rank, os.getpid(), False) and (threads == 1 or pid == here)
+        return sum(collectives.gather_objects(rank + 1, m)), os.getpid() == here
+
+    assert launch(program, parse(mesh), "cpu", before=before) == (total, mesh == "dp1")
+    assert {path.name for path in tmp_path.iterdir()} == {f"{rank} False" for rank in range(int(mesh[2:]))}
+
+
 BEFORE = """
-import contextlib, os, threading
+import contextlib, os
 import torch
 import torch.distributed as dist
 from funrl.mesh import collectives, launch
@@ -327,42 +351,27 @@ from funrl.mesh.mesh import parse
 here = os.getpid()
 @contextlib.contextmanager
 def before(rank):
-    began = os.getpid(), dist.is_initialized(), threading.active_count()
-    yield rank, began
+    yield rank, dist.is_initialized()
     print(f"left {rank} {dist.is_initialized()}\\n", end="")
 def program(m, opened):
-    rank, began = opened
-    assert (rank, began) == (m.rank, (os.getpid(), False, 1))
-    return sum(collectives.gather_objects(rank + 1, m)), os.getpid() == here, torch.get_num_threads()
+    assert opened == (m.rank, False)
+    return sum(collectives.gather_objects(m.rank + 1, m)), os.getpid() == here, torch.get_num_threads()
 launch.cores = lambda: 6
-for mesh in MESHES:
-    total, in_place, threads = launch.launch(program, parse(mesh), "cpu", before=before)
-    print(f"sum {total} {in_place} {threads}\\n", end="", flush=True)
+total, in_place, threads = launch.launch(program, parse("dp2"), "cpu", before=before)
+print(f"sum {total} {in_place} {threads}\\n", end="", flush=True)
 """
-
-
-def lines_of(command, script, meshes):
-    """What a program prints that launches ranks on one mesh after the other, in order."""
-    script.write_text(BEFORE.replace("MESHES", repr(meshes)))
-    done = subprocess.run(
-        [sys.executable, *command, str(script)],
-        capture_output=True, text=True, timeout=600, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return sorted(line for line in done.stdout.splitlines() if line)
-
-
-def test_what_comes_before_is_entered_without_groups_and_left_at_the_end(tmp_path):
-    lines = lines_of([], tmp_path / "program.py", ["dp1", "dp2"])
-    assert [line for line in lines if line.startswith("left")] == ["left 0 False", "left 0 False", "left 1 False"]
-    assert [line[:-2] for line in lines[3:]] == ["sum 1 True", "sum 3 False"]
 
 
 @pytest.mark.slow
 def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
     """They are the processes that it started, each with its share of the cores."""
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    lines = lines_of(torchrun, tmp_path / "program.py", ["dp2"])
+    script = tmp_path / "program.py"
+    script.write_text(BEFORE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line)
     assert lines == ["left 0 False", "left 1 False", "sum 3 True 3", "sum 3 True 3"]
 
 

@@ -87,7 +87,7 @@ def volume_bytes(step, message):
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -105,7 +105,7 @@ def test_random_layouts_arrive_exactly_within_the_bound(seed, native):
                     assert x is locals_[rank][name]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_meshes_over_different_ranks_exchange_exactly_what_is_lacking(seed):
     rng = random.Random(2000 + seed)
     torch.manual_seed(seed)
@@ -140,7 +140,7 @@ def test_meshes_over_different_ranks_exchange_exactly_what_is_lacking(seed):
     assert sum(sent_bytes(made)) == sum(lacking)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_bytes_are_the_elements_that_a_rank_lacks_counted_one_by_one(seed):
     rng = random.Random(1000 + seed)
     whole, src, dst = random_trees(rng)
@@ -287,13 +287,12 @@ def test_large_parts_go_without_staging(monkeypatch):
     program.cache_clear()
 
 
-@pytest.mark.parametrize("before,after", [("dp64", "dp16,tp4"), ("dp8,tp8", "dp16,tp4")])
-def test_groups_of_messages_are_small_and_the_same_on_both_ends(before, after, monkeypatch):
+def test_groups_of_messages_are_small_and_the_same_on_both_ends(monkeypatch):
     """What NCCL starts at once: both ranks of a message have it in groups of one number, in the same order."""
     monkeypatch.setattr(buckets, "NEAR", 8)
     shapes = {f"w{i}": torch.empty(512, 256, device="meta") for i in range(6)}
-    src = {name: Layout((512, 256), (("data",), ()), sizes_of(before)) for name in shapes}
-    dst = {name: Layout((512, 256), ((), ("tensor",)), sizes_of(after)) for name in shapes}
+    src = {name: Layout((512, 256), (("data",), ()), sizes_of("dp8,tp8")) for name in shapes}
+    dst = {name: Layout((512, 256), ((), ("tensor",)), sizes_of("dp16,tp4")) for name in shapes}
     made = plan(src, dst, torch.float32)
     bucket_bytes = 1 << 18
     programs = [program(made, rank, bucket_bytes, True, bucket_bytes // 8) for rank in range(made.world)]

@@ -43,7 +43,7 @@ def exact(whole, src, dst, mesh, bucket_bytes):
 
 def test_random_and_decoder_trees_on_eight_ranks():
     def program(mesh):
-        for seed in range(10):
+        for seed in range(4):
             rng = random.Random(seed)
             torch.manual_seed(seed)
             whole, src, dst = random_trees(rng)
@@ -51,8 +51,6 @@ def test_random_and_decoder_trees_on_eight_ranks():
         shapes = trees.map(lambda layout: torch.empty(layout.shape, device="meta"), layouts_of("dp8"))
         whole = trees.map(lambda x: torch.rand(x.shape), shapes)
         for a, b in [
-            (layouts_of("dp4,tp2"), layouts_of("dp2,tp4")),
-            (layouts_of("dp4,tp2", FULLY), layouts_of("dp4,tp2")),
             (layouts_of("dp4,tp2", FULLY), layouts_of("dp2,tp4")),
             (layouts_of("tp8"), layouts_of("dp8")),
         ]:
@@ -184,8 +182,7 @@ def map_blocks_from(nbytes):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
-@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_peak_memory_is_the_result_and_two_buckets(donate):
+def test_peak_memory_is_the_result_and_two_buckets():
     """64 tensors of 1 MB, split along their last dim so that all of them must be staged."""
     bucket_bytes, slack = 2 << 20, 2 << 20
 
@@ -198,20 +195,20 @@ def test_peak_memory_is_the_result_and_two_buckets(donate):
             return {name: torch.ones(layout.local_shape(mesh.rank)) for name, layout in src.items()}
 
         reshard(given(), made, mesh, bucket_bytes)  # the first time imports and connections cost memory too
-        peaks = []
-        for _ in range(8):
+        peaks = {False: [], True: []}
+        for donate in [False, True] * 4:
             tree = given()
             peak, result = peak_beyond(functools.partial(reshard, tree, made, mesh, bucket_bytes, donate))
             assert all(x.shape == (512, 512) for x in result.values())
-            peaks.append(peak)
+            peaks[donate].append(peak)
         return peaks, sum(x.nbytes for x in result.values())
 
     peaks, nbytes = launch(program, parse("dp2"), "cpu")
-    emptied = nbytes // 2 if donate else 0
     # The kernel counts pages in batches for each core, so on a busy machine a peak is wrong by some MB, to either side.
     # Memory that is needed is needed each time: the least peak is within the bound, and the largest is no less than it.
-    assert min(peaks) <= nbytes - emptied + 2 * bucket_bytes + slack
-    assert max(peaks) >= nbytes - emptied - slack
+    for donate, emptied in ((False, 0), (True, nbytes // 2)):
+        assert min(peaks[donate]) <= nbytes - emptied + 2 * bucket_bytes + slack
+        assert max(peaks[donate]) >= nbytes - emptied - slack
 
 
 def test_a_rank_that_dies_in_the_middle_is_named():

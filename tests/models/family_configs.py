@@ -166,5 +166,4 @@ MESHES = {
     "qwen3_5_moe": ("sp2", "ep2,tp2 split"),
     "gemma4 vectors": ("tp2 split", "dp2 fsdp", "sp2"),
     "gemma4 experts": ("ep2,tp2 split",),
-    "glm4_moe": ("ep2,tp2",),
 }

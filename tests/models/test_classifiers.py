@@ -32,6 +32,7 @@ MODULES = {
 }
 SEQUENCES = [name for name, family in FAMILIES.items() if family.classifier]
 TOKENS = [name for name, family in FAMILIES.items() if family.token_classifier]
+OF_STEPS = ("llama", "qwen3", "gemma2", "qwen3_moe")  # one of each kind: the others differ by what is below the head
 
 
 def saved(auto, raw, labels, folder):
@@ -61,7 +62,7 @@ def test_a_sequence_classifier_scores_the_whole_text(name, tmp_path):
     assert expected_B.std() > 0.01 and (got_B - expected_B).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("name", TOKENS)
+@pytest.mark.parametrize("name", [name for name in TOKENS if name in OF_STEPS])
 def test_a_token_classifier_scores_the_steps(name, tmp_path):
     peer = saved(transformers.AutoModelForTokenClassification, RAW[name], 2, tmp_path)
     tokens_BT = tokens_of(hf.load_model(tmp_path).config, 2, 20)

@@ -64,7 +64,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_greedy_tokens_and_round_trip(name, tmp_path):
-    assert_peer(CONFIGS[name], tmp_path, new_tokens=16)
+    assert_peer(CONFIGS[name], tmp_path, new_tokens=5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

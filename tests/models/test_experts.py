@@ -97,8 +97,14 @@ def worst(mesh_text, k, normalized=True, split=False):
     return max(gaps)
 
 
-@pytest.mark.parametrize("mesh", ["dp1", "ep2", "dp2,ep2", "ep2,tp2", "ep4", "tp2 split", "ep2,tp2 split"])
-@pytest.mark.parametrize("k,normalized", [(1, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    "mesh,k,normalized",
+    [
+        ("dp1", 1, False), ("dp1", 2, True), ("dp1", 4, True), ("dp2,ep2", 1, False), ("dp2,ep2", 2, True),
+        ("ep2,tp2", 1, False), ("ep2,tp2", 4, True), ("ep4", 2, True), ("ep2,tp2 split", 1, False),
+        ("ep2,tp2 split", 2, True),
+    ],
+)  # fmt: skip
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized):
     text, _, split = mesh.partition(" ")
     assert worst(text, k, normalized, bool(split)) < 1e-12
@@ -127,7 +133,7 @@ CALLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", quick(["doubled", "gradient doubled", "left out"], ["gradient doubled"]))
+@pytest.mark.parametrize("fault", quick(["doubled", "gradient doubled"], ["gradient doubled"]))
 @pytest.mark.parametrize("k,name,call", [(k, name, i) for k, name, calls in CALLS for i in range(calls)])
 def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
     right, seen = getattr(module, name), []
@@ -139,8 +145,6 @@ def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
         seen.append(name)
         if len(seen) - 1 != call:
             return out
-        if fault == "left out" and out.shape == x.shape:
-            return x
         return Scaled.apply(out, *((2, 1) if fault == "doubled" else (1, 2)))
 
     monkeypatch.setattr(module, name, wrong)
@@ -148,9 +152,8 @@ def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
     assert len(seen) == next(calls for ways, one, calls in CALLS if (ways, one) == (k, name))
 
 
-@pytest.mark.parametrize("fault", ["doubled", "left out"])
 @pytest.mark.parametrize("k,name", [(2, "all_gather"), (1, "all_to_all")])
-def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, fault, k, name):
+def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, k, name):
     right, seen = getattr(module, name), []
 
     def wrong(x, mesh, over, **dims):
@@ -158,7 +161,7 @@ def test_an_exchange_of_experts_ids_or_counts_at_fault_is_found(monkeypatch, fau
         if x.is_floating_point():
             return out
         seen.append(over)
-        return out * 2 if fault == "doubled" else torch.cat([x] * (len(out) // len(x)))  # as if all had sent this
+        return torch.cat([x] * (len(out) // len(x)))  # as if all had sent this
 
     monkeypatch.setattr(module, name, wrong)
     try:

@@ -18,7 +18,7 @@ QUICK = ("llama gelu", "phi3 longrope", "gpt_oss", "glm4_moe")
 
 @pytest.mark.parametrize("name", quick(ALL, QUICK))
 def test_logits_greedy_tokens_and_files(name, tmp_path):
-    assert_peer(ALL[name], tmp_path, new_tokens=10)
+    assert_peer(ALL[name], tmp_path, new_tokens=4)
     theirs, ours = (load_file(tmp_path / folder / "model.safetensors") for folder in ("theirs", "ours"))
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(ours[key], x) for key, x in theirs.items())
@@ -33,9 +33,8 @@ def test_config_round_trip_through_transformers(name):
 
 
 PACKED = [  # one of each kind of positions, windows, mixers and experts
-    *("llama dynamic", "phi3 longrope", "phi3 partial rotary", "gemma", "olmo3", "exaone4", "ministral3 window"),
-    *("ernie4_5", "qwen2_moe window", "glm4_moe", "minimax_m2", "gpt_oss", "gpt_oss full", "qwen3_5", "qwen3_5_moe"),
-    *("gemma4 vectors", "gemma4 experts"),
+    *("llama dynamic", "phi3 longrope", "olmo3", "ministral3 window", "qwen2_moe window", "gpt_oss full"),
+    *("qwen3_5_moe", "gemma4 vectors"),
 ]
 
 

@@ -96,7 +96,7 @@ def test_logits_saved_files_and_packed_rows_are_the_modules(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_gradients_are_the_modules(name, tmp_path):
     """In float64 and computed again layer by layer, of a policy and a critic; those of transformers of whole rows."""
     peer = _saved(name, tmp_path).double()
@@ -147,9 +147,8 @@ def _sharded(folder, params, batch, mesh):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox"])
-def test_full_sharding_gives_the_gradients_of_one_device(name, tmp_path):
-    _saved(name, tmp_path)
+def test_full_sharding_gives_the_gradients_of_one_device(tmp_path):
+    _saved("gpt2", tmp_path)
     model, params = _read(tmp_path, torch.float64)
     tokens_BT = tokens_of(model.config, 3, 24)
     batches = _packed(tokens_BT, (24, 7, 13)), _packed(tokens_BT.flip(0), (2, 20, 22))

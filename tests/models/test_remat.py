@@ -1,5 +1,7 @@
 """Computing layers again: the same gradients for less memory, and what is computed again is what should be."""
 
+import collections
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funrl import trees
 from funrl.batch import Batch
 from funrl.models import Inputs, decoder_config, decoder_model, place, rematerialized, with_fields
+from funrl.models.decoder.gated_delta_net import GatedDeltaNet
+from funrl.models.decoder.routing import Experts
 from funrl.models.remat import MODES
 
 CONFIG = decoder_config(vocab=24, embed=16, layers=3, heads=4, kv_heads=2, head=4, mlp=32, family="qwen3", qk_norm=True)
@@ -18,9 +22,11 @@ class _Counted(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.products, self.attentions, self.other = 0, 0, 0
+        self.names = collections.Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
+        self.names[name] += 1
         self.products += name.startswith(("aten::mm", "aten::addmm", "mkldnn::_linear"))
         self.attentions += name.startswith("aten::_scaled_dot_product") and "backward" not in name
         self.other += name == "aten::silu"
@@ -81,6 +87,20 @@ def test_products_by_onednn_are_kept_too():
     assert found["selective"][1] == found["none"][1] < found["full"][1]
     for mode in ("full", "selective"):
         assert all(torch.equal(x, y) for x, y in zip(found[mode][0], found["none"][0], strict=True))
+
+
+def test_states_and_products_of_experts_are_kept():
+    experts = Experts(4, 2, 8, shared=8)
+    model = decoder_model(with_fields(CONFIG, layers=1, mixers=(GatedDeltaNet(2, 4, 4, 3),), experts=experts))
+    params, batch = model.init(torch.Generator().manual_seed(0)), Batch(tokens=TOKENS, mask=None)
+    counts = {}
+    for mode in MODES:
+        placed = place(model, layer=rematerialized(model.layer, mode))
+        with _Counted() as counted:
+            trees.value_and_grad(lambda p, by=placed: (by.token_scores(p, batch).logp.sum(), None))(params)
+        grouped = sum(count for name, count in counted.names.items() if name.endswith("grouped_linear"))
+        counts[mode] = counted.names["funrl::chunk_states"], grouped
+    assert min(counts["none"]) > 0 and counts["selective"] == counts["none"] != counts["full"]
 
 
 def test_without_a_gradient_or_without_a_mode_it_is_the_plain_layer():

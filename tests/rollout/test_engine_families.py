@@ -90,7 +90,7 @@ OLDER = ("gemma2", "gemma3", "olmo2", "smollm3", "granite", "phi3", "mistral")
 @pytest.mark.parametrize("name", quick(CONFIGS, (*OLDER, "ministral3")))
 def test_greedy_completions_are_those_of_transformers(name):
     config = CONFIGS[name]
-    engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=32)
+    engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=16)
     assert isinstance(engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend))
     peer = load(hf_engine(decoder_model(config)), weights(config))
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
@@ -100,12 +100,12 @@ def test_greedy_completions_are_those_of_transformers(name):
     "name", quick(["gemma2", "granite", "deepseek_v3", "gpt_oss", "gemma4", "gemma4 experts"], ["gemma2", "gpt_oss"])
 )
 def test_log_probabilities_are_the_trainers(name):
-    config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20, samples=2)
+    config, how = (CONFIGS | EXPERTS)[name], Sampling(temperature=0.7, max_new_tokens=20)
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
     done = completed(engine_of(config, torch.float64), PROMPTS, how)
     assert_same(completed(engine_of(config, torch.float64, static=True), PROMPTS, how), done, 1e-12)
     for number, one in enumerate(done):
-        prompt = PROMPTS[number // 2]
+        prompt = PROMPTS[number]
         batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
         for temperature, got in ((0.7, one.sampling_logp), (1.0, one.raw_logp)):
             logp = placed.token_scores(params, batch, temperature=temperature).logp[0, len(prompt) :]

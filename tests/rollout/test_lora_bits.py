@@ -172,30 +172,21 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
     assert sum(texts.differ() for texts in right) > 0
 
 
-ON_RANKS = [
-    (2, [("llama, scaled", torch.bfloat16)]),
-    (4, [("qwen3", torch.float32), ("gemma2", torch.float64)]),
-]
+ON_RANKS = [("llama, scaled", torch.bfloat16), ("gemma2", torch.float64)]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("choice", quick(ON_RANKS, ON_RANKS[:1]), ids=str)
-def test_the_bits_do_not_depend_on_tensor_ranks(choice):
+@pytest.mark.parametrize("case", quick(ON_RANKS, ON_RANKS[:1]), ids=str)
+def test_the_bits_do_not_depend_on_tensor_ranks(case):
     """Texts of an engine on one rank are those of an engine on all, scored there with and without a split stream."""
-    ranks, cases = choice
-    alone = {(family, dtype): AdaptedTexts(family, dtype, 5).generate(family) for family, dtype in cases}
+    family, dtype = case
+    alone = AdaptedTexts(family, dtype, 5).generate(family)
 
     def program(mesh):
-        counts = {}
-        for family, dtype in cases:
-            ours = AdaptedTexts(family, dtype, 5).generate(family, mesh)
-            texts = alone[family, dtype]
-            counts[family, dtype] = [
-                texts.differ(mesh), texts.differ(mesh, splits=True), unlike(ours.all_done, texts.all_done)
-            ]  # fmt: skip
-        return counts
+        ours = AdaptedTexts(family, dtype, 5).generate(family, mesh)
+        return alone.differ(mesh), alone.differ(mesh, splits=True), unlike(ours.all_done, alone.all_done)
 
-    assert launch(program, parse(f"tp{ranks}"), "cpu") == {case: [0] * 3 for case in cases}
+    assert launch(program, parse("tp2"), "cpu") == (0, 0, 0)
 
 
 def completions(engine, requests):

@@ -35,11 +35,9 @@ FAMILIES = {
 TOKENS = torch.randint(0, 23, (4, 6), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 CASES = [
-    ("dense", "tp2", None), ("dense", "tp3", None), ("dense", "dp2,tp2", "data"), ("nine heads of three", "tp2", None),
-    ("nine heads of three", "tp4", None), ("as many keys", "tp2", None), ("latent", "tp2", None),
-    ("experts", "ep2", None), ("experts", "ep2,tp2", "data"), ("experts", "dp2,ep2", "data"),
-    ("clamped experts", "ep2", None), ("clamped experts", "tp2", None), ("adapters", "tp2", None),
-    ("adapters", "dp2,tp2", "data"),
+    ("dense", "tp2", None), ("dense", "dp2,tp2", "data"), ("nine heads of three", "tp4", None),
+    ("as many keys", "tp2", None), ("latent", "tp2", None), ("experts", "ep2,tp2", "data"),
+    ("clamped experts", "ep2", None), ("adapters", "tp2", None),
 ]  # fmt: skip
 
 
@@ -86,7 +84,7 @@ def _whole(parts, layout):
     return out
 
 
-@pytest.mark.parametrize("case", quick(CASES, [CASES[0], CASES[2], CASES[4], CASES[7], CASES[12]]), ids=str)
+@pytest.mark.parametrize("case", quick(CASES, [CASES[0], CASES[1], CASES[2], CASES[5], CASES[7]]), ids=str)
 def test_ranks_that_do_not_divide_a_dim_have_the_numbers_of_one_device(case):
     family, mesh, over = case
     model = _model(family)
@@ -135,7 +133,7 @@ def _written(model, mesh=SINGLE):
 
 @pytest.mark.parametrize(
     "case",
-    quick([(name, mesh) for name in FAMILIES for mesh in ("tp2", "tp3")], [("dense", "tp2"), ("experts", "tp2")]),
+    quick([*((name, "tp2") for name in FAMILIES), ("dense", "tp3")], [("dense", "tp2"), ("experts", "tp2")]),
     ids=str,
 )
 def test_an_engine_samples_the_tokens_of_one_device(case):

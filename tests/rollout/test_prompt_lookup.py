@@ -50,12 +50,11 @@ def test_drafts_grow_where_they_are_right_and_wait_where_they_are_wrong():
 @pytest.mark.parametrize(
     "how",
     [
-        Sampling(greedy=True, max_new_tokens=90, stop=(3,)),
-        Sampling(max_new_tokens=90, temperature=0.3, samples=2, stop=(17, 28)),
-        Sampling(max_new_tokens=90, temperature=0.4, repetition_penalty=0.8),
-        Sampling(max_new_tokens=90, temperature=0.5, top_k=4, stop_strings=("99", "43")),
+        Sampling(greedy=True, max_new_tokens=80, stop=(3,)),
+        Sampling(max_new_tokens=80, temperature=0.4, repetition_penalty=0.8),
+        Sampling(max_new_tokens=80, temperature=0.5, top_k=4, stop_strings=("99", "43")),
     ],
-    ids=["greedy", "sampled", "penalty", "truncated"],
+    ids=["greedy", "penalty", "truncated"],
 )
 def test_completions_are_those_without_drafts(packed, how):
     """Beyond a block of 64 numbers of noise, over many pages, with windows."""
@@ -78,8 +77,8 @@ def test_a_repeating_text_takes_a_fraction_of_the_passes():
     assert drafting.cost().passes < 0.35 * plain.cost().passes
 
 
-@pytest.mark.parametrize("pages", [9, 12])
-def test_drafts_take_no_page_that_another_request_needs(pages):
+def test_drafts_take_no_page_that_another_request_needs():
+    pages = 9
     how = Sampling(max_new_tokens=70, temperature=0.3)
     plain = completed(engine_of(CONFIG, packed=False), PROMPTS, how)
     engine = engine_of(CONFIG, packed=False, speculate=8)

@@ -39,12 +39,12 @@ def sizes_of(engine):
 # In float32 3e-5 on one processor, below 1e-5 on others.
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 1e-4)], ids=str)
 def test_log_probabilities_are_the_trainers(dtype, close):
-    how = Sampling(temperature=0.7, max_new_tokens=40, samples=2)
+    how = Sampling(temperature=0.7, max_new_tokens=30)
     placed, params = place(decoder_model(WITH_EXPERTS), dtype=dtype), weights(WITH_EXPERTS, dtype)
     prompts = [*PROMPTS, LONG]
     done = completed(engine_of(WITH_EXPERTS, dtype), prompts, how)
     for number, one in enumerate(done):
-        prompt = prompts[number // 2]
+        prompt = prompts[number]
         batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
         logp = placed.token_scores(params, batch).logp[0, len(prompt) :]
         assert (logp - one.raw_logp).abs().max() < close
@@ -53,20 +53,13 @@ def test_log_probabilities_are_the_trainers(dtype, close):
 @functools.cache
 def requests_alone(seed):
     """Requests, and what an engine completes of each by itself."""
-    requests = mixed_requests(30, seed)
+    requests = mixed_requests(20, seed)
     engine = engine_of(CONFIG, torch.float64)
     return requests, [one for request in requests for one in complete(engine, [request])]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"static": True},
-        {"snapshot_tokens": 16},
-        {"max_rows": 3, "snapshot_tokens": 20},
-        {"static": True, "snapshot_tokens": 16, "max_rows": 4},
-    ],
-    ids=str,
+    "options", [{"snapshot_tokens": 20}, {"static": True, "snapshot_tokens": 16, "max_rows": 4}], ids=str
 )
 def test_a_completion_depends_on_no_neighbour(options):
     """With room for all, and with room for so few that some are preempted or have no snapshot."""
@@ -272,15 +265,13 @@ def _on_ranks(mesh):
     params = weights(WITH_EXPERTS, torch.float64)
     engine.load(engine.weights.named(rules.shard(params, engine.weights.layouts, mesh)), 0)
     held = trees.nbytes(engine._backend.model.init_cache(mesh, 0, 1, torch.float64, torch.device("meta"), 1))
-    return completed(engine, [*PROMPTS, LONG], Sampling(max_new_tokens=20, samples=2)), held
+    return completed(engine, [*PROMPTS, LONG], Sampling(max_new_tokens=10)), held
 
 
 @pytest.mark.gloo
 def test_tensor_ranks_share_the_heads():
     model = decoder_model(WITH_EXPERTS)
-    expected = completed(
-        engine_of(WITH_EXPERTS, torch.float64), [*PROMPTS, LONG], Sampling(max_new_tokens=20, samples=2)
-    )
+    expected = completed(engine_of(WITH_EXPERTS, torch.float64), [*PROMPTS, LONG], Sampling(max_new_tokens=10))
     found, held = launch(_on_ranks, parse("tp2"), "cpu")
     assert_same(found, expected, 1e-10)
     assert held * 2 == model.cell_bytes(SINGLE, torch.float64)

@@ -247,16 +247,12 @@ def replayed_on_ranks(mesh, refused):
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "refused",
-    [1, 3],
-    ids=["the first fails", "a later one fails"],
-)
-def test_tensor_ranks_replay_together_or_not_at_all(refused):
-    ranks = launch(lambda mesh: replayed_on_ranks(mesh, refused), parse("tp2"), "cpu")
+def test_tensor_ranks_replay_together_or_not_at_all():
+    """The second capture fails on one of them."""
+    ranks = launch(lambda mesh: replayed_on_ranks(mesh, 2), parse("tp2"), "cpu")
     for plain, replayed, captured, attempts in ranks:
         assert_same(replayed, plain, 1e-12)
-        assert attempts == refused and captured == 0
+        assert attempts == 2 and captured == 0
 
 
 class CountedCopy(HostCopy):
@@ -302,10 +298,10 @@ def test_decoding_copies_once_a_pass_and_reads_one_pass_later(on_device):
     CountedCopy.made = 0
     CountedCopy.ages.clear()
     with no_waits() as decoding:
-        for _ in range(30):
+        for _ in range(10):
             assert not on_device.step()
-    assert on_device.cost().passes - before == 30 == CountedCopy.made and decoding.names
-    assert CountedCopy.ages[1:] == [1] * 29  # each is read while the next pass computes
+    assert on_device.cost().passes - before == 10 == CountedCopy.made and decoding.names
+    assert CountedCopy.ages[1:] == [1] * 9  # each is read while the next pass computes
 
 
 def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monkeypatch):
