@@ -48,6 +48,7 @@ def starts_jax(file: Path) -> bool:
 
 XLA_FLAGS = (  # of programs that start JAX: LLVM optimizes little, and MLIR fuses no loop, so that it compiles soon
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # as funrl.xla.meshes, where another test may begin JAX
 )
 AS_MANY_QUICK_ONES = 20  # take as long as a slow test
 LONG = {  # files that take a minute or more of a core, or long tests of which they have few

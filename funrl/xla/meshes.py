@@ -34,6 +34,9 @@ from funrl.xla.operators.collectives import GROUP_SEPARATOR
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)
+# XLA on a CPU starts what is independent at the same time, on as many threads as there are cores. Where devices wait
+# for each other in different collectives no thread is left; so each runs its program in one order there.
+IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor]) -> Mesh:
@@ -70,7 +73,10 @@ def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """
     shape = tuple(sizes[axis] for axis in AXES)
     count = math.prod(shape)
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = os.environ.get("XLA_FLAGS", "")
+    if IN_ORDER not in flags:  # which XLA reads once, when JAX begins
+        os.environ["XLA_FLAGS"] = f"{flags} --{IN_ORDER}=false"
+    if "xla_force_host_platform_device_count" not in flags:
         with contextlib.suppress(RuntimeError):  # JAX has begun, with a number of devices that stays
             before: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
             jax.config.update("jax_num_cpu_devices", max(count, before))

@@ -29,7 +29,7 @@ MESHES = {  # the collectives that its program must have
     "dp2,tp2+fsdp": {"all-reduce", "all-gather", "reduce-scatter"},
     "ep2,sp2": {"all-gather", "reduce-scatter", "all-to-all"},
 }
-ENGINES = [(torch.float64, "dp2,tp2+lora"), (torch.float64, "dp2+states"), (torch.bfloat16, "dp2,tp2")]
+ENGINES = [(torch.float64, "dp2,tp2+lora+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
     "float64:2:ppo:dp2,tp2",
     "float64:2:grpo:ep2+fsdp",
