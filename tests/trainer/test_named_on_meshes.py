@@ -7,7 +7,6 @@ import functools
 
 import pytest
 import torch
-from selection import unlike_recipes
 from small_runs import SIZES, assert_same, small_job, steps_program, uneven
 
 from funrl.algos import recipes
@@ -26,7 +25,10 @@ SPLIT = (  # what they read of a row is on all ranks that have a part of it: rat
 )  # fmt: skip
 # what they read of the logits: log-probabilities and values, entropies, likely tokens, rewards
 TENSOR = ("ppo", "gkd", LIKELY, "otb", "process_reward_model")
-ROWS_APART = [*unlike_recipes(), LIKELY]  # the others read the same of a row
+ROWS_APART = (  # each field and role once, means over all rows, groups, pairs, labels, filters and demonstrations
+    "ppo", "remax", "reinforce_plus_plus", "gdpo", "prime", "gkd", "dpo", "online_dpo", "kto", "process_reward_model",
+    "chord", "m2po", "eaft", LIKELY,
+)  # fmt: skip
 NAMED = {
     name: functools.partial(MAKERS["distillation"], kind="forward") if name == LIKELY else MAKERS[name]
     for name in dict.fromkeys([*ROWS_APART, *SPLIT, *TENSOR])
@@ -75,7 +77,7 @@ def _comparable(step):
 @pytest.mark.parametrize("name", ROWS_APART)
 def test_a_step_is_the_same_where_ranks_share_the_rows(name, steps):
     """What ranks share of a model, an algorithm does not see: tests/trainer/test_layouts.py."""
-    assert_same(_comparable(steps("dp2", tuple(ROWS_APART))[name]), _comparable(steps("dp1")[name]), 1e-9)
+    assert_same(_comparable(steps("dp2", ROWS_APART)[name]), _comparable(steps("dp1")[name]), 1e-9)
 
 
 @pytest.mark.gloo

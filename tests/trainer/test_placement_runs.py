@@ -137,7 +137,7 @@ def test_transformers_generate_on_ranks_of_their_own_with_merged_adapters():
 
 @pytest.mark.slow
 def test_episodes_have_the_same_bits_apart():
-    settings = {"task": "calculator", "reward": None, "episode_turns": 3}
+    settings = {"task": "calculator", "reward": None, "episode_turns": 3, "steps": 1}
     placed = run(place="generate:1", **settings)
     assert_same_runs(placed, run(**settings))
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
@@ -158,7 +158,7 @@ def check_ages(steps, staleness):
 
 AHEAD = {
     "1": (1, {}),
-    "2, two replicas": (2, {"place": "train:dp2@0-1 generate:dp2@2-3"}),
+    "2, two replicas": (2, {"place": "train:dp2@0-1 generate:dp2@2-3", "steps": 3}),
 }
 
 

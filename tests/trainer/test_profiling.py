@@ -14,7 +14,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.steps.step import NotFiniteError
 
-BASE = {"batch_prompts": 2, "steps": 3, "eval_every": 9, "save_every": "0"}
+BASE = {"batch_prompts": 2, "max_new_tokens": 2, "steps": 3, "eval_every": 9, "save_every": "0"}
 
 
 def ranges(path):

@@ -79,6 +79,7 @@ def test_generated_again_every_bit_is_the_same(run):
     assert {"tokens", "rollout_logp", "weights of policy by their digests", "state of the checkpoint"} <= compared
 
 
+@pytest.mark.parametrize("run", ["frozen"], indirect=True)
 def test_one_step_is_generated_again_from_a_checkpoint(run):
     folder, agents, settings = run
     done = generated(folder, agents, step=2, **settings)

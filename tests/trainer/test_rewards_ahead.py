@@ -47,7 +47,7 @@ STEPS = 3
 AHEAD = {
     "on the ranks that train and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
-    "with a filter": (without_large, ["judge"], "train:1 generate:2", {"max_refills": 6, "reward": large_for_some}),
+    "with a filter": (without_large, ["judge"], "train:1 generate:1", {"max_refills": 6, "reward": large_for_some}),
 }
 
 
