@@ -151,9 +151,11 @@ STEPS = {
 }
 
 
-OF_FAMILIES = [  # one family in the others, the other families with a critic
+OF_FAMILIES = [
     *(("qwen2_5_vl", case) for case in STEPS if case != "critic"),
-    *((family, "critic") for family in ("qwen3_vl", "gemma3", "llava_onevision")),
+    ("qwen3_vl", "frozen"),
+    ("gemma3", "frozen"),
+    ("llava_onevision", "critic"),
 ]
 QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "remat")]
 
