@@ -78,4 +78,3 @@ def test_the_reward_rises_and_the_text_stays_near_the_models(tmp_path):
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.15
     assert rows[-1]["actor/reward_kl_penalty"] < 1.0  # nats a token
     assert max(row["rollout/logprob_gap_max"] for row in rows) < 1e-4
-    check_loads_in_transformers(run_dir / "model")
