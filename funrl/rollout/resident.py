@@ -368,4 +368,12 @@ def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventL
 
 
 def _run(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
-    return asyncio.run(program) if loop is None else loop.run_until_complete(program)
+    if loop is not None:
+        return loop.run_until_complete(program)
+    results: list[_T] = []
+
+    async def keep_result() -> None:  # asyncio.run formats its task twice at the end, with all of the task's result
+        results.append(await program)
+
+    asyncio.run(keep_result())
+    return results[0]

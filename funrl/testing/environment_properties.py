@@ -26,6 +26,7 @@ from funrl.rollout.episode_records import to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
+from funrl.rollout.resident import run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
 
 PLAIN_TEMPLATE = (
@@ -119,12 +120,9 @@ def run_one(subject: EnvironmentSubject, seed: int, limits: EpisodeLimits) -> Ep
     example = subject.examples[seed % len(subject.examples)]
     environment = subject.make()
 
-    async def run() -> Episode:
-        return await attempt_episode(
-            lambda: environment.run(policy, example, seed), policy, EpisodeClock(subject.limit_s)
-        )
-
-    return asyncio.run(run())
+    return run_coroutine(
+        attempt_episode(lambda: environment.run(policy, example, seed), policy, EpisodeClock(subject.limit_s))
+    )
 
 
 def completed(subject: EnvironmentSubject) -> None:

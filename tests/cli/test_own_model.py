@@ -70,12 +70,11 @@ def test_samples_join_to_text_and_the_model_opens_in_transformers(tmp_path):
 def test_the_reward_rises_and_the_text_stays_near_the_models(tmp_path):
     run_dir = tmp_path / "run"
     rows = run(
-        run_dir, "--mesh=dp2", "--steps=8", "--batch_prompts=16", "--samples_per_prompt=4", "--max_new_tokens=24",
-        "--lr=2e-3", "--kl_coef=0.05",
+        run_dir, "--mesh=dp2", "--steps=6", "--batch_prompts=16", "--samples_per_prompt=4", "--max_new_tokens=24",
+        "--lr=1e-3", "--kl_coef=0.05",
     )  # fmt: skip
     rewards = [row["reward/mean"] for row in rows]
     assert rewards[0] < 0.2
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.15
     assert rows[-1]["actor/reward_kl_penalty"] < 1.0  # nats a token
     assert max(row["rollout/logprob_gap_max"] for row in rows) < 1e-4
-    check_loads_in_transformers(run_dir / "model")

@@ -363,13 +363,13 @@ def test_a_turn_computes_only_what_is_new(options):
     computed = []
     for seed in (4, 5, 6):
         before = engine.cost()
-        done = run(environment, examples_of(*PROMPTS), 2, engine, seed=seed)
+        done = run(environment, examples_of(*PROMPTS), engine=engine, seed=seed)
         cost = engine.cost()
         ends = [episode.ends[0] for _, episode in done.episodes]
         context = sum(len(node.tokens) for end in ends for node in end.nodes() if not node.sampled)
         turns = sum(1 for end in ends for node in end.nodes() if node.sampled)
         again = cost.recomputed - before.recomputed
-        assert turns == 8 * 6 and max(len(end.token_ids()) for end in ends) > 8 * cost.page_tokens
+        assert turns == 12 * 6 and max(len(end.token_ids()) for end in ends) > 8 * cost.page_tokens
         # besides the context, the last token of each turn that is continued, which was never fed back
         prompts = sum(len(next(end.nodes()).tokens) for end in ends)
         assert 0 <= context + turns - len(ends) - (cost.prefilled - before.prefilled - again) <= prompts

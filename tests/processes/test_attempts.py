@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -34,6 +35,7 @@ def joined(store, world, lead):
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(1, world)]
     for thread in threads:
         thread.start()
+    time.sleep(0.1)  # so that they ask before it leads, for an earlier attempt if the store has one
     lead()
     for thread in threads:
         thread.join()

@@ -4,11 +4,12 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 
 import pytest
-from forked_python import start_python
 from small_servers import needs_clients
 
 from funrl.cli.main import main
@@ -42,8 +43,9 @@ def post(url, key, body):
 @pytest.mark.gloo
 @needs_clients
 def test_a_served_model_answers_until_it_is_told_to_end(model):
-    words = ["-m", "funrl", "serve", str(model), "--port=0", "--mesh=tp2", "--max_new_tokens=9"]
-    process = start_python(words, {**os.environ, "FUNRL_API_KEY": "secret"})
+    command = [sys.executable, "-m", "funrl", "serve", str(model), "--port=0", "--mesh=tp2", "--max_new_tokens=9"]
+    environment = {**os.environ, "FUNRL_API_KEY": "secret"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         assert process.stdout.readline().strip() == "key: secret"
