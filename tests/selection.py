@@ -61,7 +61,6 @@ LONG = {  # files that take a minute or more of a core, or long tests of which t
     "test_models_compile_mesh.py",
     "test_named_on_meshes.py",
     "test_programs.py",
-    "test_same_bits_experts.py",
     "test_scale_out.py",
     "test_snippets.py",
 }

@@ -1,5 +1,6 @@
 """Explanations: formulas of the recipes, of compositions and of pieces of one's own."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -79,10 +80,18 @@ COMMANDS = (
 )
 
 
+@functools.cache
+def explained(name, options):
+    return explain_algorithm(recipe(name)(**dict(options)))
+
+
+def explanation_of(name, options):
+    return explained(name, tuple(options.items()))
+
+
 @pytest.mark.parametrize(("name", "options"), EXPLAINED, ids=str)
 def test_every_recipe_is_written_out(name, options):
-    algorithm = recipe(name)(**options)
-    found = explain_algorithm(algorithm)
+    found = explanation_of(name, options)
     for step in found.steps:
         assert step.formula or step.call.partition("(")[0] in NON_ARITHMETIC, step.call
     formulas = [plain(text) for text in (*found.losses.values(), *(x for step in found.steps for x in step.statements))]
@@ -99,12 +108,12 @@ def test_every_recipe_is_written_out(name, options):
         and "{" not in "".join(formulas)
         and all(len(x) < 140 for x in text.splitlines())
     )
-    assert set(found.required) == algos.reads(algorithm).required
+    assert set(found.required) == algos.reads(recipe(name)(**options)).required
 
 
 @pytest.mark.parametrize(("name", "options"), EXPLAINED, ids=str)
 def test_latex_is_of_standard_commands_and_balanced(name, options):
-    latex = explain_algorithm(recipe(name)(**options)).latex
+    latex = explanation_of(name, options).latex
     assert not re.search(r"<\w+>", latex), "an argument that was not filled in"
     assert set(re.findall(r"\\([A-Za-z]+)", latex)) <= set(COMMANDS.split())
     assert set(re.findall(r"\\([^A-Za-z])", latex)) <= set("\\ |_"), latex
@@ -136,9 +145,9 @@ def test_every_piece_has_a_formula():
 
 
 def test_each_symbol_that_is_explained_is_in_a_formula():
-    explained = [explain_algorithm(recipe(name)(**options)) for name, options in EXPLAINED]
-    texts = [text for one in explained for text in one.losses.values()]
-    texts += [text for one in explained for step in one.steps for text in step.statements]
+    explanations = [explanation_of(name, options) for name, options in EXPLAINED]
+    texts = [text for one in explanations for text in one.losses.values()]
+    texts += [text for one in explanations for step in one.steps for text in step.statements]
     rare = {r"c_{\mathrm{ent}}", *(symbol for symbol in MEANINGS if "KL}_{" in symbol)}
     assert not [x for x in MEANINGS if x not in rare and not any(occurs(x, text) for text in texts)]
 

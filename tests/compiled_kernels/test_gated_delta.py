@@ -111,16 +111,20 @@ def test_16_bits_are_computed_wide():
 
 
 def test_compiled_in_one_graph():
-    """For rows of three chunks, of any number of tokens."""
-    torch._dynamo.reset()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled = torch.compile(kernel.gated_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
-    for row in ([5, C, 1, C - 6, 3], [2 * C, 9]):
-        inputs, segments = _inputs([row])
-        got = _with_grads(compiled, inputs, segments)
-        for a, b in zip(got, _with_grads(kernel.gated_delta_rule, inputs, segments), strict=True):
-            assert (a - b).abs().max() < 1e-12
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    inputs, segments = _inputs(ROWS["sequences across chunks"])
+    compiled = torch.compile(kernel.gated_delta_rule, fullgraph=True, backend="aot_eager")
+    got = _with_grads(compiled, inputs, segments)
+    for a, b in zip(got, _with_grads(kernel.gated_delta_rule, inputs, segments), strict=True):
+        assert (a - b).abs().max() < 1e-12
+
+
+def test_operators_of_states_keep_their_promises():
+    """For any number of chunks, as rows of a compiled graph have."""
+    updates, readers, keys, whole = (torch.ones(1, 3, HEADS, *shape) for shape in ((C, M), (C, N), (C, N), ()))
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(kernel._chunk_states, (updates, readers, keys, whole, None), test_utils=tests)
+    given = updates, torch.ones(1, 3, HEADS, N, M), readers, keys, whole
+    torch.library.opcheck(kernel._chunk_states_backward, given, test_utils=tests)
 
 
 def test_a_pass_has_the_strides_that_a_compiled_graph_expects():

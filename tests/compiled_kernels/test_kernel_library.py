@@ -10,6 +10,7 @@ from funrl.compiled_kernels import kernel_library
 from funrl.compiled_kernels.kernel_library import KernelError, cache_folder, library, library_problem
 
 NO_KERNEL = library_problem()
+BUILT = kernel_library._compiled() if NO_KERNEL is None else None
 pytestmark = pytest.mark.skipif(NO_KERNEL is not None, reason=str(NO_KERNEL))
 
 
@@ -33,9 +34,22 @@ def panel_in_a_fork():
     return pid
 
 
-@pytest.mark.slow
-def test_two_processes_compile_at_once(fresh, monkeypatch):
-    monkeypatch.setattr(kernel_library, "FLAGS", kernel_library.FLAGS.replace("-O3", "-O0"))
+def compiler_of(tmp_path, monkeypatch, commands):
+    """Let CXX be a program whose version is in a file, and which makes the file `$2` by shell commands."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\nif [ "$1" = --version ]; then cat ' + str(tmp_path / "version") + "; exit; fi\n"
+        f'while [ "$1" != -o ]; do shift; done; {commands}\n'
+    )
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "version").write_text("1")
+    monkeypatch.setenv("CXX", str(compiler))
+
+
+def test_two_processes_compile_at_once(fresh, monkeypatch, tmp_path):
+    """By a compiler that has written half of the library when the other begins."""
+    halves = f'head -c 9999 {BUILT} > "$2"; sleep 0.3; cat {BUILT} > "$2"'
+    compiler_of(tmp_path, monkeypatch, halves)
     statuses = [os.waitpid(pid, 0)[1] for pid in [panel_in_a_fork(), panel_in_a_fork()]]
     assert {os.waitstatus_to_exitcode(status) for status in statuses} in ({64}, {32})
     files = list(fresh.iterdir())
@@ -46,14 +60,7 @@ def test_two_processes_compile_at_once(fresh, monkeypatch):
 
 
 def test_the_file_is_named_after_what_its_bits_depend_on(fresh, monkeypatch, tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\nif [ "$1" = --version ]; then cat ' + str(tmp_path / "version") + "; exit; fi\n"
-        'while [ "$1" != -o ]; do shift; done; echo library > "$2"\n'
-    )
-    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "version").write_text("1")
-    monkeypatch.setenv("CXX", str(compiler))
+    compiler_of(tmp_path, monkeypatch, 'echo library > "$2"')
     first = kernel_library._compiled()
     assert first == kernel_library._compiled() and first.read_text() == "library\n"
     (tmp_path / "version").write_text("2")
@@ -79,7 +86,7 @@ def test_an_old_processor(fresh, monkeypatch):
 
 
 def test_a_compiler_that_fails(fresh, monkeypatch):
-    monkeypatch.setattr(kernel_library, "FLAGS", kernel_library.FLAGS + " -Dfma=1(")
+    monkeypatch.setattr(kernel_library, "FLAGS", kernel_library.FLAGS + " -std=c++1")
     with pytest.raises(KernelError, match=r"g\+\+ cannot compile the C\+\+ kernels: .*error"):
         library()
     assert list(fresh.iterdir()) == []

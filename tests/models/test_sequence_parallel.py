@@ -178,7 +178,7 @@ NEXT = {
 SPLITS = {
     "sp3": ("sp3", config(6, 2), False),
     "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 1, **GEMMA), True),
-    "sp3, gated delta nets": ("sp3", config(3, 1, **NEXT), False),
+    "sp4, gated delta nets": ("sp4", config(4, 2, **NEXT), False),
     "tp4, its residual, norms over shared heads": (
         "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
     ),
@@ -209,24 +209,14 @@ def unchanged(x, mesh, axes, split, concat):
     return torch.cat([collectives.own_shard(x, mesh, axes, split)] * mesh.size(axes), concat)
 
 
-def own_only(x, mesh, axes, dim):
-    """A gather in which every rank has its own part alone."""
-    return torch.cat([x] * mesh.size(axes), dim)
-
-
 FAULTS = {
     "nothing is exchanged": (sequence, "all_to_all", unchanged),
-    "gathered as if ranks differed": (placed, "gather_replicated", all_gather),
-    "all ranks take the first part": (placed, "own_shard", lambda x, mesh, axis, dim: x.chunk(mesh.size(axis), dim)[0]),
     "gradients are not summed": (collectives, "psum", lambda x, mesh, axes: x),
 }  # fmt: skip
 OF_THE_RESIDUAL = {
-    "a half has its rank's tokens": (residual, "all_gather", own_only),
     "a half has no sum of gradients": (residual, "all_gather", collectives.gather_replicated),
     "a half has no sum": (residual, "psum_scatter", collectives.own_shard),
-    "the last norm's gradients are summed": (residual, "gather_replicated", all_gather),
     "norms' gradients are not summed": (placed, "SPLIT_RESIDUAL", {"value": "tensor"}),
-    "the value head's gradients are not summed": (placed, "SPLIT_RESIDUAL", {"norm": "tensor"}),
     "those of norms of heads are summed twice": (placed, "SPLIT_RESIDUAL", {**rules.SPLIT_RESIDUAL, "head": "tensor"}),
 }
 

@@ -71,7 +71,7 @@ def _local(lay):
 
 @every_row
 def test_shards_make_the_steps_of_the_whole(row):
-    start, grads = draw(0), draws(1, 2, 3)
+    start, grads = draw(0), draws(1, 2)
     lay = layouts(SHAPES, AXES, RULES, meshes.parse("dp2,tp2"))
     expected, expected_state = run(row.make(Where()), start, grads)
     with simulate("dp2,tp2") as m:
@@ -140,7 +140,7 @@ def test_an_optimizer_goes_down(row):
     step, params = row.make(Where()), draw(0)
     distance = lambda p: trees.map(lambda x: x - 1, p)  # noqa: E731
     state, start = step.init(params), optim.global_norm(distance(params))
-    for _ in range(300):
+    for _ in range(150):
         updates, state = step.update(distance(params), state, params)
         params = optim.apply_updates(params, updates)
-    assert optim.global_norm(distance(params)) < 0.15 * start
+    assert optim.global_norm(distance(params)) < 0.2 * start
