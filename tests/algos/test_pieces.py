@@ -10,7 +10,7 @@ from tables import ROWS
 from funrl.testing.check_pieces import assert_property
 
 FIRST = {row.name.split()[0]: row for row in reversed(ROWS)}  # one of each piece
-ONCE = {"in_place", "determinism", "float32", "gradient", "ranks"}  # that follow from a piece's code whatever its arguments
+ONCE = {"in_place", "determinism", "float32", "gradient", "ranks"}  # they follow from a piece's code, not its arguments
 COMPILED = {row.name.split()[0]: row for row in reversed(ROWS) if "compilation" in row.properties}  # one of each piece
 COMPILED = list(COMPILED.values())[3::27]  # some: a compilation takes a second
 
