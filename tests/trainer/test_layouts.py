@@ -77,7 +77,7 @@ def _noted_gradients(job, mesh):
 def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
     found = []
     for dtype in ("auto", "float32", "bfloat16"):
-        job = small_job(PPO, sizes=SIZES, mesh="dp2", fsdp=True, grad_reduce_dtype=dtype)
+        job = small_job(GRPO, sizes=SIZES, mesh="dp2", fsdp=True, grad_reduce_dtype=dtype)
         found.append(launch(functools.partial(_noted_gradients, job), job.sizes, "cpu"))
     notes, (exact, single, half) = zip(*found, strict=True)
     for said, dtype in zip(notes, ("float64", "float32", "bfloat16"), strict=True):
@@ -88,7 +88,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
 
 def test_a_run_without_sharded_gradients_says_nothing_of_them():
     for settings in ({}, {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference"}):
-        job = small_job(PPO, sizes=SIZES, **settings)
+        job = small_job(GRPO, sizes=SIZES, **settings)
         notes, _ = launch(functools.partial(_noted_gradients, job), job.sizes, "cpu")
         assert not any("summed over ranks" in text for text in notes)
 

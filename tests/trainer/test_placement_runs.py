@@ -174,14 +174,8 @@ def test_no_token_is_older_than_the_staleness(name):
 
 
 @pytest.mark.slow
-def test_runs_may_keep_caches():
-    ended = run(rollout_is, staleness=2, keep_cache=True, **STALE)
-    check_ages([metrics for _, metrics in ended.observer.steps], 2)
-
-
-@pytest.mark.slow
-def test_many_steps_ahead_and_evaluations_between_them_end():
-    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 6}))
+def test_many_steps_ahead_with_caches_that_are_kept_and_evaluations_between_them_end():
+    ended = run(rollout_is, staleness=4, keep_cache=True, eval_every=1, **(STALE | {"steps": 6}))
     assert ended.observer.steps[-1][0] == 6
     check_ages([metrics for _, metrics in ended.observer.steps], 4)
 
