@@ -176,7 +176,8 @@ def test_scoring_and_learning_are_on_lines_of_their_own():
 
 
 def test_deep_models_are_on_the_line():
-    job = small("grpo", sizes={"layers": 5})
+    job = small("grpo", sizes={"layers": 7})
+    assert traced_layers(job.model).more
     shallow = dry_run.estimate(job, 8, CPU).phases
     exact = trace(job, 8, 16).phases
     assert_alike({name: shallow[name] for name in exact}, exact)
@@ -184,7 +185,7 @@ def test_deep_models_are_on_the_line():
 
 @pytest.mark.slow
 def test_deep_sharded_models_are_on_the_line():
-    job = small("sft", sizes={"layers": 6}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
+    job = small("sft", sizes={"layers": 7}, mesh="dp4", fsdp=True, remat="full", batch_prompts=16, token_budget=32)
     shallow = dry_run.estimate(job, 32, CPU).phases
     with pretended(job.sizes) as mesh:
         parts = build(job, mesh, lambda _: None)
@@ -195,8 +196,8 @@ def test_deep_sharded_models_are_on_the_line():
 
 
 def test_a_teacher_has_a_line_of_its_own(tmp_path):
-    teacher = write_config(tmp_path, vocab_size=300, num_hidden_layers=6)
-    job = small("distillation", sizes={"layers": 5}, teacher=teacher)
+    teacher = write_config(tmp_path, vocab_size=300, num_hidden_layers=8)
+    job = small("distillation", sizes={"layers": 7}, teacher=teacher)
     shallow, exact = dry_run.estimate(job, 8, CPU).phases, trace(job, 8, 16).phases
     assert_alike({name: shallow[name] for name in exact}, exact)
     sizes = [4 * params(job, name) for name in ("policy", "teacher")]

@@ -179,6 +179,8 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
         _, found = limited(tmp_path, 1e9)
     assert found.best[0].sensible and found.best[0].nodes == 1
     assert any("tp over 2 nodes" in one.reason for one in found.others)
+    slow, spans, large = ((True, 1, 9.0, 0.0), (True, 2, 1.0, 0.0), (False, 1, 1.0, 0.0))  # fits, nodes, seconds
+    assert split_variants.rank_key(*slow) < split_variants.rank_key(*spans) < split_variants.rank_key(*large)
     flags, found = limited(tmp_path, 10.2e6)
     best = found.best[0]
     assert best.fits and not best.sensible and best.nodes == 2

@@ -36,6 +36,12 @@ def test_flags_decide_what_is_simulated():
     assert [(x.train, x.generate) for x in base.splits if not x.shared] != []
     assert {x.train + x.generate for x in base.splits if not x.shared} == {4}
     assert {x.result.age_max for x in base.splits} == {0, 1}  # shared devices take turns
+    assert {rule.staleness: result.age_max for rule, result in base.rules if rule.window == 1} == {
+        0: 0,
+        1: 1,
+        2: 2,
+        4: 4,
+    }
     other = report(staleness=3, window=4, lengths="mean:20,max:24")
     assert max(x.result.age_max for x in other.splits) in (3, 4)  # a window lets later groups go first
     assert {rule.staleness for rule, _ in other.rules} == {0, 1, 2, 3, 4}
