@@ -1,4 +1,4 @@
-"""The compiled layer on real ranks, without inductor. tests/trainer/test_compile_phase.py has inductor and tp.
+"""The compiled layer on real ranks, without inductor. tests/trainer/test_compile_phase.py has inductor, on one rank.
 
 Run as a program by its own tests, in a fresh process: ranks are forked, and a process that has compiled before has
 threads that do not survive a fork.
