@@ -32,6 +32,7 @@ NETS = with_fields(WHOLE, heads=3, mixers=(GatedDeltaNet(2, 4, 4, 3), None))
 CASES = {
     "experts, ragged and fully sharded": ("ep2", ONE, "selective", "expert", "aot_eager"),
     "sequence, states and ring": ("sp2", NETS, "selective", None, "eager"),
+    "tensor ranks": ("tp2", WHOLE, "selective", None, "eager"),
 }
 
 
