@@ -93,7 +93,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "stalled_after": "cli/test_interrupts.py::test_a_rank_that_is_stopped_ends_the_run_by_its_flag",
     "max_skipped": "trainer/test_skipped.py::test_too_many_in_a_row_stop_the_run_with_its_state_saved",
     "compile": "trainer/test_compile_phase.py::"
-    "test_ranks_compile_before_the_first_step_and_a_resumed_run_compiles_nothing_anew",
+    "test_a_run_compiles_before_the_first_step_and_a_resumed_run_compiles_nothing_anew",
     "report_to": "track/test_services.py::test_a_run_gives_its_metrics_to_the_trackers_of_its_flag",
     "kv_cache_gb": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
     "decode_rows": "trainer/test_engine_flags.py::test_flags_bound_the_engine_and_change_no_number",
