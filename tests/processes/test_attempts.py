@@ -1,13 +1,14 @@
 """Ranks of one attempt find each other, whatever an earlier attempt has left in the store."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from forked_python import start_python
 
 from funrl.processes.store import keep_store, listen
 from funrl.processes.torchrun import has_agents, join_attempt, lead_attempt, new_attempt
@@ -68,24 +69,10 @@ import os, pathlib, signal
 def digits(prompt, completion):
     folder = pathlib.Path(__file__).parent
     killed = folder / "killed"
-    if os.environ["RANK"] == "1" and (folder / "run/checkpoints/step-1").exists() and not killed.exists():
+    if os.environ["RANK"] == "1" and (folder / "run/checkpoints/step-2").exists() and not killed.exists():
         killed.write_text(os.environ["TORCHELASTIC_RESTART_COUNT"])
         os.kill(os.getpid(), signal.SIGKILL)
     return sum(map(completion.count, "12345"))
-"""
-AGENT = """
-import sys
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from funrl.cli.main import main
-
-def rank():
-    assert main(["funrl", *sys.argv[2:]]) == 0
-
-elastic_launch(LaunchConfig(  # as torchrun calls it, but for ranks that are forks
-    min_nodes=2, max_nodes=2, nproc_per_node=1, max_restarts=1, run_id="run", rdzv_backend="c10d",
-    rdzv_endpoint=f"127.0.0.1:{sys.argv[1]}", rdzv_configs={"is_host": "0"}, local_addr="127.0.0.1",
-    start_method="fork",
-), rank)()
 """
 
 
@@ -96,20 +83,28 @@ def test_a_run_of_two_agents_goes_on_after_one_of_its_ranks_was_killed(tmp_path)
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 9)))
     listener = listen()
     port = listener.getsockname()[1]
+    server = keep_store(listener)  # the agents' store, here so that no other process can take its port meanwhile
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", "--local-addr=127.0.0.1",
+        "--rdzv-conf=is_host=0",
+    ]  # fmt: skip
     program = [
-        "grpo", "--mesh=dp2", "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2",
-        "--warmstart_steps=0", "--steps=2", "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1",
+        "-m", "funrl", "grpo", "--mesh=dp2", "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2",
+        "--warmstart_steps=0", "--steps=5", "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1",
         "--reward_workers=0", "--resume", f"--run_dir={tmp_path}/run", f"--prompts={tmp_path}/p.jsonl",
         f"--reward={tmp_path}/r.py:digits", "--keep_checkpoints=9", "--timeout=2",
     ]  # fmt: skip
-    (tmp_path / "agent.py").write_text(AGENT)
-    agents = [start_python([str(tmp_path / "agent.py"), str(port), *program], os.environ) for _ in range(2)]
-    server = keep_store(listener)  # after the forks; here so that no other process can take its port meanwhile
-    try:
-        texts = [agent.communicate(timeout=300) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.terminate()  # which ends its ranks
-        del server
-    assert (tmp_path / "killed").exists() and [agent.returncode for agent in agents] == [0, 0], texts
-    assert max(complete_checkpoints(tmp_path / "run/checkpoints")) == 2, texts
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    with open(tmp_path / "agent-0.log", "w") as one, open(tmp_path / "agent-1.log", "w") as other:
+        command = [*torchrun, *program]
+        agents = [subprocess.Popen(command, stdout=log, stderr=log, env=environment) for log in (one, other)]
+        try:
+            codes = [agent.wait(timeout=300) for agent in agents]
+        finally:
+            for agent in agents:
+                agent.terminate()  # which ends its ranks
+            del server
+    text = "\n".join((tmp_path / f"agent-{agent}.log").read_text()[-6000:] for agent in range(2))
+    assert (tmp_path / "killed").exists() and codes == [0, 0], text
+    assert max(complete_checkpoints(tmp_path / "run/checkpoints")) == 5, text
