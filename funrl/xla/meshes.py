@@ -68,6 +68,8 @@ def spec_of(layout: Layout) -> PartitionSpec:
 def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """The first devices of this process as a mesh.
 
+    Where JAX has not begun, a CPU gets as many devices, and XLA_FLAGS of this process the flag `IN_ORDER`.
+
     Raises:
       XlaError: there are fewer.
     """

@@ -118,20 +118,20 @@ def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
 @pytest.mark.slow
 def test_steps_are_the_same_fully_sharded(teacher):
     settings = {"compose": functools.partial(gkd, 0.5, entropy_coef=0.01), "teacher": teacher, "token_budget": 40}
-    one = run_steps(1, **settings)
+    one = run_steps(2, **settings)
     assert one["metrics"][0]["actor/pg_loss"] > 0.01
-    assert_same(run_steps(1, mesh="dp2", fsdp=True, **settings), one, 1e-9)
+    assert_same(run_steps(2, mesh="dp2", fsdp=True, **settings), one, 1e-9)
 
 
 def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, prompts):
-    job = small_job(gkd, reward=None, teacher=teacher, prompts=prompts, samples_per_prompt=4, minibatches=1, lr=0.1)
+    job = small_job(gkd, reward=None, teacher=teacher, prompts=prompts, samples_per_prompt=8, minibatches=1, lr=0.03)
     assert job.task.rewards == () and job.task.weights == () and job.warmstart_steps == 0
     show = Quiet()
     run, state = begin(job, single(), show)
     before = trees.clone(run.frozen["teacher"])
     assert set(run.source.evaluate(state.roles, 0)) == {"eval/examples", "eval/response_length", "eval/clip_ratio"}
     losses = []
-    for _ in range(16):
+    for _ in range(30):
         rows, state, reported = scored_batch(run, state)
         state, metrics = one_step(run, state)
         losses.append(metrics["distillation/loss"])
@@ -139,7 +139,7 @@ def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, promp
     assert not [name for name in reported | metrics if name.startswith(("reward", "critic"))]
     names = {"response_length/mean", "actor/pg_loss", "actor/entropy", "rollout/logprob_gap_max"}
     assert names <= set(reported | metrics)
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+    assert sum(losses[-3:]) < 0.75 * sum(losses[:3]), losses
     assert all(map(torch.equal, trees.leaves(before), trees.leaves(run.frozen["teacher"])))
     assert set(show.shown[0][3]) == {None}
 
@@ -158,7 +158,7 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
 
 
 def test_given_texts_are_distilled_too(teacher, texts):
-    job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.1)
+    job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.03)
     assert not isinstance(job, RLJob) and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0
     run, state = begin(job, single())
     rows, state, _ = scored_batch(run, state)
@@ -166,19 +166,19 @@ def test_given_texts_are_distilled_too(teacher, texts):
     value = by_hand(run, state.roles["policy"].params, rows.batch, 0.5, 1.0)
     assert found.loss.item() == pytest.approx(value.item(), abs=1e-12)
     first, losses = run.source.evaluate(state.roles, 0), []
-    for _ in range(24):
+    for _ in range(60):
         state, metrics = one_step(run, state)
         losses.append(metrics["train/loss"])
-    last = run.source.evaluate(state.roles, 24)
+    last = run.source.evaluate(state.roles, 60)
     assert set(first) == {"eval/examples", "eval/loss"} and "train/loss" in metrics
-    assert sum(losses[-6:]) < 0.75 * sum(losses[:6]), losses
+    assert sum(losses[-10:]) < 0.75 * sum(losses[:10]), losses
     assert last["eval/loss"] < first["eval/loss"]
 
 
 @pytest.mark.gloo
 def test_given_texts_give_the_same_on_a_mesh(teacher, texts):
     settings = {"compose": mixed, "reward": None, "teacher": teacher, "data": texts, "token_budget": 40}
-    assert_same(run_steps(1, mesh="dp2,tp2", **settings), run_steps(1, **settings), 1e-9)
+    assert_same(run_steps(2, mesh="dp2,tp2", **settings), run_steps(2, **settings), 1e-9)
 
 
 def mixed():
