@@ -16,6 +16,7 @@ made of it knows them too:
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -211,9 +212,11 @@ class Seen:
 
     Attributes:
       terms: (term, its place among others, x, its loss per token), the innermost first.
+      by_piece: compare the batch after each piece inside another too, so that an error can name it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_piece: bool) -> None:
+        self.by_piece = by_piece
         self.required: set[str] = set()
         self.optional: set[str] = set()
         self.terms: list[tuple[Any, str, Tensor, Tensor]] = []
@@ -246,12 +249,15 @@ class _Recording(Batch):
         return _Recording(self, fields, self._seen, self._made | frozenset(replaced))
 
 
-def recording(batch: Batch) -> tuple[Batch, Seen]:
+def recording(batch: Batch, *, by_piece: bool = True) -> tuple[Batch, Seen]:
     """The batch, and what has been read of it: attribute access is a required read, `get` an optional one.
 
     `_replace` keeps recording; a field that was replaced is its reader's own and no longer a read.
+
+    Args:
+      by_piece: as in `Seen`.
     """
-    seen = Seen()
+    seen = Seen(by_piece=by_piece)
     return _Recording(batch, batch._held, seen, frozenset()), seen
 
 
@@ -266,9 +272,14 @@ def example(names: Iterable[str] | None = None, schema: Schema = FIELDS) -> Batc
     Two groups of two rows, scores 0 and 1 in each; 8 tokens a row; the third to the sixth are sampled and the
     others are 0; two sequences a row; K = 2.
     """
+    names = [name for name, field in schema.items() if field.kind.of_rows] if names is None else names
+    return trees.map(torch.clone, _example(tuple(names), schema))  # a piece may write to its own
+
+
+@functools.lru_cache(maxsize=64)
+def _example(names: tuple[str, ...], schema: Schema) -> Batch:
     draw = torch.Generator().manual_seed(0)
     mask = example_mask()
-    names = [name for name, field in schema.items() if field.kind.of_rows] if names is None else names
     return narrowed(Batch(schema, **{name: schema[name].example_value(draw, mask) for name in names}))
 
 

@@ -332,11 +332,13 @@ def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tup
     Raises:
       PieceError: the types are wrong; or, on a batch that records, the piece changed its inputs.
     """
-    if seen_of(batch) is None:
+    seen = seen_of(batch)
+    if seen is None:
         out = piece.update(signal, state, batch)
     else:
         others = {"state": state} | {f"signal.{name}": x for name, x in signal._asdict().items()}
-        out = guarded(f"piece {name_of(piece)}", lambda: piece.update(signal, state, batch), batch, others=others)
+        given = batch if seen.by_piece else None
+        out = guarded(f"piece {name_of(piece)}", lambda: piece.update(signal, state, batch), given, others=others)
     if not isinstance(out, tuple) or len(out) != 2 or not isinstance(out[0], Signal):
         raise PieceError(f"piece {name_of(piece)} gave {described(out)}: return (signal, state){defined_at(piece)}")
     return out

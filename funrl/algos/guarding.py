@@ -24,11 +24,40 @@ STANDARD = sysconfig.get_path("stdlib")
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 
 
-def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[str, Any] | None = None) -> Result:
-    """Call `run`, check that it did not change its inputs, and return its result.
+class Inputs:
+    """What a piece reads, with a copy of its values.
 
     Values are compared, not versions: a piece may also write through a tensor that shares memory with an input, such as
     the result of `detach` or `numpy`.
+    """
+
+    def __init__(self, batch: Batch | None = None, others: Mapping[str, Any] | None = None):
+        fields = {} if batch is None else as_dict(batch)
+        self._inputs = {**(others or {}), **{f"batch.{name}": x for name, x in fields.items()}}
+        with torch.no_grad():
+            self._before = {name: [x.clone() for x in _tensors(tree)] for name, tree in self._inputs.items()}
+
+    def changed(self) -> str | None:
+        """The name of the first input that has changed; None if none has."""
+        for name, tree in self._inputs.items():
+            tensors = _tensors(tree)
+            before = self._before[name]
+            if len(tensors) != len(before) or not all(map(_same, tensors, before)):
+                return name
+        return None
+
+    def put_back(self) -> None:
+        """Restore the values and shapes of the inputs."""
+        for name, tree in self._inputs.items():
+            for x, y in zip(_tensors(tree), self._before[name], strict=False):
+                if not _same(x, y):
+                    x.data = y.clone()
+
+
+def guarded(
+    what: str, run: Callable[[], Result], batch: Batch | None = None, others: Mapping[str, Any] | None = None
+) -> Result:
+    """Call `run`, check that it did not change its inputs, and return its result.
 
     Args:
       what: name of the piece, for error messages.
@@ -37,16 +66,14 @@ def guarded(what: str, run: Callable[[], Result], batch: Batch, others: Mapping[
     Raises:
       PieceError: it changed one of them; names the input and the user's line.
     """
-    inputs = {**(others or {}), **{f"batch.{name}": x for name, x in as_dict(batch).items()}}
-    with torch.no_grad():
-        before = {name: [x.clone() for x in tensors] for name, tensors in _tensors(inputs).items()}
+    inputs = Inputs(batch, others)
     out = run()
-    changed = _changed(inputs, before)
+    changed = inputs.changed()
     if changed is None:
         return out
-    _put_back(inputs, before)
-    place = _place_of_change(run, inputs, before)
-    _put_back(inputs, before)
+    inputs.put_back()
+    place = _place_of_change(run, inputs)
+    inputs.put_back()
     where = "" if place is None else f" at {place}"
     raise PieceError(
         f"{what} changes its input {changed} in place{where}: later pieces would read changed values; make a new "
@@ -118,11 +145,9 @@ def _written(file: str, line: int) -> str:
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
-def _place_of_change(
-    run: Callable[[], Any], inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]
-) -> str | None:
+def _place_of_change(run: Callable[[], Any], inputs: Inputs) -> str | None:
     """FILE:LINE and text of the user's line that changes an input of `run`; None if no user line does."""
-    tracer = _Tracer(inputs, before)
+    tracer = _Tracer(inputs)
     former = sys.gettrace()
     sys.settrace(tracer)
     try:
@@ -133,35 +158,17 @@ def _place_of_change(
     return tracer.place
 
 
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, list[Tensor]]:
-    return {
-        name: [tree] if isinstance(tree, Tensor) else [x for x in trees.leaves(tree) if isinstance(x, Tensor)]
-        for name, tree in inputs.items()
-    }
-
-
-def _changed(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> str | None:
-    """The name of the first input that has changed; None if none has."""
-    for name, tensors in _tensors(inputs).items():
-        if not all(_same(x.detach(), y) for x, y in zip(tensors, before[name], strict=True)):
-            return name
-    return None
+def _tensors(tree: Any) -> list[Tensor]:
+    return [tree] if isinstance(tree, Tensor) else [x for x in trees.leaves(tree) if isinstance(x, Tensor)]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
+    one = one.detach()
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if torch.equal(one, other):
         return True
     return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN here
-
-
-def _put_back(inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]) -> None:
-    """Restore the values and shapes of the inputs."""
-    for name, tensors in _tensors(inputs).items():
-        for x, y in zip(tensors, before[name], strict=True):
-            if not _same(x.detach(), y):
-                x.data = y.clone()
 
 
 class _Tracer:
@@ -171,9 +178,8 @@ class _Tracer:
       place: FILE:LINE and text of the line; None: no such user line.
     """
 
-    def __init__(self, inputs: Mapping[str, Any], before: Mapping[str, list[Tensor]]):
+    def __init__(self, inputs: Inputs):
         self.inputs = inputs
-        self.before = before
         self.place = None
         self.line = ("", 0)
 
@@ -181,7 +187,7 @@ class _Tracer:
         """Trace the lines of the user's functions."""
         if not is_own(frame.f_code):
             return None
-        if self.place is None and event != "call" and self.line[0] and _changed(self.inputs, self.before) is not None:
+        if self.place is None and event != "call" and self.line[0] and self.inputs.changed() is not None:
             self.place = _written(*self.line)
         line_frame = frame.f_back if event == "return" and frame.f_back is not None else frame
         self.line = (line_frame.f_code.co_filename, line_frame.f_lineno)

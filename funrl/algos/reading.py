@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import CARRIED, NO_FIELDS, Advantage, Algorithm, Loss, RankError, Signal, run_piece
-from funrl.algos.guarding import described, guarded, line_of, name_of
+from funrl.algos.guarding import Inputs, described, guarded, line_of, name_of
 from funrl.algos.masks import clean
 from funrl.algos.metrics import PieceError
 from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording, with_rows_spread
@@ -151,9 +151,8 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
     """
     batch = example() if batch is None else batch
     for _ in range(2):
-        watched, seen = recording(batch)
         try:
-            return guarded(what, functools.partial(run, watched), batch), seen
+            return _recorded(what, run, batch)
         except CountError as error:
             batch = batch._replace(scores=as_dict(batch)["scores"][:, :1].repeat(1, error.wanted))
         except (PieceError, MissingField):
@@ -164,3 +163,16 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
                 f"{line_of(error)}: {type(error).__name__}: {error}"
             ) from error
     raise PieceError(f"{what} expects different numbers of reward functions")
+
+
+def _recorded(what: str, run: Callable[[Batch], Any], batch: Batch) -> tuple[Any, Seen]:
+    """Result of `run` on the batch, and its reads. If the batch has changed, run again to find the piece that did it."""
+    watched, seen = recording(batch, by_piece=False)
+    inputs = Inputs(batch)
+    try:
+        return run(watched), seen
+    finally:  # what the change has led to may have failed
+        if inputs.changed() is not None:
+            inputs.put_back()
+            watched, _ = recording(batch)
+            guarded(what, functools.partial(run, watched), batch)

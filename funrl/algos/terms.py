@@ -83,7 +83,8 @@ def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[T
     seen = seen_of(batch)
     if seen is None:
         return _checked_term(term, term(x_BT, batch), batch)
-    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), batch, others={"x": x_BT})
+    given = batch if seen.by_piece else None
+    out = guarded(f"term {name_of(term)}", lambda: term(x_BT, batch), given, others={"x": x_BT})
     loss_BT, metrics = _checked_term(term, out, batch)
     seen.terms.append((term, place, x_BT, loss_BT))
     return loss_BT, metrics
