@@ -24,8 +24,8 @@ STANDARD = sysconfig.get_path("stdlib")
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), str(Path(np.__file__).parent))
 
 
-class Inputs:
-    """What a piece reads, with a copy of its values.
+class WatchedInputs:
+    """Inputs of a piece, with a copy of their values.
 
     Values are compared, not versions: a piece may also write through a tensor that shares memory with an input, such as
     the result of `detach` or `numpy`.
@@ -66,7 +66,7 @@ def guarded(
     Raises:
       PieceError: it changed one of them; names the input and the user's line.
     """
-    inputs = Inputs(batch, others)
+    inputs = WatchedInputs(batch, others)
     out = run()
     changed = inputs.changed()
     if changed is None:
@@ -145,7 +145,7 @@ def _written(file: str, line: int) -> str:
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
-def _place_of_change(run: Callable[[], Any], inputs: Inputs) -> str | None:
+def _place_of_change(run: Callable[[], Any], inputs: WatchedInputs) -> str | None:
     """FILE:LINE and text of the user's line that changes an input of `run`; None if no user line does."""
     tracer = _Tracer(inputs)
     former = sys.gettrace()
@@ -162,13 +162,13 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [tree] if isinstance(tree, Tensor) else [x for x in trees.leaves(tree) if isinstance(x, Tensor)]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    one = one.detach()
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _same(x: Tensor, y: Tensor) -> bool:
+    x = x.detach()
+    if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    if torch.equal(one, other):
+    if torch.equal(x, y):
         return True
-    return bool(((one == other) | ((one != one) & (other != other))).all())  # NaN equals NaN here
+    return bool(((x == y) | ((x != x) & (y != y))).all())  # NaN equals NaN here
 
 
 class _Tracer:
@@ -178,7 +178,7 @@ class _Tracer:
       place: FILE:LINE and text of the line; None: no such user line.
     """
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: WatchedInputs):
         self.inputs = inputs
         self.place = None
         self.line = ("", 0)

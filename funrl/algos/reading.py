@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import CARRIED, NO_FIELDS, Advantage, Algorithm, Loss, RankError, Signal, run_piece
-from funrl.algos.guarding import Inputs, described, guarded, line_of, name_of
+from funrl.algos.guarding import WatchedInputs, described, guarded, line_of, name_of
 from funrl.algos.masks import clean
 from funrl.algos.metrics import PieceError
 from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording, with_rows_spread
@@ -166,9 +166,9 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
 
 
 def _recorded(what: str, run: Callable[[Batch], Any], batch: Batch) -> tuple[Any, Seen]:
-    """Result of `run` on the batch, and its reads. If the batch has changed, run again to find the piece that did it."""
+    """Result of `run` on the batch, and its reads. Where the batch has changed, a second run finds the piece."""
     watched, seen = recording(batch, by_piece=False)
-    inputs = Inputs(batch)
+    inputs = WatchedInputs(batch)
     try:
         return run(watched), seen
     finally:  # what the change has led to may have failed

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.attention import (
     add_sinks,
     attention,
@@ -179,8 +180,7 @@ def _on_host(offsets: Tensor) -> np.ndarray:
     version = 0 if offsets.is_inference() else offsets._version
     known = _KNOWN.get(offsets)
     if known is None or known[0] != version:
-        known = (version, offsets.cpu().numpy())
-        _KNOWN[offsets] = known
+        known = _KNOWN[offsets] = (version, offsets.cpu().numpy())
     return known[1]
 
 
@@ -319,7 +319,7 @@ def _(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, 
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _VarlenAttention(torch.autograd.Function):
+class _VarlenAttention(AutogradFunction):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod

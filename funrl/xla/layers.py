@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from funrl import trees
+from funrl.autograd import AutogradFunction
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer
 from funrl.xla.errors import XlaError
@@ -85,7 +86,7 @@ def _(program, operands):
     return [operands[0].new_empty(spec.shape, dtype=spec.dtype) for spec in wanted]
 
 
-class _LayerCall(torch.autograd.Function):
+class _LayerCall(AutogradFunction):
     @staticmethod
     def forward(ctx, name, *operands):
         ctx.name = name

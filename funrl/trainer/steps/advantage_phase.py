@@ -69,13 +69,14 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
     if demonstration is not None:
         mask = mask & ~demonstration
         own_B = batch.across.sums(demonstration) == 0
+    sampled = _count(mask, batch)
     response_B = batch.across.sums(mask.double())[own_B]
     out = {
         "response_length/mean": response_B.mean(),
         "response_length/max": response_B.max(),
         "response_length/min": response_B.min(),
         "response_length/clip_ratio": batch.truncated[own_B].double().mean(),
-        "rollout/logp_mean": _mean(batch.rollout_logp, mask, batch),
+        "rollout/logp_mean": total(batch.rollout_logp, mask, batch) / sampled,
         "perf/total_num_tokens": batch.length.sum(),
     }
     score_B = batch.get("score")
@@ -88,27 +89,26 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
     if scores_BK is not None and scores_BK.shape[1] > 1:
         columns = zip(names or range(1, scores_BK.shape[1] + 1), scores_BK[own_B].unbind(1), strict=True)
         out |= {f"reward/{name}/mean": column.nanmean() for name, column in columns}
-    count = total(torch.ones_like(mask, dtype=torch.float64), made.mask, batch)
+    count = _count(made.mask, batch)
     peaks = {}
     advantage = made.get("advantage")
     values = made.get("value")
     returns = made.get("returns")
     if advantage is not None and count > 0:
-        out["critic/advantages/mean"] = _mean(advantage, made.mask, batch)
+        out["critic/advantages/mean"] = total(advantage, made.mask, batch) / count
         peaks |= {
             "critic/advantages/max": (advantage, made.mask, 1),
             "critic/advantages/min": (advantage, made.mask, -1),
         }
     if values is not None and returns is not None and count > 0:
-        out |= {"critic/values/mean": _mean(values, made.mask, batch)}
-        out |= {"critic/returns/mean": _mean(returns, made.mask, batch)}
+        out["critic/values/mean"] = total(values, made.mask, batch) / count
+        out["critic/returns/mean"] = total(returns, made.mask, batch) / count
         if count > 1:
-            unexplained = _variance(returns - values, made.mask, batch) / _variance(
-                returns, made.mask, batch
-            ).clamp_min(1e-12)
-            out |= {"critic/vf_explained_var": 1 - unexplained}
+            unexplained = _variance(returns - values, made.mask, batch, count)
+            variance = _variance(returns, made.mask, batch, count).clamp_min(1e-12)
+            out |= {"critic/vf_explained_var": 1 - unexplained / variance}
     if batch.get("old_logp") is not None:
-        out["rollout/logprob_gap_mean"] = _mean((batch.old_logp - batch.rollout_logp).abs(), mask, batch)
+        out["rollout/logprob_gap_mean"] = total((batch.old_logp - batch.rollout_logp).abs(), mask, batch) / sampled
         largest = {name: metric for name, metric in engine_gap(batch).items() if isinstance(metric, Max)}
         peaks |= {name: (x.value.reshape(1), torch.ones(1, dtype=torch.bool), 1) for name, x in largest.items()}
     return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}
@@ -125,15 +125,14 @@ def equal_groups(score_B: Tensor, group_B: Tensor | None) -> dict[str, Tensor]:
     return {"reward/equal_groups": (unlike_G == 0)[several_G].double().mean()} if several_G.any() else {}
 
 
-def _mean(x_bT: Tensor, mask_bT: Tensor, batch: Batch) -> Tensor:
-    """The mean of x over the mask and all rows of the step, in float64."""
-    return total(x_bT, mask_bT, batch) / total(torch.ones_like(x_bT), mask_bT, batch)
+def _count(mask_bT: Tensor, batch: Batch) -> Tensor:
+    """The tokens of the mask in all rows of the step, in float64."""
+    return total(torch.ones_like(mask_bT, dtype=torch.float64), mask_bT, batch)
 
 
-def _variance(x_bT: Tensor, mask_bT: Tensor, batch: Batch) -> Tensor:
+def _variance(x_bT: Tensor, mask_bT: Tensor, batch: Batch, count: Tensor) -> Tensor:
     """The unbiased variance of x over the mask and all rows of the step."""
-    count = total(torch.ones_like(x_bT), mask_bT, batch)
-    off_bT = x_bT.double() - _mean(x_bT, mask_bT, batch)
+    off_bT = x_bT.double() - total(x_bT, mask_bT, batch) / count
     return total(where_masked(off_bT, mask_bT).square(), mask_bT, batch) / (count - 1)
 
 
