@@ -44,7 +44,8 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
     """
     sources = {}
     suspects = suspects_of(examples, most)
-    for place, example in zip(suspects, examples_ahead(examples, suspects), strict=True):
+    ahead = examples if isinstance(examples, list) else examples_ahead(examples, suspects)
+    for place, example in zip(suspects, ahead, strict=True):
         if max(map(len, _token_ids(example))) > most:
             sources[place] = example.source or f"example {place + 1}"
     return sources
