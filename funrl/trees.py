@@ -7,6 +7,7 @@ Every leaf has a name, the path to it, made of dict keys, names of fields and po
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -41,7 +42,12 @@ def leaves(tree: Tree) -> list:
 
 def names(structure: optree.PyTreeSpec) -> list[str]:
     """The names of the leaves of a tree of this structure, in the order of `leaves`."""
-    return ["/".join(_step(entry) for entry in accessor) for accessor in structure.accessors()]
+    return list(_names(structure))
+
+
+@functools.lru_cache(maxsize=64)  # a step asks for those of its few trees again and again
+def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
+    return tuple("/".join(_step(entry) for entry in accessor) for accessor in structure.accessors())
 
 
 def _step(entry: optree.PyTreeEntry) -> str:
