@@ -22,6 +22,7 @@ BEGIN, END = "<!-- house: written by tools/house.py -->", "<!-- end of the house
 # From the ground up: a package imports only from packages above it in this list.
 ORDER = (
     "trees",
+    "autograd",
     "across",
     "kinds",
     "role_kinds",

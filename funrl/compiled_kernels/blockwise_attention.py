@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
+
 BLOCK_TOKENS = 512  # tokens
 LEAST_HEAD = 64  # numbers of a head for a kernel, which fills heads up to 128
 
@@ -81,7 +83,7 @@ class _Softmax(NamedTuple):
     out: Tensor  # with a dim N more
 
 
-class _Blockwise(torch.autograd.Function):
+class _Blockwise(AutogradFunction):
     """(result [T, H, N], log-sum-exp by block)."""
 
     @staticmethod
@@ -184,7 +186,7 @@ def _(d_out, q, k, v, offsets, numbers):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _SegmentAttention(torch.autograd.Function):
+class _SegmentAttention(AutogradFunction):
     """The operator with its gradient; its backward pass computes the weights again, and nothing else is saved."""
 
     @staticmethod

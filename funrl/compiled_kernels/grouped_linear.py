@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.expert_operators import exact_grouped_linear, exact_head_products
 
@@ -94,7 +95,7 @@ def _(grad, x, ends):
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
-class _GroupedLinear(torch.autograd.Function):
+class _GroupedLinear(AutogradFunction):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod
@@ -110,7 +111,7 @@ class _GroupedLinear(torch.autograd.Function):
         return *_gradients(ctx, grad), None
 
 
-class _ExactGroupedLinear(torch.autograd.Function):
+class _ExactGroupedLinear(AutogradFunction):
     """`exact_grouped_linear`; its gradients are of no fixed order."""
 
     @staticmethod
@@ -136,7 +137,7 @@ def _gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return d_x, d_weight
 
 
-class _HeadProducts(torch.autograd.Function):
+class _HeadProducts(AutogradFunction):
     """`exact_head_products`; its gradients are of no fixed order."""
 
     @staticmethod

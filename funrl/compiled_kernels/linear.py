@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_linear
 
@@ -74,7 +75,7 @@ def add_products_(total_NK: Tensor, a_MN: Tensor, b_MK: Tensor) -> None:
         total_NK += sum_of_products(a_MN, b_MK)
 
 
-class _ExactProduct(torch.autograd.Function):
+class _ExactProduct(AutogradFunction):
     """`exact_linear`; its gradients are of no fixed order."""
 
     @staticmethod
@@ -99,7 +100,7 @@ class _ExactProduct(torch.autograd.Function):
         return d_x, d_weight, d_bias, None, None
 
 
-class _Product(torch.autograd.Function):
+class _Product(AutogradFunction):
     """a b^T of matrices."""
 
     @staticmethod

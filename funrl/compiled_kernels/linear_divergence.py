@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.gpu_kernels.trials import largest_error
 from funrl.compiled_kernels.linear import add_products_, product
 from funrl.compiled_kernels.linear_logprob import project
@@ -140,7 +141,7 @@ def linear_divergence_reference(
     return divergence(student, teacher, beta)
 
 
-class _LinearDivergence(torch.autograd.Function):
+class _LinearDivergence(AutogradFunction):
     @staticmethod
     def forward(hidden_TD, unembed_VD, teacher_TE, teacher_VE, beta, mesh, temperature, chunk, caps):
         settings = DivergenceSettings(beta, temperature, *(cap or 0.0 for cap in caps))

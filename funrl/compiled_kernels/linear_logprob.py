@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
@@ -205,7 +206,7 @@ def has_wide_products(dtype: torch.dtype) -> bool:
     return problem is None
 
 
-class _LinearLogprob(torch.autograd.Function):
+class _LinearLogprob(AutogradFunction):
     """(logp [T, N], those of `extras`, the logarithm of the normalizer [T]); the last has no gradient."""
 
     @staticmethod

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_norm, exact_norm_backward
 
@@ -34,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
-class _ExactNorm(torch.autograd.Function):
+class _ExactNorm(AutogradFunction):
     @staticmethod
     def forward(x, weight, eps, offset):
         return exact_norm(x, weight, eps, offset)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_rotate
 
@@ -108,7 +109,7 @@ def rotate(x: Tensor, rope: Rotary) -> Tensor:
     return torch.addcmul(x * rope.cos, x.roll(x.shape[-1] // 2, -1), rope.sin)
 
 
-class _ExactRotate(torch.autograd.Function):
+class _ExactRotate(AutogradFunction):
     @staticmethod
     def forward(x, cos, sin, sign):
         return exact_rotate(x, cos, sin, sign)

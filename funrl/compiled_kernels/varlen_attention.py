@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.attention import (
     add_sinks,
     attention,
@@ -319,7 +320,7 @@ def _(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, 
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-class _VarlenAttention(torch.autograd.Function):
+class _VarlenAttention(AutogradFunction):
     """Not `register_autograd`: `torch.func` refuses what that makes."""
 
     @staticmethod

@@ -7,6 +7,7 @@ so the plan is the same on every machine.
 
 from __future__ import annotations
 
+import functools
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -235,8 +236,14 @@ def _rule(units: _Units, ranks: int, sizes: Sequence[int], max_segments: int, co
                 f"the example of row {row} has {column.max()} {unit}, a micro-batch holds {limit}; raise the "
                 f"{'token budget' if unit == 'tokens' else 'number of segments'}"
             )
-    most = (cost.work(np.arange(sizes[-1] + 1)) + max_segments).tolist()
+    most = _most_work(sizes[-1], max_segments, cost)
     return _Rule(ranks, np.asarray(sizes, dtype=np.int64), max_segments, most_work=most)
+
+
+@functools.lru_cache(maxsize=16)
+def _most_work(largest: int, max_segments: int, cost: RowCost) -> list[int]:
+    """`_Rule.most_work` for micro-batches of at most `largest` tokens, which all packings of a run share."""
+    return (cost.work(np.arange(largest + 1)) + max_segments).tolist()
 
 
 def _best(units: _Units, rule: _Rule) -> np.ndarray:

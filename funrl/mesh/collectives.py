@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.mesh.mesh import AXES, Axes, Mesh
 from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
@@ -273,7 +274,7 @@ def _constant(backward):
     return without_grad
 
 
-class _PSum(torch.autograd.Function):
+class _PSum(AutogradFunction):
     @staticmethod
     def forward(x, group):
         return _all_reduce(x, "sum", group)
@@ -288,7 +289,7 @@ class _PSum(torch.autograd.Function):
         return grad, None
 
 
-class _PBroadcast(torch.autograd.Function):
+class _PBroadcast(AutogradFunction):
     @staticmethod
     def forward(x, group):
         return x.view_as(x)
@@ -303,7 +304,7 @@ class _PBroadcast(torch.autograd.Function):
         return _all_reduce(grad, "sum", ctx.group), None
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(AutogradFunction):
     @staticmethod
     def forward(x, size, group, dim):
         return _gather(x, size, group, dim=dim)
@@ -318,7 +319,7 @@ class _AllGather(torch.autograd.Function):
         return _scatter(grad, *ctx.args), None, None, None
 
 
-class _PSumScatter(torch.autograd.Function):
+class _PSumScatter(AutogradFunction):
     @staticmethod
     def forward(x, size, group, dim):
         return _scatter(x, size, group, dim=dim)
@@ -333,7 +334,7 @@ class _PSumScatter(torch.autograd.Function):
         return _gather(grad, *ctx.args), None, None, None
 
 
-class _PSumPairwise(torch.autograd.Function):
+class _PSumPairwise(AutogradFunction):
     @staticmethod
     def forward(x, size, group):
         return _sum_pairwise(x, size, group)
@@ -348,7 +349,7 @@ class _PSumPairwise(torch.autograd.Function):
         return grad, None, None
 
 
-class _PSumScatterPairwise(torch.autograd.Function):
+class _PSumScatterPairwise(AutogradFunction):
     @staticmethod
     def forward(x, size, group, dim):
         return _scatter_pairwise(x, size, group, dim=dim)
@@ -363,7 +364,7 @@ class _PSumScatterPairwise(torch.autograd.Function):
         return _gather(grad, *ctx.args), None, None, None
 
 
-class _OwnShard(torch.autograd.Function):
+class _OwnShard(AutogradFunction):
     @staticmethod
     def forward(x, size, group, dim, index):
         return _own(x, size, dim, index=index).contiguous()
@@ -378,7 +379,7 @@ class _OwnShard(torch.autograd.Function):
         return _gather(grad, *ctx.args), None, None, None, None
 
 
-class _GatherReplicated(torch.autograd.Function):
+class _GatherReplicated(AutogradFunction):
     @staticmethod
     def forward(x, size, group, dim, index):
         return _gather(x, size, group, dim=dim)
@@ -393,7 +394,7 @@ class _GatherReplicated(torch.autograd.Function):
         return _own(grad, ctx.size, ctx.dim, index=ctx.index).contiguous(), None, None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
+class _AllToAll(AutogradFunction):
     @staticmethod
     def forward(x, size, group, split, concat):
         return _exchange(x, size, group, split=split, concat=concat)
@@ -408,7 +409,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(grad, ctx.size, ctx.group, split=ctx.concat, concat=ctx.split), None, None, None, None
 
 
-class _RaggedAllToAll(torch.autograd.Function):
+class _RaggedAllToAll(AutogradFunction):
     @staticmethod
     def forward(x, send, receive, group):
         return _send_rows(x, send, receive, group=group)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.autograd import AutogradFunction
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.message_sizes import message_bytes
 from funrl.models.filled import filled
@@ -312,7 +313,7 @@ def _landed(i: int, buffers: list[Tensor]) -> Landed:
     return Landed(i, buffers, {buffer.untyped_storage()._cdata: number for number, buffer in enumerate(buffers)})
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(AutogradFunction):
     """Shards to whole weights; back, the gradients begin to be summed and split."""
 
     @staticmethod
@@ -341,7 +342,7 @@ class _Gather(torch.autograd.Function):
         return None, None, None, *shards
 
 
-class _Landed(torch.autograd.Function):
+class _Landed(AutogradFunction):
     """The identity; back, it waits for the last scatters. Autograd reaches it when all groups have been passed."""
 
     @staticmethod

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.delta_rule.gated_delta import gated_delta_rule
 
 log = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def _(d_out, q, k, v, log_decay, beta, offsets):
     return [x.new_empty(x.shape) for x in (q, k, v, log_decay, beta)]
 
 
-class _FlaRule(torch.autograd.Function):
+class _FlaRule(AutogradFunction):
     @staticmethod
     def forward(q, k, v, log_decay, beta, offsets):
         return _forward(q, k, v, log_decay, beta, offsets)

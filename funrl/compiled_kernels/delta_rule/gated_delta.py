@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
+
 CHUNK_TOKENS = 64
 
 
@@ -328,7 +330,7 @@ def _(d_values, d_states, readers, keys, whole):
     return torch.empty_like(d_values), torch.empty_like(d_states)
 
 
-class _ChunkStates(torch.autograd.Function):
+class _ChunkStates(AutogradFunction):
     """The loop over chunks c: values_c = updates_c - readers_c S_c, S_(c + 1) = whole_c S_c + keys_c^T values_c.
 
     S_0 is `first`, a constant, or 0. One operator, so that no graph holds a node for each chunk; not

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_gate, exact_gate_backward
 
@@ -30,7 +31,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation = "silu") -> Tensor:
     return compute(gate, up, _NUMBERS[activation])
 
 
-class _ExactGate(torch.autograd.Function):
+class _ExactGate(AutogradFunction):
     @staticmethod
     def forward(gate, up, activation):
         return exact_gate(gate, up, activation)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.operators import exact_low_rank
 from funrl.compiled_kernels.linear import linear, product, sum_of_products
@@ -43,7 +44,7 @@ def low_rank_linear(
     return out_MN.view(*x.shape[:-1], weight_NK.shape[0])
 
 
-class _ExactLowRank(torch.autograd.Function):
+class _ExactLowRank(AutogradFunction):
     """`exact_low_rank`.
 
     With g the gradient of the result, u = scale A x and h = scale B^T g: dx = W^T g + A^T h, dA = h x^T, dB = g u^T and

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.expert_operators import exact_largest, exact_sigmoid, exact_softmax
 
@@ -35,7 +36,7 @@ def largest(x: Tensor, count: int) -> Tensor:
     return exact_largest(x, count) if computes_exactly(x) else x.topk(count, -1).indices
 
 
-class _FromResult(torch.autograd.Function):
+class _FromResult(AutogradFunction):
     """A function whose derivative reads its result."""
 
     @staticmethod

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.norm_operators import exact_scale_rows, exact_square_sums
 
 
@@ -42,7 +43,7 @@ def scale_rows(x_MD: Tensor, totals_M: Tensor, weight_D: Tensor, numbers: NormNu
     return compute(x_MD, totals_M, weight_D, *numbers)
 
 
-class _SquareSums(torch.autograd.Function):
+class _SquareSums(AutogradFunction):
     @staticmethod
     def forward(x, parts):
         return exact_square_sums(x, parts)
@@ -58,7 +59,7 @@ class _SquareSums(torch.autograd.Function):
         return (2 * grad.unsqueeze(1) * x).to(x.dtype), None
 
 
-class _ScaleRows(torch.autograd.Function):
+class _ScaleRows(AutogradFunction):
     @staticmethod
     def forward(x, totals, weight, size, eps, offset):
         return exact_scale_rows(x, totals, weight, size, eps, offset)

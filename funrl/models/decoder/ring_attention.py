@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.attention import add_sinks, sink_gradient
 from funrl.mesh.collectives import start_shift, wait
 from funrl.mesh.mesh import Mesh
@@ -74,7 +75,7 @@ class _Block(NamedTuple):
     causal: bool = False
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(AutogradFunction):
     @staticmethod
     def forward(q, k, v, offsets, sinks, place):
         mesh, options = place

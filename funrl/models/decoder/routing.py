@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.gate import Activation
 from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
 from funrl.models.errors import ModelError
@@ -266,7 +267,7 @@ def _sum_rows(y_MD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) ->
     return functools.reduce(torch.add, terms)
 
 
-class _TableRows(torch.autograd.Function):
+class _TableRows(AutogradFunction):
     @staticmethod
     def forward(table, ids):
         padded = torch.cat([table, table.new_zeros(1, table.shape[1])])
@@ -285,7 +286,7 @@ class _TableRows(torch.autograd.Function):
         return chosen.to(grad.dtype).T @ grad.flatten(0, -2), None
 
 
-class _Take(torch.autograd.Function):
+class _Take(AutogradFunction):
     @staticmethod
     def forward(x, token, row):
         return x[token]
@@ -299,7 +300,7 @@ class _Take(torch.autograd.Function):
         return _sum_rows(grad, ctx.saved_tensors[0]), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(AutogradFunction):
     @staticmethod
     def forward(y, weights, token, slot, row):
         return _sum_rows(y, row, weights)
