@@ -79,5 +79,5 @@ def forget(*tensors: Tensor) -> None:
 
 
 def _drop_dead() -> None:
-    for key in [key for key, known in _KNOWN.items() if known.memory.expired()]:
+    for key in [key for key, known in _KNOWN.items() if torch.UntypedStorage._expired(known.memory.cdata)]:
         del _KNOWN[key]
