@@ -6,6 +6,7 @@ code under simulation may not branch on it; that is what makes it valid for ever
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,15 +27,13 @@ def simulate(text: str) -> Iterator[Mesh]:
 
     Inside, `mesh.index(axis)` is a tensor with one value per rank; `scatter` and `gather` cross the border.
     """
-    from torch.distributed._local_tensor import LocalTensorMode
-
     sizes = meshes.parse(text)
     world = Mesh(sizes).world
     if dist.is_initialized():
         raise RuntimeError("simulate() makes its own process group; end the one that is there first")
     dist.init_process_group("fake", rank=0, world_size=world)
     try:
-        with LocalTensorMode(world):
+        with _rank_mode()(world):
             groups: dict[tuple[str, ...], str] = {}
             for axes in meshes.combinations(sizes):
                 group: Any = dist.new_group(meshes.members(sizes, axes)[0])
@@ -65,6 +64,60 @@ def per_rank(world: int, fn: Callable[[int], Tensor]) -> Tensor:
 def gather(tree: trees.Tree, rank: int) -> trees.Tree:
     """The values of a simulated tree on one rank."""
     return trees.map(lambda x: x._local_tensors[rank] if hasattr(x, "_local_tensors") else x, tree)
+
+
+@functools.cache
+def _rank_mode() -> Any:
+    """torch's mode, which for most operators does only what they need.
+
+    torch sets and saves the states of random numbers for each rank and operator, which takes longer than the operator.
+    """
+    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+    def of_rank(value: Any, rank: int) -> Any:
+        if isinstance(value, LocalTensor):
+            return value._local_tensors[rank]
+        return [of_rank(x, rank) for x in value] if isinstance(value, (list, tuple)) else value
+
+    class RankMode(LocalTensorMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # nothing compiles here, and torch would switch that off for each operator
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            kind = _kind(func)
+            if kind == "other" or set(types) != {LocalTensor} or _has_symbols((args, [*kwargs.values()])):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            values = {}
+            for rank in sorted(self.ranks):
+                values[rank] = func(*of_rank(args, rank), **{name: of_rank(x, rank) for name, x in kwargs.items()})
+            if kind == "tensor":
+                return LocalTensor(values)
+            if any(x != values[0] for x in values.values()):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            return values[0]
+
+    return RankMode
+
+
+@functools.cache
+def _kind(func: Any) -> str:
+    """Result of an operator that writes to no argument, and neither draws nor sends: "tensor" or "number"; or "other"."""
+    results = {str(x.type) for x in func._schema.returns}
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    if func.namespace not in ("aten", "funrl") or func._schema.is_mutable or draws:
+        return "other"
+    if len(func._schema.returns) == 1 and results == {"Tensor"}:
+        return "tensor"
+    return "number" if results <= {"int", "bool", "List[int]"} else "other"
+
+
+def _has_symbols(values: Any) -> bool:
+    """True if numbers of some ranks differ among the arguments of an operator."""
+    if isinstance(values, (list, tuple)):
+        return any(_has_symbols(x) for x in values)
+    return isinstance(values, torch.SymInt)
 
 
 def _per_rank(world: int, fn: Callable[[int], Tensor]) -> Any:
