@@ -25,6 +25,7 @@ from funrl.compiled_kernels.attention import (
 )
 from funrl.compiled_kernels.blockwise_attention import STATIC_FORMS
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.registration import cpu_operator
 from funrl.compiled_kernels.flash_kernel import FLASH_HEAD, flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.mutual_attention import add_later, later_gradients, mutual_mask
@@ -179,8 +180,7 @@ def _on_host(offsets: Tensor) -> np.ndarray:
     version = 0 if offsets.is_inference() else offsets._version
     known = _KNOWN.get(offsets)
     if known is None or known[0] != version:
-        known = (version, offsets.cpu().numpy())
-        _KNOWN[offsets] = known
+        _KNOWN[offsets] = known = (version, offsets.cpu().numpy())
     return known[1]
 
 
@@ -196,7 +196,7 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 # Flat arguments in these operators, their kernels and their fakes: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
+@cpu_operator("funrl::varlen_attention")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -208,8 +208,8 @@ def _forward(
     cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if computes_exactly(q, k, v):
-        sums = sequence_attention(q, k, v, offsets, AttentionOptions(window, scale, cap))
-        return *sums, q.new_empty(0, dtype=torch.uint64)
+        options = AttentionOptions(window, scale, cap)
+        return *sequence_attention(q, k, v, offsets, options), q.new_empty(0, dtype=torch.uint64)
     if cap:
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
     out = torch.zeros_like(q)
@@ -223,7 +223,7 @@ def _forward(
     return out, lse, q.new_empty(0, dtype=torch.uint64)
 
 
-@torch.library.custom_op("funrl::varlen_attention_backward", mutates_args=(), device_types="cpu")
+@cpu_operator("funrl::varlen_attention_backward")
 def _backward(
     d_out: Tensor,
     q: Tensor,
@@ -262,7 +262,7 @@ def _backward(
     return d_q, d_k, d_v
 
 
-@_forward.register_kernel("cuda")
+@_forward.definition.register_kernel("cuda")
 def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     if not _is_for_flash(q, cap):
         return _forward_by_matrix(q, k, v, offsets, window, scale, cap)
@@ -271,7 +271,7 @@ def _forward_cuda(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     return _without_padding(out, offsets), lse, generator
 
 
-@_backward.register_kernel("cuda")
+@_backward.definition.register_kernel("cuda")
 def _backward_cuda(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, cap=0.0):
     if not _is_for_flash(q, cap):
         return _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap)
@@ -307,14 +307,14 @@ def _backward_by_matrix(d_out, q, k, v, offsets, window, scale, cap):
     return d_q, d_k, d_v
 
 
-@_forward.register_fake
+@_forward.definition.register_fake
 def _(q, k, v, offsets, window, longest, scale=0.0, cap=0.0):
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q))
     seed = 2 if q.device.type == "cuda" and _is_for_flash(q, cap) else 0
     return torch.empty_like(q), lse, q.new_empty(seed, dtype=torch.uint64)
 
 
-@_backward.register_fake
+@_backward.definition.register_fake
 def _(d_out, q, k, v, out, lse, offsets, window, longest, generator, scale=0.0, cap=0.0):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 

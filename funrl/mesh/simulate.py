@@ -103,7 +103,7 @@ def _rank_mode() -> Any:
 
 @functools.cache
 def _kind(func: Any) -> str:
-    """Result of an operator that writes to no argument, and neither draws nor sends: "tensor" or "number"; or "other"."""
+    """Result of an operator that neither writes to an argument, draws nor sends: "tensor" or "number"; else "other"."""
     results = {str(x.type) for x in func._schema.returns}
     draws = torch.Tag.nondeterministic_seeded in func.tags
     if func.namespace not in ("aten", "funrl") or func._schema.is_mutable or draws:
