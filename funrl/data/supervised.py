@@ -41,7 +41,7 @@ from funrl.data.pictures import expand_placeholders, flags_after, picture_form_o
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, marked, tools_of
 from funrl.data.records import FORMATS, Records, open_records
-from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt
+from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt, encode_text
 from funrl.kinds import OwnedLines
 
 TEXT_FIELDS = {
@@ -426,7 +426,7 @@ def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any
     Raises:
       DataError: one of them has no tokens.
     """
-    ids = tokenizer.encode(completion, add_special_tokens=False)
+    ids = encode_text(tokenizer, completion)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids = [*ids, tokenizer.eos_token_id]
     if not prompt or not ids:

@@ -44,8 +44,7 @@ def compare(sequences, sizes, window=0, cap=0.0, sinks=None):
 
 def any_pass_equals_float64():
     for sequences, sizes, window in (
-        (DECODING, (4, 2, 16), 0), (DECODING, (7, 1, 24), 40), (PROMPTS, (7, 1, 24), 0), (PROMPTS, (4, 2, 16), 40),
-        (MIXED, (7, 1, 24), 7), (MIXED, (4, 2, 16), 0),
+        (DECODING, (7, 1, 24), 40), (PROMPTS, (4, 2, 16), 40), (MIXED, (7, 1, 24), 0),
     ):  # fmt: skip
         compare(sequences, sizes, window)
 

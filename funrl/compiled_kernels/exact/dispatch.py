@@ -38,6 +38,16 @@ def computes_exactly(*tensors: Tensor) -> bool:
     )
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """True if tensors are the CPU's, of no subclass, and nothing transforms or watches operators on them."""
+    return (
+        all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
 def has_kernels() -> bool:
     """`kernels_work` as a constant of what is compiled; see `compiled_layer`."""
     return kernels_work()
