@@ -81,10 +81,11 @@ def test_a_run_of_adapters_in_jax_is_continued_by_torch(tmp_path):
     """A run that generates; its second step is JAX's too, and the third one depends on the state of the optimizer."""
     pytest.importorskip("jax")
     settings = {"steps": 3, "lora_rank": 2, "remat": "full"}
-    whole = Quiet(str(tmp_path / "whole"))
+    whole = Quiet(str(tmp_path / "whole" / "steps"))
     train_loop(small_job(GRPO, **settings), single(), whole)
-    before = run_until(2, tmp_path / "run", small_job(GRPO, **settings, save_every="1", backend="xla"))
-    again = Quiet(str(tmp_path / "run"))
+    steps = tmp_path / "run" / "steps"
+    before = run_until(2, steps, small_job(GRPO, **settings, save_every="1", backend="xla"))
+    again = Quiet(str(steps))
     train_loop(small_job(GRPO, **settings, resume=True, run_dir="x"), single(), again)
     assert any("resumed after step 1" in note for note in again.notes)
     assert [step for step, _ in again.steps] == [2, 3]
