@@ -164,7 +164,6 @@ class MeshProgram:
     Attributes:
       donated: numbers of the arguments whose memory on the devices the results may take over; none at first.
       made: of every program so far, how long it took.
-      texts: of the compiled programs.
     """
 
     def __init__(
@@ -195,8 +194,12 @@ class MeshProgram:
         self.note = note
         self.donated: tuple[int, ...] = ()
         self.made: list[Timed] = []
-        self.texts: list[str] = []
         self._programs: dict[Any, _Executable] = {}
+
+    @property
+    def texts(self) -> list[str]:
+        """The compiled programs, as XLA writes them."""
+        return [program.run.as_text() or "" for program in self._programs.values()]
 
     def __call__(self, *args: trees.Tree) -> trees.Tree:
         """The whole results for these whole arguments.
@@ -249,7 +252,6 @@ class MeshProgram:
         run = lowering.compile()
         took = Timed(self.name, mapped.nodes, traced - start, time.perf_counter() - traced)
         self.made.append(took)
-        self.texts.append(run.as_text() or "")
         self.note(took.text)
         return mapped._replace(run=run)
 
@@ -290,13 +292,13 @@ class _Executable(NamedTuple):
     """A program on a mesh.
 
     Attributes:
-      run: the function of whole arrays.
+      run: the function of whole arrays; once compiled, a `jax.stages.Compiled`.
       given, out: PartitionSpecs of its arguments and results.
       results: the tree of its results.
       nodes: operators of its graph.
     """
 
-    run: Callable[..., Sequence[jax.Array]]
+    run: Any
     given: tuple[PartitionSpec, ...]
     out: tuple[PartitionSpec, ...]
     results: trees.Tree

@@ -11,10 +11,9 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: .ci/setup_torch_xla")
 from small_runs import GRPO, MEASURED, PPO, begin, gradients, one_step, relative, scored_batch, small_job
 
+from funrl.cli import main as cli
 from funrl.mesh.mesh import single
 from funrl.trainer.lowered.xla_device import TorchXlaPrograms
-
-TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
 
 def on_device(run, state):
@@ -33,15 +32,15 @@ def steps_of(run, state):
     return state, metrics
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_gradients_of_the_embedded_model_are_those_of_torch(dtype):
-    run, state = begin(small_job(GRPO, sizes=None, dtype=dtype), single())
+def test_gradients_of_the_embedded_model_in_float32_are_those_of_torch():
+    """The test below has float64."""
+    run, state = begin(small_job(GRPO, sizes=None, dtype="float32"), single())
     rows, state, _ = scored_batch(run, state)
     lowered, _ = on_device(run, state)
     wanted, found = gradients(run, state, rows), gradients(lowered, state, rows)
     for name, want in wanted.items():
-        assert relative(found[name].tree, want.tree) < TOLERANCE[dtype]
-        assert abs(found[name].loss - want.loss) < TOLERANCE[dtype]
+        assert relative(found[name].tree, want.tree) < 1e-6
+        assert abs(found[name].loss - want.loss) < 1e-6
 
 
 def test_scores_and_updates_of_two_roles_are_those_of_torch():
@@ -54,16 +53,19 @@ def test_scores_and_updates_of_two_roles_are_those_of_torch():
         assert relative(found.roles[name].params, role.params) < 1e-9
 
 
-def losses_of(folder, device):
-    """Losses and norms of the gradient in a run of the command on two ranks."""
-    words = ["--steps=2", "--token_budget=256", "--dtype=float64", "--compile=off", "--mesh=dp2", f"--device={device}"]
-    command = [sys.executable, "-m", "funrl.cli.main", "sft", *words, f"--run_dir={folder}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr
+def losses_of(folder):
+    """Losses and norms of the gradient in a run."""
     steps = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [x for step in steps for name, x in step.items() if name.endswith(("loss", "grad_norm"))]
 
 
-def test_the_command_on_two_ranks_has_the_losses_of_torch(tmp_path):
-    wanted = losses_of(tmp_path / "cpu", "cpu")
-    assert len(wanted) >= 4 and losses_of(tmp_path / "xla", "xla") == pytest.approx(wanted, abs=1e-9)
+def test_the_command_on_two_ranks_has_the_losses_of_torch_on_one(tmp_path):
+    words = ["sft", "--steps=2", "--token_budget=256", "--dtype=float64", "--compile=off"]
+    command = [sys.executable, "-m", "funrl.cli.main", *words, "--mesh=dp2", "--device=xla", "--run_dir=xla"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["funrl", *words, "--mesh=dp1", "--device=cpu", f"--run_dir={tmp_path / 'cpu'}"])
+    assert not ended.value.code
+    wanted = losses_of(tmp_path / "cpu")
+    assert len(wanted) >= 4 and losses_of(tmp_path / "xla") == pytest.approx(wanted, abs=1e-9)
