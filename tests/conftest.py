@@ -58,8 +58,6 @@ def pytest_collection_finish(session):
     """Leave what stays to no later collection of garbage, which would read all of it, and copy it in each fork."""
     if WITH_VLLM:  # here once, not in each fork
         importlib.import_module("funrl.rollout.vllm.process").import_vllm()
-        for model in ("llama", "qwen3"):
-            importlib.import_module(f"vllm.model_executor.models.{model}")
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -141,14 +141,6 @@ def batched(prompts, level):
     return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
 
 
-TOGETHER = asyncio.Barrier(4)  # of one loop
-
-
-async def awaited(prompt, completion, level):
-    await asyncio.wait_for(TOGETHER.wait(), 30)
-    return len(prompt) + level
-
-
 async def both(prompts, completion_ids, level):
     assert all(ids == [7] for ids in completion_ids)
     return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
@@ -159,6 +151,12 @@ batches = []
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_functions_of_every_form_give_a_rollout_the_same_scores(workers):
+    together = asyncio.Barrier(4)
+
+    async def awaited(prompt, completion, level):
+        await asyncio.wait_for(together.wait(), 30)
+        return len(prompt) + level
+
     examples = [Example([1], "p" * n, {"level": n % 3}) for n in range(8)]
     engine, functions = ScriptedEngine(lambda request: [7]), [plain, batched, awaited, both]
     batches.clear()

@@ -9,6 +9,7 @@ Reference: https://docs.vllm.ai; undocumented interfaces used here are those of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import random
@@ -24,6 +25,7 @@ from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import Mesh, single
 
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
+MODULES = ("v1.engine.llm_engine", "v1.worker.cpu_worker", "model_executor.layers.quantization.online.base")
 
 
 @contextlib.contextmanager
@@ -55,11 +57,20 @@ def contained(mesh: Mesh) -> Iterator[None]:
         os.environ.update(variables | kept)
 
 
+@functools.cache
 def import_vllm() -> None:
-    """Import what starts vLLM on a CPU, which takes ten seconds: forks of this process have it."""
+    """Import what starts vLLM on a CPU, which takes ten seconds: forks of this process have it.
+
+    Its platform replaces kernels of Triton with each engine, for which it reads all names of all modules: here once.
+    """
     with contained(single("cpu")):
-        for name in ("vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"):
-            importlib.import_module(name)
+        for name in MODULES:
+            importlib.import_module(f"vllm.{name}")
+        platform = importlib.import_module("vllm.platforms").current_platform
+        platform.register_triton_kernel_overrides()
+        type(platform).register_triton_kernel_overrides = lambda *_: None
+        logger = importlib.import_module("vllm.logger")
+        logger.configure_logging_if_needed(importlib.import_module("vllm.config.logging").LoggingConfig())
 
 
 def inspect_models_here() -> None:
