@@ -25,7 +25,6 @@ from funrl.mesh.collectives import psum
 from funrl.mesh.mesh import Mesh, single
 
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
-MODULES = ("v1.engine.llm_engine", "v1.worker.cpu_worker", "model_executor.layers.quantization.online.base")
 
 
 @contextlib.contextmanager
@@ -64,7 +63,7 @@ def import_vllm() -> None:
     Its platform replaces kernels of Triton with each engine, for which it reads all names of all modules: here once.
     """
     with contained(single("cpu")):
-        for name in MODULES:
+        for name in ("v1.engine.llm_engine", "v1.worker.cpu_worker", "model_executor.layers.quantization.online.base"):
             importlib.import_module(f"vllm.{name}")
         platform = importlib.import_module("vllm.platforms").current_platform
         platform.register_triton_kernel_overrides()
@@ -78,7 +77,7 @@ def inspect_models_here() -> None:
 
     It starts an interpreter for each new class, which imports vLLM again, lest CUDA is initialized.
     """
-    registry = importlib.import_module("vllm.model_executor.models.registry")
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
     registry._run_in_subprocess = lambda inspect: inspect()
 
 
