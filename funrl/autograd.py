@@ -20,4 +20,4 @@ class AutogradFunction(torch.autograd.Function):
         """The result of `forward`; as `torch.autograd.Function.apply`."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]
