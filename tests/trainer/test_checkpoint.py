@@ -66,7 +66,7 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path):
 def test_a_run_goes_on_on_another_mesh(tmp_path):
     settings = {"sizes": ODD, "steps": 2, "eval_every": 9}
     _, steps, _, _ = run_to_resume(tmp_path, "tp2", **settings)
-    _, resumed, _, _ = run(tmp_path, "dp3", fsdp=True, resume=True, run_dir="x", **settings)
+    _, resumed, _, _ = run(tmp_path, "dp2", fsdp=True, resume=True, run_dir="x", **settings)
     for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b
