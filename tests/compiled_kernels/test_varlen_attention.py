@@ -12,6 +12,7 @@ import pytest
 import torch
 from packed_rows import draw, offsets_of
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from funrl.compiled_kernels import varlen_attention as kernels
@@ -137,6 +138,21 @@ def test_narrow_dtypes(dtype, tolerance, window):
     assert out.dtype == dtype and (out - expected).abs().max() < tolerance
     pairs = zip(gradients(out, (q, k, v), d_out), gradients(expected, wide, d_out.double()), strict=True)
     assert all((got - want).abs().max() < tolerance * (1 + want.abs().max()) for got, want in pairs)
+
+
+def test_modes_see_the_operators_whose_functions_are_called_directly_without_one():
+    names, (q, k, v, d_out), offsets = set(), draw(11, 4, 2), offsets_of([5, 6])
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    plain = varlen_attention(q, k, v, offsets)
+    with Seen():
+        out = varlen_attention(q, k, v, offsets)
+        gradients(out, (q, k, v), d_out)
+    assert {"varlen_attention", "varlen_attention_backward"} <= names and torch.equal(out, plain)
 
 
 def test_torch_func_takes_it():

@@ -107,3 +107,11 @@ def test_a_shift_comes_from_the_rank_before():
         return c.gather_objects(shifted.tolist(), mesh)
 
     assert launch(program, parse("sp3"), "cpu") == [[float(before)] * 6 for before in (2, 0, 1)]
+
+
+def test_simulated_ranks_have_sizes_of_their_own():
+    with simulate("tp2"):
+        x = per_rank(2, lambda rank: torch.arange(3.0 + rank))
+        row = (2 * x).view(1, x.shape[0])
+        found = [gather(row, rank) for rank in range(2)]
+    assert [out.tolist() for out in found] == [[[0, 2, 4]], [[0, 2, 4, 6]]]

@@ -230,19 +230,22 @@ def test_a_wrong_collective_is_found(fault, monkeypatch):
 
 
 def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
-    sizes = config(4, 2)
-    with simulate("sp2") as mesh:
-        model = places_on(mesh, sizes)["policy"]
-        params = scatter(model.model.init(torch.Generator().manual_seed(0), torch.float64), model.stored)
-        with pytest.raises(ModelError, match="mesh sp2 a row's tokens are split: rows are packed"):
-            model.token_scores(params, Batch(tokens=torch.zeros(1, 8, dtype=torch.int64)))
-        with pytest.raises(ModelError, match="7 tokens does not divide over the mesh sp2: pad it to a multiple of 2"):
-            model.token_scores(params, Batch(tokens=torch.zeros(1, 7, dtype=torch.int64)))
-    with simulate("tp8") as mesh:
-        model = places_on(mesh, config(8, 4, layers=1), splits=True)["policy"]
-        params = scatter(model.model.init(torch.Generator().manual_seed(0), torch.float64), model.stored)
-        with pytest.raises(ModelError, match="36 tokens does not divide over the mesh tp8: pad it to a multiple of 8"):
-            model.token_scores(params, packed())
+    unpacked, uneven = (Batch(tokens=torch.zeros(1, length, dtype=torch.int64)) for length in (8, 7))
+    for text, sizes, batch, said in (
+        ("sp2", config(4, 2), unpacked, "mesh sp2 a row's tokens are split: rows are packed"),
+        ("sp2", config(4, 2), uneven, "7 tokens does not divide over the mesh sp2: pad it to a multiple of 2"),
+        (
+            "tp8",
+            config(8, 4, layers=1),
+            packed(),
+            "36 tokens does not divide over the mesh tp8: pad it to a multiple of 8",
+        ),
+    ):
+        whole = decoder_model(sizes).init(torch.Generator().manual_seed(0), torch.float64)
+        with simulate(text) as mesh:
+            placed = places_on(mesh, sizes, splits=text == "tp8")["policy"]
+            with pytest.raises(ModelError, match=said):
+                placed.token_scores(scatter(whole, placed.stored), batch)
 
 
 # ---- what is kept

@@ -53,7 +53,7 @@ def test_log_probabilities_are_the_trainers(dtype, close):
 @functools.cache
 def requests_alone(seed):
     """Requests, and what an engine completes of each by itself."""
-    requests = mixed_requests(20, seed)
+    requests = mixed_requests(12, seed)
     engine = engine_of(CONFIG, torch.float64)
     return requests, [one for request in requests for one in complete(engine, [request])]
 

@@ -38,7 +38,7 @@ def computes_exactly(*tensors: Tensor) -> bool:
     )
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def computes_directly(*tensors: Tensor) -> bool:
     """True if tensors are the CPU's, of no subclass, and nothing transforms or watches operators on them."""
     return (
         all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
