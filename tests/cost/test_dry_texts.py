@@ -46,9 +46,9 @@ def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
 
 @pytest.mark.slow
 def test_deep_models_and_many_micro_batches_are_on_the_line():
-    job = small("dpo", sizes={"layers": 7}, batch_prompts=32)
+    job = small("dpo", sizes={"layers": 7}, batch_prompts=12)  # three micro-batches of four rows
     parts = build(job, single(), lambda _: None)
-    exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 32), tracer_of(job, parts, CPU))
+    exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 12), tracer_of(job, parts, CPU))
     found = dry_run.estimate(job, 30, CPU)
     for phase, costs in exact.phases.items():
         assert found.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase

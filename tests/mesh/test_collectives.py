@@ -98,6 +98,22 @@ def test_size_one_is_the_identity():
     assert c.all_to_all(x, mesh, "data", 0, 1) is x
 
 
+def test_an_operator_in_the_simulator_is_that_of_each_rank():
+    """In place, on views, with several results; and ranks draw the same numbers."""
+
+    def compute(x):
+        top, bottom = x.mul_(2).view(2, 3).unbind()
+        return [*torch.where(top > 12, top, -bottom).sort(descending=True), x]
+
+    with simulate("dp2"):
+        found = compute(per_rank(2, lambda r: torch.arange(6.0) + 5 * r))
+        drawn = torch.rand(3)
+        ranks = [[gather(y, r) for y in (*found, drawn)] for r in range(2)]
+    for r, (*got, _) in enumerate(ranks):
+        assert all(map(torch.equal, got, compute(torch.arange(6.0) + 5 * r)))
+    assert torch.equal(ranks[0][-1], ranks[1][-1])
+
+
 @pytest.mark.gloo
 def test_a_shift_comes_from_the_rank_before():
     """On three ranks, where the rank before is not the one behind."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked_python import run_with_python
 
 from funrl.mesh import collectives
 from funrl.mesh import launch as launching
@@ -367,9 +368,9 @@ def test_under_torchrun_the_ranks_come_from_the_environment(tmp_path):
     """They are the processes that it started, each with its share of the cores."""
     script = tmp_path / "program.py"
     script.write_text(BEFORE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    torchrun = "-m torch.distributed.run --nproc-per-node=2 --standalone --no-python"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(torchrun, capture_output=True, text=True, timeout=600, env=environment)
+    done = run_with_python(["sh", "-c", f"$PYTHON {torchrun} $PYTHON {script}"], environment)
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line)
     assert lines == ["left 0 False", "left 1 False", "sum 3 True 3", "sum 3 True 3"]
