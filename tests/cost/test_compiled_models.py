@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("jax")
 pytest.importorskip("libtpu", reason="libtpu has an environment of its own: .ci/setup_libtpu")
+import jax
 from dry_jobs import plain
 
 from funrl.cli import main as cli
@@ -33,6 +34,17 @@ EXPERTS = SIZES | {
     "eos_token_id": 1, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [],
     "norm_topk_prob": True, "decoder_sparse_step": 1,
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler():
+    """A compiler that optimizes as little as it can, which takes two thirds of its time; a user's has its defaults."""
+    levels = {name: getattr(jax.config, name) for name in ("jax_optimization_level", "jax_memory_fitting_level")}
+    for name in levels:
+        jax.config.update(name, "O0")
+    yield
+    for name, level in levels.items():
+        jax.config.update(name, level)
 
 
 @pytest.mark.slow
