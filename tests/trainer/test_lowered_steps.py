@@ -1,11 +1,13 @@
 """Gradients, scores and updates of a run in JAX against those in torch."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("jax")
 import torch
 from selection import quick
-from small_runs import GRPO, SIZES, begin, gradients, relative, scored_batch, small_job
+from small_runs import GRPO, PPO, SIZES, begin, gradients, relative, scored_batch, small_job
 
 from funrl import trees
 from funrl.algos.recipes.dpo import dpo
@@ -18,7 +20,7 @@ from funrl.trainer.lowered.programs import XlaPrograms
 
 pytestmark = pytest.mark.xla
 
-RECIPES = {"grpo": GRPO, "sft": sft, "dpo": dpo}  # tests/trainer/test_lowered_runs.py has ppo
+RECIPES = {"grpo": GRPO, "ppo": functools.partial(PPO, entropy_coef=0.1), "sft": sft, "dpo": dpo}
 EVERY_SWITCH = {
     "layers": 4,
     "mixers": (GatedDeltaNet(2, 4, 8, 6), None) * 2,
@@ -60,7 +62,7 @@ def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
 
 @pytest.mark.parametrize("recipe", quick([*RECIPES], ["grpo"]))
 def test_gradients_are_those_of_torch(recipe):
-    kind = {"temperature": 0.7} if recipe == "grpo" else {"reward": None}
+    kind = {"temperature": 0.7} if recipe in ("grpo", "ppo") else {"reward": None}
     kind |= {"token_budget": 32} if recipe == "sft" else {}  # several micro-batches
     run, lowered, state, rows, _ = both(recipe, **kind)
     assert_same_steps(run, lowered, state, rows)
