@@ -12,7 +12,6 @@ from funrl.tasks import arithmetic
 
 FLAGS = (
     "--device=cpu", "--compile=off", "--dtype=float64", "--batch_prompts=4", "--eval_prompts=4", "--lr=1e-2",
-    "--steps=2",
 )  # fmt: skip
 
 
@@ -50,11 +49,11 @@ def assert_equal_metrics(rows, meshes, *names):
 
 
 def learn_from_texts(meshes, model, folder):
-    """Supervised runs with the same numbers on all meshes; returns by how much each weight has changed, at most."""
+    """Supervised runs of a step with the same numbers on all meshes; returns by how much each weight has changed, at most."""
     data = folder / "texts.jsonl"
     texts = [{"prompt": f"{i}+{i + 3}=", "completion": str(2 * i + 3)[::-1]} for i in range(16)]
     data.write_text("\n".join(map(json.dumps, texts)))
-    rows = metrics_on(meshes, "sft", folder, f"--model={model}", f"--data={data}", f"--eval_data={data}")
+    rows = metrics_on(meshes, "sft", folder, f"--model={model}", f"--data={data}", f"--eval_data={data}", "--steps=1")
     assert all("train/loss" in row and "train/grad_norm" in row for row in rows["dp1"])
     assert_equal_metrics(rows, meshes, "train/loss", "train/grad_norm")
     weights = {mesh: load_file(folder / mesh / "model/model.safetensors") for mesh in meshes}
@@ -73,7 +72,7 @@ def learn_by_samples(meshes, model, folder):
     reward = folder / "reward.py"
     reward.write_text("def score(prompt, completion, **_):\n    return float(sum(map(ord, completion)) % 7)\n")
     flags = f"--model={model}", f"--prompts={prompts}", f"--reward={reward}:score"
-    rows = metrics_on(meshes, "grpo", folder, *flags, "--max_new_tokens=8", "--samples_per_prompt=2")
+    rows = metrics_on(meshes, "grpo", folder, *flags, "--max_new_tokens=8", "--samples_per_prompt=2", "--steps=2")
     gap = "rollout/logprob_gap_max"
     gaps = {mesh: [row[gap] for row in rows[mesh] if gap in row] for mesh in meshes}
     assert all(gaps.values())

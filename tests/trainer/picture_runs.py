@@ -200,7 +200,7 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, b
     return dataclasses.replace(job, settings=chosen, model=model, models=models, task=task, lora=lora)
 
 
-def picture_steps(job, steps):
+def picture_steps(job, steps, with_gradients=False):
     """A program of one rank: as `small_runs.steps_program`, less the ragged fields in its batches."""
 
     def program(mesh):
@@ -211,7 +211,8 @@ def picture_steps(job, steps):
             batch, state, scored = loop.score_batch(run, state, batch)
             counts.append(len(batch.batch.grids.values))
             batches.append(whole_batch(batch.with_fields(patches=None, grids=None)))
-            grads.append(gradients(run, state, batch))
+            if with_gradients:
+                grads.append(gradients(run, state, batch))
             state, learned = loop.learn_batch(run, state, batch)
             state = sync(run.parts, state, frozen=run.frozen)
             metrics.append(drawn | scored | learned)

@@ -175,9 +175,8 @@ def whole_batch(rows):
     width = -(-int(rows.lengths.max()) // 8) * 8
     fields = as_dict(rows.batch)
     tokens = {name: x for name, x in fields.items() if not kind_of(rows.batch, name).everywhere}
-    mine = dict(zip(rows.own.tolist(), range(len(rows.own)), strict=True))
-    parts = gather_objects({number: {n: x[i] for n, x in tokens.items()} for number, i in mine.items()}, rows.mesh)
-    known = {number: row for part in parts for number, row in part.items()}
+    parts = gather_objects((rows.own.tolist(), tokens), rows.mesh)
+    known = {number: {n: x[i] for n, x in part.items()} for own, part in parts for i, number in enumerate(own)}
 
     def widened(x):
         return torch.nn.functional.pad(x[:width], (*(0, 0) * (x.ndim - 1), 0, max(0, width - len(x))))
@@ -211,10 +210,14 @@ def steps_of(run, state, steps, with_gradients=True):
     return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
 
 
-def run_steps(steps=3, **settings):
-    """`steps_program` on the ranks of the mesh that the settings name."""
+def run_steps(steps=3, with_gradients=False, **settings):
+    """`steps_program` on the ranks of the mesh that the settings name.
+
+    A fault of a gradient shows in the norms among the metrics and in the weights that follow; with gradients it shows
+    in the leaf that has it.
+    """
     job = small_job(**settings)
-    return launch(steps_program(job, steps), job.sizes, "cpu")
+    return launch(steps_program(job, steps, with_gradients), job.sizes, "cpu")
 
 
 def gap(a, b):

@@ -49,7 +49,7 @@ LAYOUTS = {
 
 def _steps(count, **settings):
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
-    return run_steps(count, compose=compose, sizes=SIZES, token_budget=64, **settings)
+    return run_steps(count, with_gradients=count > 1, compose=compose, sizes=SIZES, token_budget=64, **settings)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gloo
 
 @functools.cache
 def run(mesh, **settings):
-    return run_steps(2, mesh=mesh, **settings)
+    return run_steps(2, with_gradients=True, mesh=mesh, **settings)
 
 
 def test_the_run_that_is_compared_learns_something():

@@ -179,8 +179,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_what_is_begun_goes_on_on_another_mesh(tmp_path):
-    _, steps, _, _ = run_to_resume(tmp_path, "dp2", **PARTIAL | {"steps": 2})
-    _, resumed, _, _ = run(tmp_path, "dp3", resume=True, run_dir="x", **PARTIAL | {"steps": 2})
+    settings = PARTIAL | {"steps": 2, "eval_prompts": 2}
+    _, steps, _, _ = run_to_resume(tmp_path, "dp2", **settings)
+    _, resumed, _, _ = run(tmp_path, "dp3", resume=True, run_dir="x", **settings)
     for (a, metrics), (b, expected) in zip(resumed, steps[1:], strict=True):
         kept = [name for name in expected if not measured(name)]
         assert a == b

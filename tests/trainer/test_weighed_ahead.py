@@ -21,7 +21,7 @@ from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 
-STALENESS, STEPS = 2, 5
+STALENESS, STEPS = 1, 4
 SETTINGS = {"minibatches": 1, "steps": STEPS, "max_new_tokens": 12, "eval_every": 9, "save_rollouts": 1}
 SETTINGS |= {"place": "train:dp1 generate:dp2", "staleness": STALENESS}
 
