@@ -56,8 +56,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     """Leave what stays to no later collection of garbage, which would read all of it, and copy it in each fork."""
-    if WITH_VLLM:  # ten seconds: here once, not in each fork
-        importlib.import_module("vllm.v1.engine.llm_engine")
+    if WITH_VLLM:  # here once, not in each fork
+        importlib.import_module("funrl.rollout.vllm.process").import_vllm()
     gc.collect()
     gc.freeze()
     gc.enable()

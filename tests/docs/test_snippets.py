@@ -28,7 +28,6 @@ from funrl.cli.doctor import experiment_of
 from funrl.cli.usages import COMMANDS
 from funrl.cost.dry_run import tokens_of
 from funrl.models import with_value_head
-from funrl.processes import module_process as module_processes
 from funrl.processes.module_process import module_process
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.checks import check_settings
@@ -284,11 +283,9 @@ def test_commands_that_do_not_run_here_are_checked(page, line, models, tmp_path,
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("page,lines", CASES, ids=[lines[0][:60] for _, lines in CASES])
-def test_commands_run(page, lines, models, tmp_path, monkeypatch):
+def test_commands_run(page, lines, models, tmp_path):
     if any("--engine=vllm" in line for line in lines) and not importlib.util.find_spec("vllm"):
         pytest.skip("no vLLM here: ./test --all makes .venv-vllm for it")
-    if any("vllm" in line for line in lines):  # which starts processes of its own, as from a terminal
-        monkeypatch.setattr(module_processes, "can_fork", lambda: False)
     if any("read_checkpoint.py" in line for line in lines) and find_spec("orbax") is None:
         pytest.skip("orbax is not installed")
     if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:

@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -24,7 +23,6 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.core import start_vllm
 from funrl.rollout.vllm.engine import VLLMEngine, VLLMOptions, vllm_weights
-from funrl.rollout.vllm.process import contained
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
@@ -92,9 +90,6 @@ def _vllm(model, mesh, dtype):
     """An engine of its own over a vLLM that the tests of a process share, for it takes seconds to start."""
     key = model.config, mesh.rank, dtype
     if key not in _vllm_cores:
-        with contained(mesh):  # vLLM would start a process for each architecture, lest looking at it starts CUDA
-            registry = importlib.import_module("vllm.model_executor.models.registry")
-        registry._run_in_subprocess = lambda look: look()
         _vllm_cores[key] = start_vllm(model, mesh, dtype, max_rows=64, cache_bytes=1 << 24)
     core = _vllm_cores[key]
     core.wake()
@@ -132,6 +127,7 @@ KINDS = {
     "torch float64 tp2": Kind(_native(True), torch.float64, 1e-10, 1e-12, mesh="tp2"),
     "hf": Kind(hf_engine, close=3e-5, whole=True),
     "vllm": Kind(_vllm, config=WIDE),
+    "vllm tp2": Kind(_vllm, mesh="tp2", config=WIDE),
     "vllm server": Kind(_vllm_server, config=WIDE),
 }
 

@@ -353,6 +353,7 @@ def left_behind(promises, kind, mesh):
 
 ON_RANKS = [  # that ranks could keep in ways of their own
     log_probs_are_what_they_are_called,
+    wrong_weights_are_none,
     cancelled_requests_end_at_once,
     weights_that_are_not_finite_are_an_error_and_leave_nothing,
     an_error_in_the_caller_leaves_nothing_in_flight,

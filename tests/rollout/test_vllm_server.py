@@ -116,7 +116,7 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
 
     monkeypatch.setattr(CoreHandler, "do_POST", breaks)
     server, armed = CoreServer(("127.0.0.1", 0), lambda message: core), []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     engine = vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL, timeout_s=120)
     armed.append(True)
     params = weights(WIDE)
@@ -252,7 +252,7 @@ def test_without_vllm_a_server_says_so_and_stays():
     from funrl.rollout.vllm.server import start_here
 
     server = CoreServer(("127.0.0.1", 0), lambda message: start_here(message, "cpu"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     for _ in range(2):
         with pytest.raises(EngineServerError, match=r"answers to open: (?s:.*)vLLM is not installed"):
             vllm_client(f"http://127.0.0.1:{server.server_port}", MODEL)

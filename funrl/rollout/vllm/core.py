@@ -32,7 +32,7 @@ from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.delta_nets import compute_delta_nets
 from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
-from funrl.rollout.vllm.process import contained, ending_alone, launcher
+from funrl.rollout.vllm.process import contained, ending_alone, import_vllm, inspect_models_here, launcher
 from funrl.rollout.vllm.repairs import (
     choose_by_bias,
     forget_packed_experts,
@@ -92,6 +92,8 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
         raise ImportError(f"vLLM is not installed beside funrl: {INSTALL}")
     if model.owned is not None and (problem := torchvision_problem()):
         raise ModelError(problem)
+    if device == "cpu":  # ranks of a CPU are forks of the process that checks
+        import_vllm()
 
 
 @dataclasses.dataclass
@@ -285,6 +287,8 @@ def start_vllm(
         folder = files.enter_context(tempfile.TemporaryDirectory())
         from vllm import EngineArgs, LLMEngine  # type: ignore[import-not-found]
 
+        if mesh.device.type == "cpu":
+            inspect_models_here()
         (Path(folder) / "config.json").write_text(json.dumps(config_json(config) | {"dtype": _name(dtype)}))
         pictures = _picture_options(Path(folder), model)
         page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)

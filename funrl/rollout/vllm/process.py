@@ -9,6 +9,8 @@ Reference: https://docs.vllm.ai; undocumented interfaces used here are those of 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import random
 import warnings
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from funrl.mesh.collectives import psum
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.mesh import Mesh, single
 
 KEPT_VARIABLES = "VLLM_"  # of the environment, which vLLM reads as it goes
 
@@ -52,6 +54,31 @@ def contained(mesh: Mesh) -> Iterator[None]:
         kept = {name: value for name, value in os.environ.items() if name.startswith(KEPT_VARIABLES)}
         os.environ.clear()
         os.environ.update(variables | kept)
+
+
+@functools.cache
+def import_vllm() -> None:
+    """Import what starts vLLM on a CPU, which takes ten seconds: forks of this process have it.
+
+    Its platform replaces kernels of Triton with each engine, for which it reads all names of all modules: here once.
+    """
+    with contained(single("cpu")):
+        for name in ("v1.engine.llm_engine", "v1.worker.cpu_worker", "model_executor.layers.quantization.online.base"):
+            importlib.import_module(f"vllm.{name}")
+        platform = importlib.import_module("vllm.platforms").current_platform
+        platform.register_triton_kernel_overrides()
+        type(platform).register_triton_kernel_overrides = lambda *_: None
+        logger = importlib.import_module("vllm.logger")
+        logger.configure_logging_if_needed(importlib.import_module("vllm.config.logging").LoggingConfig())
+
+
+def inspect_models_here() -> None:
+    """Let vLLM inspect the class of a model in this process, where there is no CUDA.
+
+    It starts an interpreter for each new class, which imports vLLM again, lest CUDA is initialized.
+    """
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: inspect()
 
 
 def ending_alone(engine: Any) -> Any:
