@@ -91,9 +91,11 @@ def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
     (tmp_path / "letters.py").write_text(page_source("letters"))
     small_model.save_small_model()
     role = {"harness": {"id": "plain_chat"}}
-    config = (
-        {"user": {**role, "max_turns": 2}, "assistant": role, "persona": PERSONA} if "user" in name else {"agent": CHAT}
-    )
+    config = {
+        "letters": {"agent": CHAT},
+        "best-of-n+letters": {"agent": CHAT, "n": 2},
+        "user-sim+letters": {"user": {**role, "max_turns": 2}, "assistant": role, "persona": PERSONA},
+    }[name]
     run = funrl.train(
         "grpo",
         model="MODEL_DIR",
@@ -101,9 +103,9 @@ def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
         env_args={"config": config},
         run_dir="run",
         save_rollouts=1,
-        **small_model.SHORT | {"steps": 3},
+        **small_model.SHORT | {"steps": 2},
     )
-    assert len(run.metrics) == 3
+    assert len(run.metrics) == 2
     assert all(metrics["rollout/logprob_gap_max"] == 0 for metrics in run.metrics)
 
 

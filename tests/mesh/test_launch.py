@@ -71,7 +71,9 @@ def test_the_pairs_compile_whole_on_real_ranks():
     assert eager == compiled
 
 
-@pytest.mark.timed
+SOON_S = 60  # a rank that waits for one that has gone gives up after ten minutes
+
+
 def test_a_rank_that_raises_ends_the_run_with_its_traceback():
     def program(m):
         if m.rank == 2:
@@ -81,12 +83,11 @@ def test_a_rank_that_raises_ends_the_run_with_its_traceback():
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"rank 2 failed:(.|\n)*the cause"):
         launch(program, parse("dp4"), "cpu")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < SOON_S
     with pytest.raises(ChildProcessError):  # every rank has been waited for
         os.waitpid(-1, os.WNOHANG)
 
 
-@pytest.mark.timed
 def test_a_rank_that_is_killed_ends_the_run():
     def program(m):
         if m.rank == 1:
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_ends_the_run():
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         launch(program, parse("dp2"), "cpu")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < SOON_S
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,6 @@ def _raises(error):
         (lambda: _raises(Unspeakable()), r"rank 1 failed:(.|\n)*Unspeakable"),
     ],
 )
-@pytest.mark.timed
 def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
     """Nor does a forked rank run its parent's cleanup, which ends the others: rank 0 is not blamed."""
 
@@ -167,7 +167,7 @@ def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
     start = time.monotonic()
     with pytest.raises(WorkerError, match=said):
         launch(program, parse("dp2"), "cpu")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < SOON_S
 
 
 def test_a_first_rank_that_leaves_no_result_is_an_error():
@@ -234,7 +234,7 @@ def test_the_time_that_a_rank_waits_is_that_of_every_group():
         generate = view(m, parse("tp2,sp2"))
         pair = submesh(m, parse("tp2"), [1, 2])
         if m.rank == 1:
-            time.sleep(5)
+            time.sleep(3)
         elif m.rank == 0:
             with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
                 collectives.psum(torch.ones(1), m, "tensor")

@@ -121,7 +121,6 @@ def test_a_run_ends_by_the_timeout_where_every_rank_that_failed_has_waited_for_i
     assert text is None if says is None else says in text and "for rank 1 on host7" in text
 
 
-@pytest.mark.timed
 def test_a_rank_writes_where_it_is():
     heart = Heartbeat(Alone(None))
     record = heart.record
@@ -133,11 +132,11 @@ def test_a_rank_writes_where_it_is():
             inside = decode(record)
             heartbeat.left()
         after = decode(record)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for _ in range(10_000):
             heartbeat.entered("all_reduce", "g")
             heartbeat.left()
-        assert time.perf_counter() - begin < 1  # 10 us for both, on a machine that is busy too
+        assert time.thread_time() - begin < 1  # 10 us for both
     assert (inside.step, inside.phase, inside.phases, inside.collectives) == (5, "score_policy", 1, 1)
     assert (inside.collective, inside.waiting, inside.status) == ("all_reduce over data+tensor", 1, RUNNING)
     assert (after.phase, after.waiting) == ("after score_policy", 0)
@@ -159,7 +158,7 @@ def stopped(rank):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("mesh", "rank"), [("dp2", 0), ("dp2", 1), ("dp3", 1), ("dp2,tp2", 3)])
+@pytest.mark.parametrize(("mesh", "rank"), [("dp2", 0), ("dp2,tp2", 3)])
 @pytest.mark.timed
 def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
     begin = time.monotonic()
@@ -232,7 +231,7 @@ def test_a_single_rank_says_what_it_does(messages, capfd):
     assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)
 
 
-WAIT_S = 6  # in a collective: time to come to it, also on a machine that is busy
+WAIT_S = 4  # in a collective: time to come to it, also on a machine that is busy
 
 
 def store_port():

@@ -29,11 +29,12 @@ from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.services import open_service
 run = RunDirectory(pathlib.Path("run"))
 for steps in ((1, 2), (3,)):  # the second is a resumed run
+    if steps == (3,) and sys.argv[1] in ("wandb", "swanlab"):
+        time.sleep(1.1)  # they name the folder of a run by the second
     tracker = open_service(sys.argv[1], run, print)
     for step in steps:
         tracker(step, {"reward/mean": step / 4, "not/finite": float("nan")})
     tracker.close()
-    time.sleep(1.1)  # wandb names the folder of a run by the second
 """
 READ = {
     "wandb": """

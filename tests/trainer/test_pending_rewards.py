@@ -95,11 +95,14 @@ def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path
     assert done.score.tolist() == [0.0, 1.0]
 
 
-@pytest.mark.timed
-def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own():
-    """64 of 50 ms are 3.2 s one after the other, and 0.2 s for 16 workers."""
-
+def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own(tmp_path):
     def waits(prompt, completion, **fields):
+        """Wait for a row in half of the workers."""
+        (tmp_path / str(os.getpid())).touch()
+        end = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) < 8:
+            assert time.monotonic() < end
+            time.sleep(0.01)
         time.sleep(0.05)
         return os.getpid()
 
@@ -107,13 +110,10 @@ def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own():
     with open_rewards(job, 0) as pool:
         run, state = loop.begin_run(job, single(), Quiet(), pool=pool)
         state = sync(run.parts, state)
-        start = time.perf_counter()
         rows, _, _ = loop.draw_batch(run, state)
-        took = time.perf_counter() - start
         run.source.evaluate(state.roles, 0)
     times = run.clock.take()
-    assert 0.05 < times["reward"] < 1.6 and took - times["generate"] < 1.6
-    assert times["generate"] > 0 and times["eval"] > 0.05  # whose rewards are in it
+    assert times["generate"] > 0 and times["reward"] > 0.05 < times["eval"]  # whose rewards are in it
     assert 8 <= len(set(rows.batch.score.tolist())) <= 16
 
 
@@ -203,7 +203,6 @@ def test_by_default_a_rank_has_its_share_of_the_cores_but_for_the_embedded_task(
         assert pool is not None and pool.workers == 1
 
 
-@pytest.mark.timed
 def test_a_reward_that_takes_longer_than_its_flag_ends_the_run(tmp_path):
     def hangs(prompt, completion, **fields):
         while (tmp_path / "late").exists():
