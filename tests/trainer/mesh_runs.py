@@ -49,7 +49,7 @@ def assert_equal_metrics(rows, meshes, *names):
 
 
 def learn_from_texts(meshes, model, folder):
-    """Supervised runs of a step with the same numbers on all meshes; returns by how much each weight has changed, at most."""
+    """Supervised runs of a step with the same numbers on all meshes; the most by which each weight has changed."""
     data = folder / "texts.jsonl"
     texts = [{"prompt": f"{i}+{i + 3}=", "completion": str(2 * i + 3)[::-1]} for i in range(16)]
     data.write_text("\n".join(map(json.dumps, texts)))
