@@ -18,6 +18,6 @@ class AutogradFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """The result of `forward`; as `torch.autograd.Function.apply`."""
-        if torch._C._are_functorch_transforms_active():
-            return super().apply(*args)
+        if torch._C._are_functorch_transforms_active() or torch._C._len_torch_function_stack():
+            return super().apply(*args)  # modes, such as a checker of types, may replace torch's own
         return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]

@@ -203,10 +203,14 @@ def test_a_batched_function_is_given_rows_together_and_fails_together():
 
 @BOTH
 def test_many_calls_of_an_awaited_function_are_under_way_at_once(workers):
-    together = asyncio.Barrier(60)
+    begun, enough = [], asyncio.Event()
 
     async def waits(prompt, completion):
-        await asyncio.wait_for(together.wait(), 30)
+        """Wait until so many have begun in this process."""
+        begun.append(completion)
+        if len(begun) == 30:
+            enough.set()
+        await asyncio.wait_for(enough.wait(), 30)
         return len(completion)
 
     with open_pool([waits], workers) as pool:

@@ -151,10 +151,14 @@ batches = []
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_functions_of_every_form_give_a_rollout_the_same_scores(workers):
-    together = asyncio.Barrier(4)
+    begun, enough = [], asyncio.Event()
 
     async def awaited(prompt, completion, level):
-        await asyncio.wait_for(together.wait(), 30)
+        """Wait until so many have begun in this process."""
+        begun.append(prompt)
+        if len(begun) == 4:
+            enough.set()
+        await asyncio.wait_for(enough.wait(), 30)
         return len(prompt) + level
 
     examples = [Example([1], "p" * n, {"level": n % 3}) for n in range(8)]
