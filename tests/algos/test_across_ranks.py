@@ -188,6 +188,7 @@ def on_one():
     return advantages, choices
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("text,share", [("dp3", 1), ("dp2,tp2", 12)])  # of dp3 one has no rows
 def test_every_piece_gives_the_same_bits_on_every_mesh(text, share):

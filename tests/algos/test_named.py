@@ -150,6 +150,7 @@ def test_a_step_is_exact_under_micro_batches_packing_and_poison(name):
             torch.testing.assert_close(again, value, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_policy_loss_compiles_whole():
     algorithm = compose("prime")
     batch = prepared(algorithm, fixed(algorithm))

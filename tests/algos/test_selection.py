@@ -56,6 +56,7 @@ def test_entropy_controller():
             assert signal.metrics["actor/entropy_coefficient"].value.item() == pytest.approx(now, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_resampling():
     """Frequencies against the weights; the same draw from the same state, another from the next."""
     batch = pieces.example()._replace(score=torch.tensor([0.0, 1.0, -2.0, 1.0, 0.5, -0.5, 2.0], dtype=torch.float64))

@@ -90,6 +90,7 @@ def test_an_algorithm_with_a_lambda_prompts_in_memory_and_a_reward_that_is_a_clo
     assert rows[0]["critic/advantages/max"] != 0 and "time_s/update_policy" in rows[0]
 
 
+@pytest.mark.slow
 def test_a_rank_of_its_own_computes_what_this_process_does():
     given = {"prompts": PROMPTS, "reward": len_reward, "dtype": "float64", **TINY, "steps": 1}
     runs = [funrl.train(own_algorithm(2.0), mesh=mesh, **given) for mesh in ("dp1", "dp2")]
@@ -353,6 +354,7 @@ def test_the_public_index_is_whole_and_lazy():
         _ = funrl.trian
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_reward_that_takes_long_is_told_after_a_heartbeat(tmp_path, monkeypatch, capfd):
     """One prompt's, so that one rank waits for the other: until its signal, two minutes at most."""

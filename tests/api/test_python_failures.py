@@ -57,6 +57,7 @@ def test_a_reward_that_raises_ends_in_an_exception_with_the_cause_and_the_run_so
     assert hf.check_directory(run.model.directory).config.embed > 0  # what was trained is saved
 
 
+@pytest.mark.slow
 def test_updates_that_are_not_finite_end_in_an_exception():
     with pytest.raises(funrl.RunError, match="3 in a row were left out") as caught:
         broken = algorithm(scale(math.inf, clipped_surrogate()))
@@ -66,6 +67,7 @@ def test_updates_that_are_not_finite_end_in_an_exception():
     assert [row["update/skipped"] for row in caught.value.run.metrics] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_piece_that_fails_raises_before_the_run_or_ends_it():
     """What the check of an algorithm finds is its own error; what only an update meets ends the run."""
 
@@ -92,6 +94,7 @@ def len_reward(prompt, completion, **fields):
     return len(completion)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_of_their_own_raise_too():
     reward = fails_after(3)

@@ -97,12 +97,14 @@ def test_it_is_what_the_printed_command_makes(made, cache, tmp_path, capsys, mon
     assert {name: config[name] for name in sft_flags(job_of())} == sft_flags(job_of()) | {"save_every": "0"}
 
 
+@pytest.mark.slow
 def test_the_cache_is_of_one_model_seed_length_and_dtype():
     jobs = [job_of(), job_of(seed=1), job_of(steps=3), job_of(dtype="float64"), job_of(task="arithmetic_moe")]
     assert len({warm_start._key(job) for job in jobs}) == len(jobs)
     assert len({warm_start._key(job) for job in (job_of(), job_of(lr=0.5), job_of(steps=2, max_new_tokens=5))}) == 1
 
 
+@pytest.mark.slow
 def test_the_model_of_experts_and_float64(cache):
     with warm_started(job_of(task="arithmetic_moe", dtype="float64")) as started:
         model, weights = hf.load(started.start, torch.float64)
@@ -183,6 +185,7 @@ def test_a_command_that_fails_is_an_error_with_its_last_lines(cache, monkeypatch
     assert not list(cache.glob("draft-*"))
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_command(cache, monkeypatch):
     pids = []
 

@@ -104,6 +104,7 @@ def test_what_the_rule_does_not_allow_is_refused(ask, message):
     assert message in str(error.value)
 
 
+@pytest.mark.slow
 def test_random_schedules():
     assert failures(Admission, range(QUICK)) == []
 

@@ -35,6 +35,7 @@ def test_groups_are_taken_in_the_order_of_their_ends_up_to_the_horizon():
     assert [ended.take() for _ in range(2)] == [4, None]
 
 
+@pytest.mark.slow
 def test_random_times_change_nothing_and_no_schedule_waits_for_ever():
     for seed in range(QUICK):
         random_clocks.check(seed)

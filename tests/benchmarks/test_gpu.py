@@ -19,6 +19,7 @@ def run(folder, *flags, program=BENCHMARKS / "gpu.py"):
     return done, json.loads(table.read_text())["rows"] if table.exists() else []
 
 
+@pytest.mark.slow
 def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     done, rows = run(tmp_path, "--parts=kernels,train,decode,vllm")
     assert done.returncode == 0, done.stderr

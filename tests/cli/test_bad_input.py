@@ -217,6 +217,7 @@ def check_stopped(run_dir, said, prompts):
     return steps, not torch.equal(params["embed"], start["embed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function, says",
     [
@@ -235,6 +236,7 @@ def test_a_reward_that_fails_at_step_three_loses_nothing(function, says, own, tm
     assert trained
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_reward_that_fails_on_one_rank_stops_both(own, tmp_path, capfd):
     run_dir = tmp_path / "run"
@@ -252,6 +254,7 @@ def test_a_reward_that_fails_on_one_rank_stops_both(own, tmp_path, capfd):
 FULL = 13_000  # bytes: config.json fits, and the metrics of a few steps
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_full_disk_is_said_in_a_line(own, tmp_path, capfd):
     run_dir = tmp_path / "run"

@@ -236,6 +236,7 @@ COMMANDS = [  # what one types, and the line that answers it; {own} is good, but
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", quick(COMMANDS, COMMANDS[:1]), ids=lambda pair: pair[0][:40])
 def test_ten_through_the_command_itself(typed, own, trained, tmp_path, monkeypatch):
     if typed is COMMANDS[0]:  # in a new interpreter, the others in forks

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(librar
 RUN = (*(flag for flag in TINY if not flag.startswith(("--save_rollouts", "--steps"))), "--on_gap=stop")
 
 
+@pytest.mark.slow
 def test_a_run_that_stopped_names_the_operation_and_goes_on(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     assert main("grpo", ["grpo", *RUN, "--steps=1", f"--run_dir={folder}"]) == 0
@@ -37,6 +38,7 @@ def test_a_run_that_stopped_names_the_operation_and_goes_on(tmp_path, capsys, mo
     assert main("grpo", resumed) == 0  # from step 1, which the stop has kept
 
 
+@pytest.mark.slow
 def test_the_operation_is_named_on_the_meshes_of_the_run(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     right = dense.gated

@@ -74,6 +74,7 @@ def test_a_command_line_would_run_or_not(words, says, capsys, monkeypatch):
     assert (status, last) == (0, "  would run") if says is None else status == 1 and says in last
 
 
+@pytest.mark.slow
 def test_a_run_directory_in_use_is_seen_and_left_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("funrl.cli.doctor.MEASURED_S", 0.0)
     (tmp_path / "config.json").write_text("{}")

@@ -49,6 +49,7 @@ def last_evaluation(run):
     return {key: value for key, value in row.items() if key.startswith("eval/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [pytest.param("embedded", marks=pytest.mark.slow), "own"])
 def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
     found = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
@@ -65,6 +66,7 @@ def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
         assert other.prompts == 10 and {row["source"].split(",")[0] for row in other.rows} == {"p.jsonl"}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_command_prints_a_table_and_a_mesh_changes_no_number(capsys, tmp_path):
     flags = ["--data=p.jsonl", "--reward=r.py:score", "--samples=4", "--temperature=1", "--max_new_tokens=2"]
@@ -92,6 +94,7 @@ def test_from_python_with_prompts_and_rewards_in_memory(tmp_path):
     assert [row["prompt"] for row in found.rows] == ["1+1="] * 3 + ["3+4="] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_completions_are_printed_or_written(capsys, tmp_path):
     status, out, _ = call(capsys, "generate", "plain", "12+30=", "--max_new_tokens=4", "--device=cpu")

@@ -160,6 +160,7 @@ def test_an_argument_that_no_flag_can_say_keeps_its_default_and_is_refused_as_a_
     assert status == 0 and "--clip_low" in out and "--make" not in out
 
 
+@pytest.mark.slow
 def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(8)))
     (tmp_path / "two.py").write_text(
@@ -214,6 +215,7 @@ def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
     assert status == 2 and "somewhere" in err
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_mesh_does_not_change_what_is_learned(tmp_path, capsys):
     """As a command runs it; tests/trainer/test_named_on_meshes.py has a step of the others."""

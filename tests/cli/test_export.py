@@ -54,6 +54,7 @@ def test_a_model_or_a_part_of_one_is_not_overwritten(name, runs, tmp_path, capsy
     assert content(tmp_path / "mine") == content(runs / "RUN" / "model") | {"notes.txt": b"mine"}
 
 
+@pytest.mark.slow
 def test_another_step_is_not_overwritten_and_the_step_is_said(runs, tmp_path, capsys):
     to = f"--to={tmp_path}/step"
     assert export(capsys, runs / "RUN", "--step=1", to) == (0, f"the model after step 1 is in {tmp_path}/step\n")
@@ -86,6 +87,7 @@ def test_what_a_run_needs_is_never_overwritten(run, to, said, runs, capsys):
     assert before == (content(place) if place.is_dir() else place.read_bytes())
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_leaves_what_was_there(runs, tmp_path, capsys, monkeypatch):
     assert export(capsys, runs / "ADAPTED", f"--to={tmp_path}/peft", "--adapter")[1].startswith(
         "the adapter after step 1"

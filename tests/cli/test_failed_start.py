@@ -46,6 +46,7 @@ def call(reward, *flags):
     return main("grpo", ["grpo", *TINY, "--prompts=p.jsonl", f"--reward=r.py:{reward}", *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [("--run_dir=RUN",), pytest.param(("--run_dir=RUN", "--resume"), marks=pytest.mark.slow), ()],

@@ -42,6 +42,7 @@ def fill(folder, free):
         file.write(bytes(max(0, size)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "free", "flags", "steps"),
     [
@@ -89,6 +90,7 @@ def test_a_read_only_directory_is_said_in_a_line_before_work_starts(flags, small
     assert said.out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_checkpoint_of_another_model_is_refused_in_a_line_on_every_mesh(tmp_path, capfd):
     run_dir = tmp_path / "run"
@@ -101,6 +103,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_a_line_on_every_mesh(tmp_pa
         assert missing in line and "; give the flags that the run was started with, or another --run_dir" in line
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_deleted_under_a_run_ends_it(tmp_path, elsewhere):
     run_dir = tmp_path / "run"
 

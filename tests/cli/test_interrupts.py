@@ -114,6 +114,7 @@ def test_sigterm_to_every_process_finishes_the_step_and_blames_no_reward(tmp_pat
     check_stopped(run, run_dir, signal.SIGTERM)
 
 
+@pytest.mark.slow
 @linux
 def test_an_interrupt_of_the_group_finishes_the_step_and_saves(tmp_path):
     """A terminal's Ctrl-C goes to every process of the group."""
@@ -123,6 +124,7 @@ def test_an_interrupt_of_the_group_finishes_the_step_and_saves(tmp_path):
     check_stopped(run, run_dir, signal.SIGINT)
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize(("mesh", "workers"), [("dp2", 1), pytest.param("dp1", 2, marks=pytest.mark.slow)])
 def test_a_second_interrupt_ends_a_run_before_its_rewards_and_leaves_a_report(tmp_path, mesh, workers):
@@ -146,6 +148,7 @@ def test_a_second_interrupt_ends_a_run_before_its_rewards_and_leaves_a_report(tm
     check_readable(run_dir)
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_notebook_is_raised_after_the_step_is_saved(tmp_path, capfd):
     launcher, run_dir = os.getpid(), tmp_path / "run"
 
@@ -171,6 +174,7 @@ def ranks_of(run):
         return [int(pid) for pid in file.read().split()]
 
 
+@pytest.mark.slow
 @linux
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
     run_dir = tmp_path / "run"

@@ -52,6 +52,7 @@ def run(tmp_path, monkeypatch, temporary, *flags):
     assert tempfile.gettempdir() == str(tmp_path / "second")
 
 
+@pytest.mark.slow
 def test_no_home_no_user_and_no_temporary_folder(homeless, tmp_path, monkeypatch):
     """The warm start is kept in a folder of the user's own among the temporary ones."""
     run(tmp_path, monkeypatch, tmp_path / "absent", "--warmstart_steps=1")
@@ -59,6 +60,7 @@ def test_no_home_no_user_and_no_temporary_folder(homeless, tmp_path, monkeypatch
     assert kept == Path(tempfile.gettempdir()) / f"funrl-cache-{os.getuid()}" and any(kept.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_full_temporary_folder(homeless, full_disk, tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, full_disk, "--warmstart_steps=0", "--mesh=dp2")

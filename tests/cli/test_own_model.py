@@ -54,6 +54,7 @@ def check_loads_in_transformers(folder):
     assert done.tokens.tolist() == continued
 
 
+@pytest.mark.slow
 def test_samples_join_to_text_and_the_model_opens_in_transformers(tmp_path):
     run_dir = tmp_path / "run"
     run(run_dir, "--steps=1", "--batch_prompts=8", "--samples_per_prompt=2", "--max_new_tokens=12", "--lr=1e-3")

@@ -119,6 +119,7 @@ def test_other_flags_and_files_are_said_and_each_start_keeps_its_own(own, capsys
     assert facts["run"]["recipe"] == "grpo"
 
 
+@pytest.mark.slow
 def test_steps_are_replayed_and_compared_with_the_flags_of_their_start(own, capsys):
     shutil.copytree(own / "RUN", own / "AS_IT_WAS")
     assert call("grpo", own, "--steps=3", "--resume", "--lr=3e-5") == 0
@@ -137,6 +138,7 @@ def test_steps_are_replayed_and_compared_with_the_flags_of_their_start(own, caps
     )
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_command_that_read_other_weights_differ_in_a_line(own, capsys):
     model = decoder_model(arithmetic.model_config())
     hf.save(own / "model", model, model.init(torch.Generator().manual_seed(1)), arithmetic.tokenizer())
@@ -148,6 +150,7 @@ def test_two_runs_of_one_command_that_read_other_weights_differ_in_a_line(own, c
     assert "<tr><th>digest of model/weights</th>" in (own / "c.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_last_line_compares_evaluations_on_one_held_out_set(own, capsys):
     (own / "held.jsonl").write_text('{"prompt": "11+11="}\n{"prompt": "1+22="}\n{"prompt": "33+1="}\n')
     assert call("grpo", own, "--steps=3", "--resume", f"--eval_data={own}/held.jsonl") == 0
@@ -166,6 +169,7 @@ def test_the_last_line_compares_evaluations_on_one_held_out_set(own, capsys):
     assert len(rewards) == 2 and first(out) == first(again) == f"{sum(rewards) / 2:.3f}"
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_goes_on(own):
     """Such a run has neither segments nor digests, and its checkpoints know sizes of the model alone."""
     edit(own / "RUN" / "config.json", lambda record: [record.pop(name) for name in ("segments", "inputs")])
@@ -192,6 +196,7 @@ def test_a_run_of_an_earlier_version_goes_on(own):
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=2"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_in_python_keeps_and_compares_the_same(own, monkeypatch, capsys):
     import funrl
 

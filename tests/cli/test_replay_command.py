@@ -42,6 +42,7 @@ def said(capsys, *argv):
     return status, out + err
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed(runs, capsys):
     status, text = said(capsys, "replay", runs / "one", "--step=2")
     assert status == 0 and "step-1\nstep 2: the same bits\n" in text
@@ -93,6 +94,7 @@ def test_the_first_step_after_a_warm_start_is_replayed(tmp_path, capsys):
     assert status == 0 and "from the weights that the run began with" in text and "the same bits" in text
 
 
+@pytest.mark.slow
 def test_a_step_that_differs_is_said_with_what_differs(runs, tmp_path, capsys):
     shutil.copytree(runs / "one", tmp_path / "one")
     file = tmp_path / "one/rollouts/step-2/record.json"
@@ -115,6 +117,7 @@ def test_digests_of_weights_decide_unless_there_is_a_tolerance():
     assert verdict_lines(repeated, 1e-3) == (["step 2: agrees"], True)
 
 
+@pytest.mark.slow
 def test_two_runs_of_one_command_do_not_differ(runs, capsys):
     status, text = said(capsys, "bisect", runs / "one", runs / "same")
     assert (status, text.splitlines()[-1]) == (

@@ -37,6 +37,7 @@ def model(folder):
 LORA = ("--lora_rank=2", "--lora_alpha=3", "--lora_targets=q_proj,down_proj")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lora"),
     [("grpo", ()), pytest.param("reward_model", LORA, marks=pytest.mark.slow)],

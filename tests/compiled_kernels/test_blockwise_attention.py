@@ -88,6 +88,7 @@ def traced(T):
     return make_fx(packed_pass, tracing_mode="fake")(params, *row)
 
 
+@pytest.mark.slow
 def test_a_packed_layer_has_static_shapes_and_memory_linear_in_the_row():
     """With fake tensors what depends on numbers is an error; a matrix of 1,024^2 would be four times that of 512."""
     most = {}
@@ -112,6 +113,7 @@ def test_with_a_window_the_steps_do_not_grow_with_the_row():
     assert products(64) == products(640) == 2 * 3  # the own block and two before it, for the first token of a block
 
 
+@pytest.mark.slow
 def test_export_gives_operators_of_torchs_core():
     class Attention(torch.nn.Module):
         def forward(self, q, k, v, offsets):

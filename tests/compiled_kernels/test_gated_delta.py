@@ -83,6 +83,7 @@ def test_a_sequence_is_the_same_wherever_it_stands():
         assert (out - got[0][:, begin:end]).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_gradients_by_finite_differences(monkeypatch):
     monkeypatch.setattr(kernel, "CHUNK_TOKENS", 4)
     inputs, segments = _inputs([[3, 6]])
@@ -110,6 +111,7 @@ def test_16_bits_are_computed_wide():
     assert torch.equal(got, wide.bfloat16())
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     inputs, segments = _inputs(ROWS["sequences across chunks"])
     compiled = torch.compile(kernel.gated_delta_rule, fullgraph=True, backend="aot_eager")

@@ -55,6 +55,7 @@ def interpreted():
 
 
 @needs_triton
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels(case, interpreted):
     assert tuple(interpreted) == CASES

@@ -76,6 +76,7 @@ def test_an_old_processor(fresh, monkeypatch):
     assert library_problem().endswith("this one lacks avx2")
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails(fresh, monkeypatch):
     monkeypatch.setattr(kernel_library, "FLAGS", kernel_library.FLAGS + " -Dfma=1(")
     with pytest.raises(KernelError, match=r"g\+\+ cannot compile the C\+\+ kernels: .*error"):

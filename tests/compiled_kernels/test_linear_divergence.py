@@ -119,6 +119,7 @@ def test_logits_are_never_whole(monkeypatch):
     assert rows == [5, 5, 5, 5, 3, 3] * 2
 
 
+@pytest.mark.slow
 def test_functional_gradient_and_compilation():
     inputs, weight = _inputs()
     hidden, unembed, *teacher = [x.detach() for x in inputs]

@@ -72,6 +72,7 @@ def test_pages_have_the_numbers_of_packed_rows(window):
         assert (out - expected[rows]).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_pages_go_under_the_compiler_whole_for_any_number_of_groups():
     q, k, v, _ = (x.detach()[0] for x in draw(16, 4, 2))
     cache = tuple(torch.zeros(4, 4, 2, 8, dtype=q.dtype) for _ in range(2))

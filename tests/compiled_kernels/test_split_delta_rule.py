@@ -98,6 +98,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_row_that_ranks_share_is_that_of_one_rank(monkeypatch):
     monkeypatch.setattr(kernel, "CHUNK_TOKENS", CHUNK)

@@ -169,6 +169,7 @@ def test_torch_func_takes_it():
     assert all((got - want).abs().max() < 1e-12 for got, want in pairs)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_all_structures_of_a_size():
     from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -114,6 +114,7 @@ def real_step(job, local, monkeypatch):
     return clock
 
 
+@pytest.mark.slow
 def test_a_step_calls_the_same_operators_and_copies_the_same_bytes_as_one_that_computes(monkeypatch):
     job = small("ppo", sizes={"layers": 1})
     parts = build(job, PRETENDED, lambda _: None)

@@ -35,6 +35,7 @@ def test_the_cache_is_that_of_the_rank_with_most_prompts():
     assert peak == trees.nbytes(job.model.init_cache(single(), 3 * 2 * 2, 16, job.dtype))  # prompts, samples, pages
 
 
+@pytest.mark.slow
 def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     """One vector of 24 + 4 numbers a token, and the products of decoding with it."""
     sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, None, 8, 4, 6)}
@@ -46,6 +47,7 @@ def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     assert 0.5 < (more[1] - more[0]) / (rows * layers * heads * 4 * (24 + 4) * 16) < 2
 
 
+@pytest.mark.slow
 def test_states_are_in_the_cache_and_do_not_grow():
     """A cell for each of 16 rows: 4 heads of 8 x 6 numbers, and 3 tokens of 56 channels; keys of the other layer."""
     mixer = GatedDeltaNet(2, 4, 8, 6)
@@ -60,6 +62,7 @@ def test_states_are_in_the_cache_and_do_not_grow():
     assert [one.peak["cache"] for one in found] == [16 * 4 * state + some for some in pages]
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth():
     row = 7 * 2 * 1 * 8 * 4 * 32  # layers, keys and values, a tensor rank's heads of 8, float32, two pages of 16
     job = with_cache(small("grpo", sizes={"layers": 7}, mesh="tp2", generate_mesh="tp2"), 5.5 * row / 1e9)
@@ -73,6 +76,7 @@ def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth():
     assert reduces[0] >= steps * (1 + 2 * 7)
 
 
+@pytest.mark.slow
 def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left():
     hardware = CPU._replace(memory=2.5e6)
     job = small("grpo", memory=hardware.memory, batch_prompts=64, samples_per_prompt=4)
@@ -81,6 +85,7 @@ def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left():
     assert left / 3 < peak["cache"] <= left / 2
 
 
+@pytest.mark.slow
 def test_prompts_are_read_once_however_few_rows_fit():
     one, all_rows = (
         dry_run.estimate(with_cache(small("grpo", sizes={"layers": 1}), None, rows), 40, CPU).phases["generate"].flops
@@ -89,6 +94,7 @@ def test_prompts_are_read_once_however_few_rows_fit():
     assert one == pytest.approx(all_rows, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_on_the_line_however_many_rows_fit(monkeypatch):
     together = 5
     job = small("grpo", sizes={"layers": 7})
@@ -124,6 +130,7 @@ def test_remax_generates_greedily_too():
     assert with_greedy.seconds > 1.4 * without.seconds
 
 
+@pytest.mark.slow
 def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
     """As if it were the policy, with the completions as its prompts, at all layers; its weights stay."""
     config = write_config(tmp_path, num_hidden_layers=5)
@@ -148,6 +155,7 @@ FROZEN = (None, "other:frozen", "other:frozen:5")
 SECOND = (None, "other:policy:second")
 
 
+@pytest.mark.slow
 def test_agents_hold_weights_and_caches():
     """Once in an engine of their own; an earlier self that is renewed once more, for the checkpoint."""
     jobs = [small("grpo", task="calculator", agents=agents) for agents in FROZEN]
@@ -159,6 +167,7 @@ def test_agents_hold_weights_and_caches():
     assert kept["generate"].peak["cache"] == 2 * plain["generate"].peak["cache"]
 
 
+@pytest.mark.slow
 def test_a_second_policy_holds_what_the_first_one_holds():
     plain, two = (small("grpo", task="calculator", agents=agents) for agents in SECOND)
     one, both = (dry_run.estimate(job, 10, CPU).phases for job in (plain, two))

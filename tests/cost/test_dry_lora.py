@@ -20,6 +20,7 @@ def own(job, role):
     return trees.count(trained_part(model, model.shapes))
 
 
+@pytest.mark.slow
 def test_a_step_holds_one_base_and_the_states_of_what_learns():
     job = small("ppo", arguments={"kl_coef": 0.1}, **LORA)
     assert {"policy", "critic", "reference"} <= set(job.models)
@@ -37,6 +38,7 @@ def test_a_reward_model_s_base_has_no_unembedding():
     assert trace(job, 8, 8).resting["weights"] == 4 * (without + own(job, "reward_model"))
 
 
+@pytest.mark.slow
 def test_gradients_of_the_base_are_neither_computed_nor_sent(tmp_path):
     flags = {"model": write_config(tmp_path, num_hidden_layers=3), "mesh": "dp4", "fsdp": True, "batch_prompts": 64}
     whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, CPU) for more in ({}, LORA))
@@ -52,6 +54,7 @@ def test_gradients_of_the_base_are_neither_computed_nor_sent(tmp_path):
     assert phase.total < full.total
 
 
+@pytest.mark.slow
 def test_the_engine_holds_the_trainer_s_base_and_adapters(tmp_path):
     """Where nothing moves the engine holds the trainer's own weights."""
     flags = {"model": write_config(tmp_path), "offload": "params,optimizer"}
@@ -63,6 +66,7 @@ def test_the_engine_holds_the_trainer_s_base_and_adapters(tmp_path):
     assert adapted.phases["generate"].peak["weights"] == pytest.approx(base + learning)
 
 
+@pytest.mark.slow
 def test_a_sync_sends_adapters_alone_and_generation_multiplies_by_them(tmp_path):
     flags = {"model": write_config(tmp_path), "mesh": "dp2", "fsdp": True}
     whole, adapted = (dry_run.estimate(plain("grpo", **flags, **more), 8, CPU) for more in ({}, LORA))
@@ -79,6 +83,7 @@ def test_a_sync_sends_adapters_alone_and_generation_multiplies_by_them(tmp_path)
     assert 0.9 * more < generated[1] - generated[0] < 1.2 * more
 
 
+@pytest.mark.slow
 def test_the_report_says_what_learns(tmp_path):
     flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
     job = functools.partial(dry_run.plain_job, algorithm=recipe("grpo")(), memory=CPU.memory)

@@ -160,6 +160,7 @@ OF_FAMILIES = [
 QUICK = [("qwen2_5_vl", "frozen"), ("qwen2_5_vl", "remat")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "case"),
     [pytest.param(*both, marks=[] if both in QUICK else pytest.mark.slow) for both in OF_FAMILIES],
@@ -184,6 +185,7 @@ def test_a_pretended_step_holds_and_computes_what_a_real_one_does(case, folder):
         assert phases[name].total == pytest.approx(costs.total, rel=0.05), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["qwen2_5_vl"], indirect=True)
 def test_a_frozen_tower_has_no_backward_pass(folder):
     """Of a product, a weight that learns takes another one of its size, and an input that learns too."""
@@ -283,6 +285,7 @@ def test_pictures_of_the_task_are_its_own(algorithm, monkeypatch):
     assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((4, 4),)
 
 
+@pytest.mark.slow
 def test_device_calls_have_the_launches_of_a_prompts_pictures_and_the_bytes_of_patches():
     flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
     blind, seeing = (device_calls(plain("grpo", **flags, **more), 11) for more in ({"assume_pictures": 0}, {}))

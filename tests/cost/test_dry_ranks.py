@@ -15,6 +15,7 @@ from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.trainer.jobs.build import build
 
 
+@pytest.mark.slow
 def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
     how = {"model": write_config(tmp_path), "minibatches": 2}
     one, two, split = (
@@ -49,6 +50,7 @@ def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(t
     assert on.phases["verify"].seconds >= 16 * both / CPU.bandwidth
 
 
+@pytest.mark.slow
 def test_512_ranks_and_sharding_over_data(tmp_path):
     flags = {"model": write_config(tmp_path), "mesh": "dp64,tp8", "batch_prompts": 128, "samples_per_prompt": 1}
     whole, sharded = (
@@ -120,6 +122,7 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     assert gathers == 6 + 2  # the embedding and the unembedding go by themselves
 
 
+@pytest.mark.slow
 def test_no_more_collectives_are_called_on_more_ranks():
     counts = []
     for data in (2, 8, 32):
@@ -134,6 +137,7 @@ def test_no_more_collectives_are_called_on_more_ranks():
     assert all(counts[2][phase] <= count for phase, count in counts[1].items())  # over nodes these layers join
 
 
+@pytest.mark.slow
 def test_ranks_that_share_tokens_share_the_work():
     """Twice as many tokens go together, and each of two layers exchanges four times for them: Ulysses twice either
     way, a ring of two keys and values once there and once back, and their gradients twice."""
@@ -149,6 +153,7 @@ def test_ranks_that_share_tokens_share_the_work():
         assert update.peak["activations"] == pytest.approx(one.peak["activations"], rel=0.4), form
 
 
+@pytest.mark.slow
 def test_ranks_that_share_tokens_gather_states():
     """Of each micro-batch a layer's ends, 4 heads of 8 x (6 + 8) numbers, and 3 tokens of 56 channels; and back."""
     nets = {"layers": 2, "family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 6),)}

@@ -65,6 +65,7 @@ def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys
     assert "give --teacher=DIR" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = write_config(tmp_path, num_hidden_layers=1)
@@ -88,6 +89,7 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
     assert "give --dry_run too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("dpo", "reward_model"))
 def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -118,6 +120,7 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     assert "--text_tokens=9 does nothing without --dry_run; give --dry_run too" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
     monkeypatch.setattr(dry_report, "device_calls", lambda *_: {})  # which take half of the time
     flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5"]
@@ -141,6 +144,7 @@ def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
         assert why in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("dapo", ["dapo", *flags]) == 0

@@ -72,6 +72,7 @@ def test_so_are_the_likely_tokens_of_a_teacher(tmp_path):
     assert fake.row_bytes == real.row_bytes < trace(many, 8, 8).row_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, given",
     [
@@ -100,6 +101,7 @@ SWITCHES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SWITCHES)
 def test_so_it_does_whatever_the_family(family, tmp_path):
     job = small("grpo", sizes=SWITCHES[family])
@@ -146,6 +148,7 @@ def test_layers_of_each_kind_are_on_a_line_of_their_own(tmp_path):
     assert_alike(found, trace(job, 8, 8).phases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
     rows, budget = 64, 256
@@ -175,6 +178,7 @@ def test_scoring_and_learning_are_on_lines_of_their_own():
     )
 
 
+@pytest.mark.slow
 def test_deep_models_are_on_the_line():
     job = small("grpo", sizes={"layers": 7})
     assert traced_layers(job.model).more
@@ -195,6 +199,7 @@ def test_deep_sharded_models_are_on_the_line():
         assert found == pytest.approx(whole, rel=0.02), kind
 
 
+@pytest.mark.slow
 def test_a_teacher_has_a_line_of_its_own(tmp_path):
     teacher = write_config(tmp_path, vocab_size=300, num_hidden_layers=8)
     job = small("distillation", sizes={"layers": 7}, teacher=teacher)

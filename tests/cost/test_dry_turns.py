@@ -39,6 +39,7 @@ def work_of(job, turns, room=1e9):
     )
 
 
+@pytest.mark.slow
 def test_later_turns_read_their_context_and_lengthen_the_cache():
     one, three = (
         dry_run.estimate(
@@ -85,6 +86,7 @@ def test_pages_of_waiting_episodes_are_held_while_there_is_room():
     assert tight.recomputed == round(64 * 18 / 32 * sum(lengths))
 
 
+@pytest.mark.slow
 def test_seconds_of_tools_lengthen_generation():
     flags = {"task": "calculator", "dry_run": True, "max_new_tokens": 8}
     quick, slow = (

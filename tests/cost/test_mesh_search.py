@@ -90,6 +90,7 @@ def test_the_formula_is_near_the_trace_of_a_model_with_experts(mesh, tmp_path):
     assert 2 / 3 < nbytes < 1.5 and 2 / 3 < seconds < 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hardware, mesh", [(H100, "dp2,tp2"), (CPU, "dp4")])
 def test_the_formula_is_near_the_trace_of_a_small_model(hardware, mesh, tmp_path):
     """Where launches take longest, and where nothing does but arithmetic."""
@@ -98,6 +99,7 @@ def test_the_formula_is_near_the_trace_of_a_small_model(hardware, mesh, tmp_path
     assert 2 / 3 < seconds < 1.5
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_is_split_over_them_too(tmp_path, monkeypatch):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 512, "num_experts": 8, "num_experts_per_tok": 2}
@@ -109,6 +111,7 @@ def test_a_model_with_experts_is_split_over_them_too(tmp_path, monkeypatch):
     assert split.nbytes < 0.95 * whole.nbytes  # where every rank has all experts
 
 
+@pytest.mark.slow
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch, traced_once):
     monkeypatch.setattr(mesh_search, "BEST", 2)
     model = write_config(tmp_path, num_hidden_layers=1)
@@ -191,6 +194,7 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
     assert said.startswith("nothing sensible fits 2 devices; ") and "not sensible: tp over 2 nodes" in said
 
 
+@pytest.mark.slow
 def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch, traced_once):
     monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=9e6))
@@ -219,6 +223,7 @@ def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatc
     assert "80 layers over nodes" in pipeline
 
 
+@pytest.mark.slow
 def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys, traced_once):
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=auto:16", "--text_tokens=64", "--batch_prompts=64", "--dry_run"]
@@ -254,6 +259,7 @@ def test_a_command_line_keeps_the_flags_that_a_search_does_not_replace():
     assert command_text([], {"mesh": "dp8"}) == "--mesh=dp8"
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_best_mesh():
     argv = ["funrl sft", "--mesh=auto:2", "--device=cpu", "--batch_prompts=8"]
     command = read_command(Experiment("sft", "sft", {}), argv, writes=False)

@@ -37,6 +37,7 @@ def test_few_numbers_of_training_devices_are_tried(world, counts):
     assert train_counts(world) == counts
 
 
+@pytest.mark.slow
 def test_every_division_is_simulated_and_the_best_is_traced():
     result = found()
     divided = {(len(x.placement.train.ranks), len(x.placement.generate.ranks)) for x in result.candidates}
@@ -48,6 +49,7 @@ def test_every_division_is_simulated_and_the_best_is_traced():
     assert result.shared is not None and "on shared devices" in reasons_text(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags,training", [({"decode_rows": 1}, 2), ({"epochs": 8}, 3)])
 def test_the_slower_side_gets_more_devices(flags, training):
     given = settings(**FLAGS, **flags, lengths="mean:22,max:24", dry_run=True)
@@ -117,6 +119,7 @@ def test_a_run_takes_the_best_and_is_refused_where_none_fits(monkeypatch):
         chosen_place(given, recipe("rollout_is"), CPU)
 
 
+@pytest.mark.slow
 def test_flags_beside_it_are_kept_or_refused(tmp_path):
     result = place_search(
         settings(**FLAGS | {"place": "auto:2"}, model=write_config(tmp_path)), recipe("rollout_is")(), CPU
@@ -130,6 +133,7 @@ def test_flags_beside_it_are_kept_or_refused(tmp_path):
         check_settings(settings(place="auto"))
 
 
+@pytest.mark.slow
 def test_the_command_line_and_the_report_say_what_was_chosen():
     argv = ["funrl rollout_is", "--place=auto:2", "--device=cpu", "--batch_prompts=8"]
     chosen = with_mesh(read_command(Experiment("rollout_is", "rollout_is", {}), argv, writes=False))
@@ -141,6 +145,7 @@ def test_the_command_line_and_the_report_say_what_was_chosen():
     assert "all devices shared" in text and "\n\nplace train:dp1@0 generate:dp1@1\n" in text
 
 
+@pytest.mark.slow
 def test_the_object_has_all_divisions(monkeypatch):
     monkeypatch.setattr(dry_report, "place_search", lambda *_: found())
     given = settings(**FLAGS, dry_run=True, json=True)

@@ -40,12 +40,14 @@ def one_of_each():
     return dry_run(settings_of(place="generate:1", device="cpu", dry_run=True), grpo)
 
 
+@pytest.mark.slow
 def test_the_text_names_the_pools():
     text = one_of_each()
     assert text.startswith("place train:dp1@0 generate:dp1@1\n\ntrain: ")
     assert "\n\ngenerate: " in text and text.count("fits: ") == 2
 
 
+@pytest.mark.slow
 def test_a_role_s_ranks_hold_its_weights_and_the_trainer_does_not():
     compose = functools.partial(grpo, kl_coef=0.1)
     flags = {"device": "cpu", "dry_run": True, "json": True}
@@ -70,6 +72,7 @@ def test_a_step_is_as_long_as_the_longer_side_where_both_work_at_once():
     assert placed_seconds(pools, {"rows": 0.5}, overlaps=False) == 9.5
 
 
+@pytest.mark.slow
 def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
     def run(place):
         flags = {"staleness": 1, "lengths": "mean:2,max:4", "batch_prompts": 4, "samples_per_prompt": 2}
@@ -89,6 +92,7 @@ def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
     assert "trainer busy: with its waits for the scores of reference\n" in text
 
 
+@pytest.mark.slow
 def test_a_judge_is_estimated_where_it_writes(tmp_path):
     config = write_config(tmp_path, num_attention_heads=2, num_key_value_heads=2)
     flags = {"judge": config, "prompts": "p.jsonl", "judge_max_new_tokens": 8, "max_new_tokens": 24}
@@ -107,6 +111,7 @@ def test_a_judge_is_estimated_where_it_writes(tmp_path):
     assert split["scoring"] == [["judge", 2]] and alone["scoring"] == []
 
 
+@pytest.mark.slow
 def test_a_generator_that_joins_is_a_pool_of_one_rank():
     flags = {"device": "cpu", "dry_run": True}
     joined = dry_run(settings_of(place="generate:join", **flags), grpo)

@@ -80,6 +80,7 @@ def areal(staleness):
     return simulate_run(schedule, steps=8 + staleness)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", quick((1, 4, 16), (1, 4)))
 def test_throughput_of_areal_by_staleness(staleness):
     ratio = areal(staleness).tokens / areal(0).tokens

@@ -88,6 +88,7 @@ def test_70b_on_512_devices(config):
     assert "moved 5.79 TB; the least possible is 5.79 TB" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh,generate_mesh", [("dp512", "dp64,tp8"), ("dp64,tp8", "dp512")])
 def test_planning_for_512_devices_moves_the_least_and_is_done_once(mesh, generate_mesh):
     config = config_from_hf(LARGE)

@@ -100,6 +100,7 @@ def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given)
     assert (MOVES[1] in phases) == (name in ("ppo", "otb"))
 
 
+@pytest.mark.slow
 def test_shares_of_useful_work_have_their_closed_forms():
     """Five rows of 33 tokens on four ranks: alone in 40 tokens each when they learn, and two micro-batches deep."""
     job = small("ppo", mesh="dp4", batch_prompts=5, samples_per_prompt=1, max_new_tokens=25, token_budget=32)
@@ -116,6 +117,7 @@ def test_shares_of_useful_work_have_their_closed_forms():
     assert f"{100 * found.useful['update_policy']:.1f}%" in said and "useful" in said.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
     job = small("grpo", mesh="dp4", batch_prompts=64, epochs=2)
     found = dry_run.estimate(job, 8, CPU)
@@ -132,6 +134,7 @@ def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
     assert "move_rows" in traffic(found) and "rows" not in found.left_out
 
 
+@pytest.mark.slow
 def test_far_ranks_move_rows_over_the_network():
     near, far = (
         dry_run.estimate(small("grpo", mesh=mesh, batch_prompts=64, epochs=1), 8, H100) for mesh in ("dp8", "dp16")
@@ -145,6 +148,7 @@ def test_far_ranks_move_rows_over_the_network():
         assert seconds[-1] == pytest.approx(one.count * H100.latency + one.nbytes / (speed * H100.efficiency[1]))
 
 
+@pytest.mark.slow
 def test_one_rank_moves_nothing():
     found = dry_run.estimate(small("ppo", epochs=2), 8, CPU)
     assert not set(MOVES) & set(found.phases)

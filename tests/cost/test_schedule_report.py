@@ -30,6 +30,7 @@ def report(**flags):
     return schedule_report.schedules_of(settings, recipe("rollout_is")(), HARDWARE["cpu"], 10)
 
 
+@pytest.mark.slow
 def test_flags_decide_what_is_simulated():
     base = report(staleness=1, lengths=LENGTHS)
     assert base.rule == AdmissionRule(8, 1, 1)

@@ -45,6 +45,7 @@ def home(cache, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(cache))
 
 
+@pytest.mark.slow
 def test_names_are_looked_up_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cached_name("me/gsmSmall:main:test") == ("me/gsmSmall", "main", "test")

@@ -47,6 +47,7 @@ def test_every_piece_has_what_the_page_shows():
     assert [line for line in lines if not line.split(" | ")[1].strip()] == []
 
 
+@pytest.mark.slow
 def test_the_tables_of_names_are_current():
     text = names.PAGE.read_text()
     assert text == names.page(text), "python tools/names.py writes them anew"

@@ -117,6 +117,7 @@ def test_tokens_and_rewards_are_those_of_this_process(kind):
     assert [without_pid(x) for x in run(wrapped, engine_of(), examples, setup=setup)] == [without_pid(x) for x in here]
 
 
+@pytest.mark.slow
 def test_a_death_fails_its_own_episodes_and_is_named():
     examples = [example for kind in KINDS for example in examples_of(kind, kind=kind)]
     wrapped, opened = hosted(Dangerous(), workers=16)

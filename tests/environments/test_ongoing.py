@@ -146,6 +146,7 @@ def test_a_path_grows_by_its_allowance_and_keeps_its_versions(name):
     assert version[0] == 7 + len(records)
 
 
+@pytest.mark.slow
 def test_with_states_episodes_go_on_under_further_versions():
     """Rollouts end amid a turn, and new weights, here equal ones, drop all states."""
     engines = [engine_of(dtype=torch.float64, config=STATES, snapshot_tokens=16) for _ in range(3)]

@@ -73,6 +73,7 @@ def run(engine, count, wait_s, limits=EpisodeLimits(turns=3, length=200)):  # no
     return [episode for _, episode in done.episodes]
 
 
+@pytest.mark.slow
 def test_random_episodes_are_what_the_engine_sampled():
     """In few slots, with drafts and a small cache, however long environments take: the same, and again from nodes."""
     engine, count = engine_of(), 16

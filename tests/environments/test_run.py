@@ -158,6 +158,7 @@ def test_saved_episodes_are_sampled_again_without_environments():
         differing_turns(engine_of(), again)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", ["tp2", "dp2"])
 def test_ranks_run_the_episodes_of_one_process(mesh):
@@ -355,6 +356,7 @@ def test_a_group_is_scored_together():
     assert [episode.status for _, episode in done[3:]] == ["failed"] * 3 and "too long" in done[3][1].problem
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"config": STATES, "snapshot_tokens": 16}], ids=["pages", "states"])
 def test_a_turn_computes_only_what_is_new(options):
     """Whoever waits for an environment occupies no slot and keeps its pages; a growing cache begins anew."""

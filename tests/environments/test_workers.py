@@ -51,6 +51,7 @@ class Dangerous:
             time.sleep(1e3)
 
 
+@pytest.mark.slow
 def test_whatever_happens_in_a_process_ends_as_an_episode():
     examples = [example for kind in KINDS for example in examples_of(kind, kind=kind)]
     engine = ScriptedEngine(lambda prompt: "yes")

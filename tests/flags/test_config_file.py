@@ -85,6 +85,7 @@ def call(*argv):
         return stopped.code
 
 
+@pytest.mark.slow
 def test_the_record_of_a_run_repeats_it(tmp_path, monkeypatch, capsys):
     """The same numbers, from the arguments of the recipe to those of flags that have no meaning in this run."""
     monkeypatch.chdir(tmp_path)

@@ -133,6 +133,7 @@ def test_a_server_that_is_full_or_absent_is_named(servers):
         named_environment(f"openenv:{servers('say')}", {"reply": "text"})
 
 
+@pytest.mark.slow
 def test_properties_of_environments(servers):
     tools = named_environment(f"openenv:{servers('guess')}")
     check_environment(tools, examples=[("go", {"seed": 3})], replies=[call_text("step", number=n) for n in (1, 3, -1)])

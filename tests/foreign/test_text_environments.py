@@ -131,6 +131,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
             named_environment(name)
 
 
+@pytest.mark.slow
 def test_properties_of_environments(tmp_path):
     (tmp_path / "games.py").write_text(GYM)
     row = {"reward_spec": {"ground_truth": "yes"}}

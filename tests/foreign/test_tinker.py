@@ -197,5 +197,6 @@ def test_what_cannot_be_used_is_named(tmp_path):
         assert problem in episode.problem
 
 
+@pytest.mark.slow
 def test_properties_of_environments():
     check_environment(tinker_environment(make), examples=[("go", {"secret": "a"})], replies=["a", "b"])

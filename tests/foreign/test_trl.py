@@ -226,6 +226,7 @@ def test_what_a_prefix_does_not_know_is_named():
         named_environment("trl:file.py:thing", {"reward": "exact"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["environment", "rollout"])
 def test_properties_of_environments(which):
     environment = trl_environment(

@@ -224,6 +224,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path, monkeypatch):
             named_environment(f"verl:{tmp_path}/{name}")
 
 
+@pytest.mark.slow
 def test_properties_of_environments(files, monkeypatch):
     environment = of_yaml(files, monkeypatch)
     replies = [call_text("accumulate", number=3), call_text("accumulate", number=-3)]

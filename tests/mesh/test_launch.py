@@ -57,6 +57,7 @@ def test_gradients_through_func_grad_on_real_ranks():
     assert launch(program, parse("tp2"), "cpu") == pytest.approx(36.0)
 
 
+@pytest.mark.slow
 def test_the_pairs_compile_whole_on_real_ranks():
     def program(m):
         def loss(x):
@@ -287,6 +288,7 @@ for launch.can_fork in launch.can_fork, lambda: False:
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_has_computed_in_parallel_starts_ranks():
     """Forked and fresh ones, from the standard input, as a notebook: what is defined there is in no module."""
     done = subprocess.run([sys.executable, "-"], input=PARALLEL, capture_output=True, text=True, timeout=600)

@@ -41,6 +41,7 @@ def exact(whole, src, dst, mesh, bucket_bytes):
         assert x.dtype == y.dtype and torch.equal(x, y), (name, mesh.rank)
 
 
+@pytest.mark.slow
 def test_random_and_decoder_trees_on_eight_ranks():
     def program(mesh):
         for seed in range(4):
@@ -90,6 +91,7 @@ CONFIG = decoder_config(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [rules.STORED, FULLY], ids=["stored", "fully sharded"])
 def test_a_plan_between_disjoint_ranks_moves_the_least(table):
     """From dp2,tp2 on ranks 0 to 3 to tp2 on ranks 4 and 5 and back; rank 6 has no part in it."""
@@ -181,6 +183,7 @@ def map_blocks_from(nbytes):
             return
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc to measure memory")
 def test_peak_memory_is_the_result_and_two_buckets():
     """64 tensors of 1 MB, split along their last dim so that all of them must be staged."""

@@ -116,6 +116,7 @@ def bits_of(mesh, ranks):
     return digest(sums, *kth, *table.values())
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_bits_are_the_same_on_every_mesh():
     whole = bits_of(SINGLE, 1)
@@ -177,6 +178,7 @@ def moves(mesh, ranks):
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_rows_move_whole():
     assert moves(SINGLE, 1) == 0

@@ -204,6 +204,7 @@ def _watched(remat, mesh):
     return started, between[0], most[0]
 
 
+@pytest.mark.slow
 def test_whole_layers_come_and_go():
     watched = launch(lambda mesh: [_watched(remat, mesh) for remat in ("none", "full")], parse("dp2"), "cpu")
     for started, between, most in watched:

@@ -109,6 +109,7 @@ def gradients(model, params, row, layer):
     return [value, *trees.leaves(grads)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_a_packed_layer_is_compiled_once_and_computes_again_what_it_should(remat):
     """Gradients are eager mode's in float64; for rows of other lengths, and at every depth, nothing is compiled."""

@@ -1,6 +1,6 @@
 """The compiled layer on real ranks, without inductor. tests/trainer/test_compile_phase.py has inductor, on one rank.
 
-One rank compiles: its messages are those of the others' plain layer.
+Where one of two ranks compiles, its messages are those of the other's plain layer.
 
 Run as a program by its own tests, in a fresh process: ranks are forked, and a process that has compiled before has
 threads that do not survive a fork.
@@ -29,19 +29,20 @@ from funrl.models.decoder.routing import Experts
 CONFIG = decoder_config(vocab=31, embed=16, layers=2, heads=4, kv_heads=1, head=6, mlp=24, family="qwen3", qk_norm=True)
 WHOLE = dataclasses.replace(CONFIG, vocab=32)
 ONE = with_fields(WHOLE, family="qwen3_moe", experts=Experts(4, 1, 8, True))
-NETS = with_fields(WHOLE, heads=6, kv_heads=2, mixers=(GatedDeltaNet(2, 4, 4, 3), None))  # a ring: 3 heads a rank
-# mesh, model, what is computed again, over which axis weights are fully sharded, backend
+NETS = with_fields(WHOLE, heads=3, mixers=(GatedDeltaNet(2, 4, 4, 3), None))
+# mesh, model, what is computed again, over which axis weights are fully sharded, backend, ranks that compile
 CASES = {
-    "experts, ragged and fully sharded": ("ep2", ONE, "selective", "expert", "aot_eager"),
-    "sequence and tensor ranks, states and ring": ("sp2,tp2", NETS, "none", None, "eager"),
+    "experts, ragged and fully sharded": ("ep2", ONE, "selective", "expert", "aot_eager", (1,)),
+    "sequence, states and ring": ("sp2", NETS, "none", None, "eager", (1,)),
+    "tensor ranks": ("tp2", WHOLE, "selective", None, "eager", (0, 1)),
 }
 
 
 def _program(case, mesh):
     """How far compiled and plain gradients of rank 1 are apart, and how many graphs it compiled, over two sizes."""
-    _, config, remat, over, backend = CASES[case]
+    _, config, remat, over, backend, compiling = CASES[case]
     model, stored = decoder_model(config), STORED if over is None else fully_sharded(STORED, over)
-    modes = "on" if mesh.rank == 1 else "off", "off"
+    modes = "on" if mesh.rank in compiling else "off", "off"
     layers = [compile_layer(model, mode, remat=remat, backend=backend) for mode in modes]
     both = [place(model, mesh, stored, COMPUTE, torch.float64, layer) for layer in layers]
     params = rules.shard(model.init(torch.Generator().manual_seed(0), torch.float64), both[0].stored, mesh)

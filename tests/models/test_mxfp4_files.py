@@ -75,6 +75,7 @@ def test_the_numbers_are_those_of_transformers():
         assert torch.equal(held[index], theirs[index])
 
 
+@pytest.mark.slow
 def test_a_directory_is_read_and_saved_as_plain_numbers(tmp_path):
     peer_of(RAW, tmp_path / "theirs")
     tensors, _ = to_mxfp4(tmp_path / "theirs")
@@ -95,6 +96,7 @@ def test_a_directory_is_read_and_saved_as_plain_numbers(tmp_path):
                 assert torch.equal(read(name, layout.box(rank)), expected[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change,message",
     [

@@ -65,6 +65,7 @@ def test_transformers_own_code_is_left_to_transformers(tmp_path):
         with_vocabulary(model, 15)
 
 
+@pytest.mark.slow
 def test_a_run_adds_them_and_transformers_opens_what_it_saves(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -78,6 +78,7 @@ def split_attention(mesh, form, case, fault=False):
     return [all_gather(x, mesh, "sequence", 1) for x in found]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
     monkeypatch.setattr(ring_attention, "_BLOCK", 4)

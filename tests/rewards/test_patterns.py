@@ -70,6 +70,7 @@ for name, fields in (("gsm8k", {"answer": "1"}), ("choice", {"answer": "B"}), ("
 """
 
 
+@pytest.mark.slow
 def test_verifiers_take_time_linear_in_the_completion():
     import resource
 

@@ -47,6 +47,7 @@ FINE = {  # training mesh: engines that are right
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", quick(FINE, ("dp4",)))
 def test_what_is_right_is_not_called_wrong(mesh):
     def program(mesh, cases):

@@ -52,6 +52,7 @@ def test_greedy_continuations_are_those_of_transformers(name, packed):
     assert_same(ours, theirs, 2e-5)
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.data
 def test_a_pretrained_model_tells_the_story_that_transformers_tells(packed):
@@ -328,6 +329,7 @@ def test_the_reason_why_a_model_is_not_computed_by_the_compiled_step_is_told(cap
         assert NO_PACKING in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "static"), [("llama", False), ("qwen3", True)])
 def test_tensor_parallel_ranks_draw_what_one_device_draws(name, static):

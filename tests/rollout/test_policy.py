@@ -145,6 +145,7 @@ def test_what_cannot_be_said_is_an_error():
         policy_of(chat=None)[0].start([message("1")])
 
 
+@pytest.mark.slow
 def test_episodes_of_many_turns_are_recorded_without_depth():
     root = Node(None, [1], sampled=False, messages=(message("1"),))
     leaf, turns = root, []

@@ -77,6 +77,7 @@ def test_a_repeating_text_takes_a_fraction_of_the_passes():
     assert drafting.cost().passes < 0.35 * plain.cost().passes
 
 
+@pytest.mark.slow
 def test_drafts_take_no_page_that_another_request_needs():
     pages = 9
     how = Sampling(max_new_tokens=70, temperature=0.3)

@@ -107,6 +107,7 @@ def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):
     assert beats[4] - beats[0] > 3 * 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("fails", "steps"), [(False, 1), pytest.param(False, 8, marks=pytest.mark.slow), (True, 1)])
 def test_tensor_ranks_follow_the_first(fails, steps, monkeypatch):

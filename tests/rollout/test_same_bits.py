@@ -66,6 +66,7 @@ def test_packing_and_padding_change_no_bits(family, dtype):
         assert compare(drawn, written).differ == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("choice", quick(ON_RANKS, ON_RANKS[:1]), ids=str)
 def test_real_ranks_have_the_same_bits(choice):

@@ -58,6 +58,7 @@ def requests_alone(seed):
     return requests, [one for request in requests for one in complete(engine, [request])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"snapshot_tokens": 20}, {"static": True, "snapshot_tokens": 16, "max_rows": 4}], ids=str
 )
@@ -75,6 +76,7 @@ def test_a_completion_depends_on_no_neighbour(options):
     assert sorted([*pool._free, *pool._snapshots.values()]) == list(range(pool.cells)), "a cell was lost"
 
 
+@pytest.mark.slow
 def test_preempted_requests_are_computed_again(monkeypatch):
     requests = [
         r
@@ -95,6 +97,7 @@ def test_preempted_requests_are_computed_again(monkeypatch):
     assert 0 < again[True] < again[False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_a_preempted_completion_goes_on_from_its_last_snapshot(static):
     requests = requests_of([PROMPTS[2], LONG[:40]], Sampling(max_new_tokens=80), 0)
@@ -143,6 +146,7 @@ def test_snapshots_are_used_where_a_text_goes_on(static):
         assert engine.cost().cached - before == known, prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_snapshots_are_taken_in_completions(static):
     """Texts that go on within a completion, and behind one that a stop string has ended."""
@@ -199,6 +203,7 @@ def test_without_snapshots_nothing_is_reused():
     assert engine.cost().cached == 0
 
 
+@pytest.mark.slow
 def test_partial_completions_go_on_under_new_weights():
     """Interrupted after some tokens, with the same weights and with others: as a request that was given the tokens."""
     how = Sampling(max_new_tokens=24)
@@ -268,6 +273,7 @@ def _on_ranks(mesh):
     return completed(engine, [*PROMPTS, LONG], Sampling(max_new_tokens=10)), held
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_tensor_ranks_share_the_heads():
     model = decoder_model(WITH_EXPERTS)

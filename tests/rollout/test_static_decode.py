@@ -85,6 +85,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.slow
 def test_recorded_passes_draw_the_same(monkeypatch):
     """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
     monkeypatch.setattr(CapturedFunctions, "_try_capture", recorded)
@@ -287,6 +288,7 @@ def on_device(monkeypatch):
     return engine
 
 
+@pytest.mark.slow
 def test_decoding_copies_once_a_pass_and_reads_one_pass_later(on_device):
     """Between two passes the host asks the device for nothing else, so that it is a pass ahead."""
     on_device.submit(requests_of(PROMPTS, Sampling(max_new_tokens=40, samples=2, top_p=0.9), 0))

@@ -20,6 +20,7 @@ def assert_exact(trajectories):
                 assert len(node.raw_logp) == len(node.sampling_logp) == len(node.versions) == len(node.tokens)
 
 
+@pytest.mark.slow
 def test_a_chat_of_several_turns_is_one_trajectory_with_the_tokens_of_the_engine():
     async def program(endpoint):
         async with openai_client(endpoint) as client:
@@ -239,6 +240,7 @@ def test_the_sampling_of_a_run_is_kept_and_said_once():
     assert len(notes) == 1 and "0.1" in notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_client_of_anthropic_is_served(stream):
     engine = scripted("well " + call(a=1), "done")

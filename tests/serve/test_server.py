@@ -125,6 +125,7 @@ def test_a_key_ends_with_its_episode():
     assert serve(engine_of(), later)[0] == 401
 
 
+@pytest.mark.slow
 def test_many_programs_at_once_are_neither_mixed_nor_lost():
     """Episodes of one to three turns, half of them streaming, a tenth broken off; each depends on its number alone."""
     count, broken = 60, []

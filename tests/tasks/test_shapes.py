@@ -34,6 +34,7 @@ def test_pictures_hold_what_their_cells_say():
             assert (np.abs(inside[painted] - s.COLORS[color]) <= s.SHADE).all()
 
 
+@pytest.mark.slow
 def test_the_splits_share_no_picture():
     splits = [{x.pixels.tobytes() for x in drawn(seed, 300, split)} for seed, split in ((0, "train"), (0, "heldout"))]
     assert len(splits[0]) == len(splits[1]) == 300 and not splits[0] & splits[1]
@@ -61,6 +62,7 @@ def test_only_the_exact_number_is_rewarded(completion, score):
     assert s.exact_count("how many red squares?", completion, answer="3", images=[]) == score
 
 
+@pytest.mark.slow
 def test_the_text_fits_the_tokenizer_and_the_model(tmp_path):
     tokenizer = TASK.tokenizer()
     config = model_of_config(TASK.model_config(32)).config

@@ -168,6 +168,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_good_environments_have_all_properties():
     check_environment(OneTurn)
     environment = tool_environment([add], lambda messages, answer: float(messages[-1]["content"] == answer))

@@ -209,6 +209,7 @@ def test_values_under_the_pointer_are_in_the_page(tmp_path):
         assert name in script
 
 
+@pytest.mark.slow
 def test_a_page_of_many_steps_is_bounded_and_keeps_what_stands_out():
     rows = [
         {"step": step, "reward/mean": step % 7 / 7, "actor/entropy": 1.0, "time_s/generate": 1.0, "time_s/step": 1.5}

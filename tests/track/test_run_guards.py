@@ -103,6 +103,7 @@ def test_what_is_read_is_kept():
     assert set(monitor.rows[0]) == guards.READ | {"step"}
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_and_its_ill_still_noticed():
     rows = [row | {"step": number * 80 + row["step"]} for number in range(60) for row in healthy()]
     ill = [row | {"actor/pg_clipfrac": 0.6} if row["step"] > 4000 else row for row in rows]

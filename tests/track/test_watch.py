@@ -155,6 +155,7 @@ def test_what_is_no_run_or_goes_away_is_an_error(tmp_path, monkeypatch):
             watch_run(run.path, Console(file=io.StringIO()))
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_the_run_and_on_interrupt(tmp_path, capsys):
     command = [sys.executable, "-m", "funrl", "watch", str(tmp_path / "run")]
     with owned_run(tmp_path / "run", "ppo", {"steps": 3}) as run:

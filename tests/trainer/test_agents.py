@@ -78,6 +78,7 @@ def test_agents_give_the_same_numbers_where_ranks_split_rows():
         assert metrics["episodes/turns"] == 2 and metrics["rollout/logprob_gap_max"] < 1e-10
 
 
+@pytest.mark.slow
 def test_a_few_steps_of_episodes_raise_the_reward():
     run, state = begin(job_of(batch_prompts=8, minibatches=1, lr=0.03), single())
     rewards = []
@@ -93,6 +94,7 @@ def test_only_the_policys_turns_have_rows():
         assert (batch.mask.sum(1) <= 6).all()
 
 
+@pytest.mark.slow
 def test_an_earlier_self_stays_or_is_renewed():
     kept, renewed, same = (
         steps_of_mesh("dp1", f"rival:{role}")["batches"] for role in ("frozen", "frozen:2", "policy")

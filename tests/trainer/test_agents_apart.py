@@ -67,6 +67,7 @@ AHEAD = {
 WRITTEN = {"minibatches": 1, "steps": 4, "staleness": 2, "eval_every": 9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(AHEAD, ["renewed self"]))
 def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
     agents, settings = AGENTS[name], AHEAD[name]

@@ -43,6 +43,7 @@ def repeated(folder, job, mesh):
     return replay(job, folder, None, mesh, Quiet(), source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(RUNS, ["strict"]))
 def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     placed, together = RUNS[name]

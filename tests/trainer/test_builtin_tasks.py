@@ -21,6 +21,7 @@ def skip_without_library(task):
         pytest.skip("bm25s is not installed: pip install 'funrl[environments]'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", quick(NAMES, ["retry", "search", "guessing"]))
 def test_an_untrained_decoder_makes_episodes(task):
     skip_without_library(task)

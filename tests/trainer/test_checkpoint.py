@@ -52,6 +52,7 @@ def assert_equal_steps(steps, expected):
         assert {k: v for k, v in a.items() if not measured(k)} == {k: v for k, v in b.items() if not measured(k)}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped(tmp_path):
     _, steps, _, weights = run_to_resume(tmp_path, dtype="float32")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "step-1"]

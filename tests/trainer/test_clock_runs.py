@@ -104,6 +104,7 @@ def differing_files(folders, steps):
     return found
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_bits_whatever_sleeps(tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
     one, other = (run(seed, folder, window=3, probe_sync_every=2) for seed, folder in enumerate(folders, 1))

@@ -157,6 +157,7 @@ def test_a_number_that_is_not_finite_ends_the_run(tmp_path):
         scored_batch(run, state)
 
 
+@pytest.mark.slow
 def test_sft_then_a_reward_model_then_ppo_from_the_command_line(prompts, tmp_path, capsys):
     def run(name, *flags):
         tiny = ("--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=4", "--warmstart_steps=0")

@@ -168,6 +168,7 @@ def test_prompts_that_are_solved_are_left_alone_from_then_on(more):
     assert len(set(places_in_order(job.task.prompts, 18, 0, 0).tolist())) == 18
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(tmp_path):
     (tmp_path / "own.py").write_text(FILE)
     settings = {"compose": GRPO, "curriculum": f"{tmp_path}/own.py:short_first", "difficulty": "0.2,0.8", **PARTIAL}
@@ -178,6 +179,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts_bit_for_bit(tmp_path):
     assert all(map(torch.equal, ends, weights)) and not any("different order" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_other_prompts_is_told(tmp_path):
     (tmp_path / "own.py").write_text(
         "def score(prompt, completion, **fields):\n    return float(len(completion) % 2)\n"

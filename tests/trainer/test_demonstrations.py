@@ -56,6 +56,7 @@ def test_each_demonstration_is_a_row_that_no_group_sees():
     assert metrics["perf/total_num_tokens"] == batch.length.sum()
 
 
+@pytest.mark.slow
 def test_the_weight_of_imitation_fades_and_what_is_imitated_becomes_more_likely():
     compose = functools.partial(chord, phi=False, peak=0.9, valley=0.5, decay_steps=4)
     run, state = begin(small_job(compose, batch_prompts=8, minibatches=1, lr=0.01), single())
@@ -97,6 +98,7 @@ def test_the_sample_of_the_least_reward_is_the_opponent():
     assert 0 <= metrics["reward/mean"] <= 1  # that of a demonstration is higher, and does not count
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("compose", quick([chord, spin], [chord]))
 def test_steps_are_the_same_on_a_mesh(compose):

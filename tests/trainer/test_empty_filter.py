@@ -43,6 +43,7 @@ def values(metrics, name):
     return [line.get(name) for _, line in metrics]
 
 
+@pytest.mark.slow
 def test_a_skipped_step_changes_no_weight_and_is_said(tmp_path):
     job, (outcome, steps, notes, _) = run(tmp_path)
     assert outcome.error is None and [step for step, _ in steps] == [1, 2, 3] and outcome.last
@@ -57,6 +58,7 @@ def test_a_skipped_step_changes_no_weight_and_is_said(tmp_path):
     assert gap(after_two, after_one) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_two_ranks_skip_the_same_step(tmp_path):
     (_, (_, one, _, _)), (_, (_, two, _, _)) = (

@@ -112,6 +112,7 @@ def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue, tmp_pat
         assert 2 <= np.sum(owner == 0) <= 8 and (owner[::2] == owner[1::2]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_queue_changes_no_number():
     tickets, fixed = (run_steps(2, compose=GRPO, mesh="dp2", batch_prompts=5, queue=q) for q in ("tickets", "fixed"))

@@ -156,6 +156,7 @@ def test_flags_bound_the_episodes(files):
     assert metrics_of_step(job)["episodes/turns"] <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", quick(["dp1", "dp2"], ["dp1"]))
 def test_workers_of_an_environment_change_no_bit(files, mesh):
     def program(m, pool):

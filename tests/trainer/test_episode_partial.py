@@ -108,6 +108,7 @@ def whole(tmp_path_factory):
     return of_mesh
 
 
+@pytest.mark.slow
 def test_every_token_has_the_log_probability_of_the_weights_that_sampled_it():
     job = job_of()
     trainer, state = begin(job, single())

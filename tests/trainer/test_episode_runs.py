@@ -107,6 +107,7 @@ CASES = [  # ranks that share rows, or the tokens of a row, see parts of an epis
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("case", quick(CASES, [("grpo", "dp2")]), ids=" on ".join)
 def test_episodes_give_the_same_numbers_on_every_mesh(case):
@@ -142,6 +143,7 @@ def shown_program(job):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it_ran():
     shown = []
@@ -156,6 +158,7 @@ def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it
     assert [entry.get("before") for entry in first["branches"][1]["says"]] == [True, True, True, None]
 
 
+@pytest.mark.slow
 def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
     """Rows of an episode are in one micro-batch, however small it is to be."""
     jobs = [episode_job(sequences, Branching(), token_budget=budget) for budget in (16, 4096)]
@@ -163,6 +166,7 @@ def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
     assert_same(one, other, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "sequences"])
 def test_a_single_turn_is_a_run_without_environment_to_the_bit(name):
     job = small_job(RECIPES[name], samples_per_prompt=3, minibatches=2)

@@ -106,6 +106,7 @@ def metrics_of_a_step(mesh):
     return launch(program, job.sizes, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_run_of_two_sources_has_the_metrics_of_each_on_every_mesh():
     metrics = metrics_of_a_step("dp1")

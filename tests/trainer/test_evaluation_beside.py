@@ -127,6 +127,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(RUNS, ["two replicas"]))
 def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_alone(name, tmp_path):
     place, settings = RUNS[name]

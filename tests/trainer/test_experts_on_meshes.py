@@ -50,6 +50,7 @@ def alone(deepseek, steps):
     return steps_on("dp1", DEEPSEEK, steps, **BIASES) if deepseek else steps_on("dp1", EXPERTS, steps, **LOSSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(MESHES, ["ep2"]))
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]

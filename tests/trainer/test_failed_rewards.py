@@ -186,6 +186,7 @@ def test_a_batch_is_of_whole_prompts():
     assert all(len(set(row)) == 1 for row in np.reshape(done.score.tolist(), (9, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_run_whose_rewards_are_skipped_is_the_same_with_workers():
     found = []

@@ -183,6 +183,7 @@ TESTED = {  # flag: the test that fails where it does nothing
 }
 
 
+@pytest.mark.slow
 def test_every_flag_is_here():
     named = [*CHANGES, *SHOWN, *TABLES, *TESTED]
     assert len(named) == len(set(named)) and set(named) == set(settings_flags())

@@ -77,6 +77,7 @@ def test_the_stop_token_is_not_part_of_the_text():
     assert completion_texts(DONE, str) == ["[11, 12, 13]", "[]", "[14]", "[15, 16, 17]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count,queue", [(1, "tickets"), (5, "fixed")])
 @pytest.mark.gloo
 def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue):
@@ -112,6 +113,7 @@ def test_a_prompts_requests_are_made_alone_and_are_those_of_the_whole_batch():
     assert later[1] == [request._replace(number=10 + request.number, most=3) for request in groups[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
     job = small_job(mesh="dp2,tp2", reward=None)
@@ -198,6 +200,7 @@ def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
         assert (hidden[0, -1] @ job.model.unembed(params).T).argmax().item() == token
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_evaluation_with_fewer_held_out_prompts_than_ranks():
     job = small_job(mesh="dp4", eval_prompts=2)

@@ -123,6 +123,7 @@ def test_steps_are_the_same_fully_sharded(teacher):
     assert_same(run_steps(2, mesh="dp2", fsdp=True, **settings), one, 1e-9)
 
 
+@pytest.mark.slow
 def test_the_policy_comes_nearer_to_a_teacher_that_stays_as_it_is(teacher, prompts):
     job = small_job(gkd, reward=None, teacher=teacher, prompts=prompts, samples_per_prompt=8, minibatches=1, lr=0.03)
     assert job.task.rewards == () and job.task.weights == () and job.warmstart_steps == 0
@@ -175,6 +176,7 @@ def test_given_texts_are_distilled_too(teacher, texts):
     assert last["eval/loss"] < first["eval/loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_given_texts_give_the_same_on_a_mesh(teacher, texts):
     settings = {"compose": mixed, "reward": None, "teacher": teacher, "data": texts, "token_budget": 40}

@@ -116,6 +116,7 @@ def test_kto_takes_pairs_and_holds_out_both_texts_of_one(tmp_path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [None, "demonstrations"])
 def test_the_embedded_task_is_in_the_tokens_of_the_tokenizer_that_is_given(kind):
     own, other, marking = (character_tokenizer(alphabet) for alphabet in (ALPHABET, ALPHABET[::-1], ALPHABET))

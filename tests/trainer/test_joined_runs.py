@@ -93,6 +93,7 @@ class Ledger:
         assert sorted(self.arrived) == sorted(number for number, _ in self.opened) and self.arrived
 
 
+@pytest.mark.slow
 def test_one_generator_that_joins_gives_the_bits_of_ranks_that_generate_themselves(tmp_path):
     ended, exits = joined(tmp_path, ONE)
     same(ended, alone())
@@ -201,6 +202,7 @@ def kills_who_takes_the_second_evaluation(monkeypatch, run_dir):
     monkeypatch.setattr(Office, "_take", taking)
 
 
+@pytest.mark.slow
 def test_rows_ahead_and_evaluations_beside_them_are_the_same_whoever_writes_them(tmp_path, monkeypatch):
     ledger = Ledger(monkeypatch)
     folders = [tmp_path / name for name in ("one", "two")]

@@ -60,6 +60,7 @@ def _alone(count):
 QUICK = ("dp2 fully sharded to tp2",)  # which takes two steps: what follows an update is sent from layout to layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", quick(LAYOUTS, QUICK))
 def test_ppo_is_the_same_in_every_layout(layout):
     count = 1 + (layout in QUICK)
@@ -74,6 +75,7 @@ def _noted_gradients(job, mesh):
     return observer.notes, {name: found.tree for name, found in gradients(run, state, batch).items()}
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
     found = []
     for dtype in ("auto", "float32", "bfloat16"):

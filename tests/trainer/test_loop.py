@@ -24,11 +24,13 @@ def test_the_run_that_is_compared_learns_something():
     assert len({tuple(b.tokens[b.mask].tolist()) for b in run_["batches"]}) == 2
 
 
+@pytest.mark.slow
 def test_ppo_in_float64():
     """Other meshes are in tests/trainer/test_layouts.py."""
     assert_same(run("dp2"), run("dp1"), 1e-9)
 
 
+@pytest.mark.slow
 def test_grpo_in_float64():
     settings = {"compose": GRPO, "samples_per_prompt": 3, "minibatches": 3, "epochs": 2}
     assert_same(run("tp2", **settings), run("dp1", **settings), 1e-9)

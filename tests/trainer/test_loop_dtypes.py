@@ -12,6 +12,7 @@ from funrl.compiled_kernels.exact.dispatch import kernels_work
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_in_float32():
     """Of the first batch: parameters after Adam are compared in float64 only, it turns 1e-7 into 3e-5."""
     entropy = functools.partial(PPO, entropy_coef=0.1)  # the loss is then not near 0 while the ratio is 1

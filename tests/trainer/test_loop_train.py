@@ -63,6 +63,7 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
     assert {s["step"] for s in samples} == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_same_lines_and_samples_on_every_mesh(alone, tmp_path):
     _, expected, one = alone
     _, lines, run_dir = train_in(tmp_path / "other", mesh="dp2")
@@ -81,6 +82,7 @@ def test_the_saved_model_is_the_one_that_was_trained(alone):
     assert gap(saved, run_steps(3)["weights"]["policy"]) < 1e-9
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, capsys):
     def notes_of(steps):
         job = small_job(GRPO, steps=steps, reward=lambda prompt, completion, **fields: 0.5)
@@ -97,6 +99,7 @@ def test_what_goes_wrong_is_said_once_and_not_again_by_a_resumed_run(tmp_path, c
     assert "every reward" not in notes_of(8)
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_ends_the_run_with_what_was_trained(tmp_path):
     """Prompts 4 to 7 are those of step 2; the reward fails at one of them, on one rank."""
     bad = prompt_batch(small_job().task.prompts, 4, 0, 4)[1].text
@@ -112,6 +115,7 @@ def test_a_reward_that_fails_ends_the_run_with_what_was_trained(tmp_path):
     assert gap(saved, trained["weights"]["policy"]) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
     def broken():
         return replace(GRPO(), losses={"policy": reduce(scale(math.inf, clipped_surrogate()), token_mean())})

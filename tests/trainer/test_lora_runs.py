@@ -96,6 +96,7 @@ def test_a_resumed_run_has_the_same_bits_and_no_base_in_its_checkpoints(tmp_path
     assert all(map(torch.equal, ends, weights))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(tmp_path):
     run(tmp_path / "checkpoints", compose=GRPO, steps=2, save_every="2", **LORA)
     again = functools.partial(run, tmp_path / "checkpoints", compose=GRPO, resume=True, run_dir="x")

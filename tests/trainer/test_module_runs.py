@@ -102,6 +102,7 @@ def test_what_it_cannot_do_is_refused_before_the_run(flags, message, folders, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_dry_run_counts_all_but_generation(folders):
     settings = settings_of(model=folders["gpt2"], mesh="dp2", fsdp=True, max_new_tokens=8, batch_prompts=8)
     found = estimate(plain_job(settings, recipe("ppo")(), 1e12), 8, HARDWARE["cpu"])

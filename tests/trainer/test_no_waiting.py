@@ -57,6 +57,7 @@ def on_device(rows, mask="mask"):
     return rows_of(batch, rows.owner, single(META))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(CASES, ["a critic, a reference and a reward model"]))
 def test_no_micro_batch_waits_for_the_device(case, models):
     make, settings = CASES[case]
@@ -106,6 +107,7 @@ def read_numbers(reads):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "schedule"), [pytest.param("adamw", "cosine", marks=pytest.mark.slow), ("muon", "linear")]
 )

@@ -104,6 +104,7 @@ def from_a_source(job, parts, frozen, clock, show):
     return inner._replace(next_rows=next_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_own_fields_are_trained_on_saved_and_replayed(compose, tmp_path):
     settings = SETTINGS | {"save_rollouts": 1, "steps": 1, "save_every": "1", "dtype": "float32", "eval_prompts": 2}

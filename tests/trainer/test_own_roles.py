@@ -103,6 +103,7 @@ def test_own_roles_have_their_place_among_the_others(compose):
     assert sharded.sizes["data"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_own_roles_score_and_learn_the_same_on_any_mesh(compose):
     alone = run_steps(2, compose=compose, minibatches=1, mesh="dp1")
@@ -119,6 +120,7 @@ def test_own_roles_score_and_learn_the_same_on_any_mesh(compose):
     assert not {"forecast/entropy", "imitator/entropy"} & set(first)
 
 
+@pytest.mark.slow
 def test_a_run_with_own_roles_is_resumed(compose, tmp_path):
     settings = {"compose": compose, "steps": 2, "dtype": "float32"}
     folder = tmp_path / "checkpoints"

@@ -44,6 +44,7 @@ def test_the_two_completions_of_a_pair_are_neighbours_without_padding():
     assert len(none.owner) == 1 and not none.batch.mask.any()  # nothing to learn from
 
 
+@pytest.mark.slow
 def test_online_dpo_moves_towards_what_is_rewarded():
     job = small_job(online_dpo, batch_prompts=8, samples_per_prompt=4, minibatches=1, lr=3e-3, max_refills=1)
     run, state = begin(job, single())
@@ -58,6 +59,7 @@ def test_online_dpo_moves_towards_what_is_rewarded():
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.1, rewards
 
 
+@pytest.mark.slow
 def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
     job = small_job(kto, reward=None, lr=0.03)
     run, state = begin(job, single())

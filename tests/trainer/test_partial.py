@@ -92,6 +92,7 @@ def steps_on(mesh, **more):
     return run_steps(2, **PARTIAL | {"compose": filtered, "mesh": mesh} | more)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "queue"), [("dp2", "fixed"), pytest.param("tp2", "tickets", marks=pytest.mark.slow)])
 def test_the_same_numbers_on_every_mesh(mesh, queue):
@@ -168,6 +169,7 @@ def test_no_more_prompts_are_left_unfinished_than_a_completion_takes_steps():
     assert counts == [[12, 9, 3], [3, 9, 3], [3, 9, 3], [3, 9, 0], [3, 9, 0]]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     settings = PARTIAL | {"compose": filtered}
     _, steps, _, weights = run_to_resume(tmp_path, **settings)

@@ -95,6 +95,7 @@ def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path
     assert done.score.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own(tmp_path):
     def waits(prompt, completion, **fields):
         """Wait for a row in half of the workers."""
@@ -141,6 +142,7 @@ def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
     assert waiting > 1.0 and 0 <= busy < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -182,6 +184,7 @@ def test_only_the_first_tensor_rank_of_a_replica_has_workers():
             assert (pool is not None) == (rank in (0, 2))
 
 
+@pytest.mark.slow
 def test_by_default_a_rank_has_its_share_of_the_cores_but_for_the_embedded_task(monkeypatch):
     monkeypatch.setattr(job_source, "cores", lambda: 12)
     shares = {"dp1": 12, "dp2": 6, "dp4": 3, "dp2,tp2": 3}

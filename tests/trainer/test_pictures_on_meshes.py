@@ -79,6 +79,7 @@ def alone(model="windows"):
     return steps_on("dp1", with_gradients=True, **MODELS[model])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     quick(CASES, [("deep", "fsdp2")]),

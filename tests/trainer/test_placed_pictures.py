@@ -44,6 +44,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(LAYOUTS, ["dp1"]))
 def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
     together, apart = LAYOUTS[name]

@@ -27,6 +27,7 @@ def ranges(path):
     return tuple([(one["name"], one["ts"], one["ts"] + one["dur"]) for one in some] for some in (own, rest))
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     observer = Quiet(str(tmp_path / "checkpoints"))
     loop.train_loop(small_job(GRPO, **BASE, profile="1:2"), single(), observer)

@@ -80,6 +80,7 @@ def check_metrics(steps, log):
 RUNS = {"strict": ONE, "window, two replicas": TWO}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(RUNS, ["strict"]))
 def test_a_refilled_run_is_repeated_with_the_same_bits(name, tmp_path):
     job = refilled_job(**RUNS[name])

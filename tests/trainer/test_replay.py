@@ -45,6 +45,7 @@ def unlike(done, tolerance=0.0):
     return [(one.step, part.name) for one in done for part in one.differences if not part.agrees(tolerance)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "dpo"])
 def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     job = job_of(name, dtype="float32")
@@ -58,6 +59,7 @@ def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     assert compared >= set(fields.get(name, ("ref_logp", "train/loss")))
 
 
+@pytest.mark.slow
 def test_a_step_is_made_again_with_the_threads_of_the_run(tmp_path):
     """Products have other last bits with other numbers of threads, on some processors."""
     job = job_of("grpo", steps=2)
@@ -160,6 +162,7 @@ def test_rows_that_cannot_be_read(damage, error, said, saved, tmp_path):
         read_rows(open_rows(tmp_path / "rollouts", 2), single())
 
 
+@pytest.mark.slow
 def test_which_steps_are_kept(tmp_path):
     job = job_of("grpo", save_rollouts=2, keep_rollouts=1, save_every="1")
     trained(tmp_path, job)

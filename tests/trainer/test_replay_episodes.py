@@ -67,6 +67,7 @@ def run(request, tmp_path_factory):
     return trained(tmp_path_factory.mktemp("run"), environment(), **settings), agents, settings
 
 
+@pytest.mark.slow
 def test_generated_again_every_bit_is_the_same(run):
     folder, agents, settings = run
     done = generated(folder, agents, **settings)
@@ -133,6 +134,7 @@ def short(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("short"), environment(), **settings), agents, settings
 
 
+@pytest.mark.slow
 def test_a_differing_token_is_named(short, tmp_path):
     folder, agents, settings = short
     folder = shutil.copytree(folder, tmp_path / "other")

@@ -74,6 +74,7 @@ def raises(*ranks):
     return fail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "settings", "fail", "said"),
     [
@@ -109,6 +110,7 @@ def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same
         assert all(map(torch.equal, weights, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "settings"),
     [("tp2", {}), pytest.param("dp2", {"new_tokens_per_step": 2}, marks=pytest.mark.slow)],
@@ -146,6 +148,7 @@ def test_the_state_of_a_run_of_torchrun_whose_first_rank_is_killed_is_saved(tmp_
     assert ranks[1].returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], said
 
 
+@pytest.mark.slow
 def test_one_device_saves_itself_and_elsewhere_where_the_folder_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(rescue.tempfile, "tempdir", None)

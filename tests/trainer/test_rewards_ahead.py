@@ -51,6 +51,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train and on others"]))
 def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     compose, names, place, further = AHEAD[name]

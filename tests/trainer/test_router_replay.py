@@ -18,6 +18,7 @@ MANY = SIZES | {"layers": 4, "embed": 32, "experts": Experts(count=32, per_token
 MOE = {"compose": GRPO, "task": "arithmetic_moe"}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,ep2"])
 def test_replayed_choices_are_those_that_the_trainer_makes_of_the_same_numbers(mesh):

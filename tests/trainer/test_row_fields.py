@@ -76,6 +76,7 @@ def accepted(algorithm):
     return True
 
 
+@pytest.mark.slow
 def test_every_field_that_passes_the_check_comes_to_the_update():
     fields = [name for name in FIELDS if FIELDS[name].kind.of_rows]
     passing = [name for name in fields if accepted(reading(name))]

@@ -41,6 +41,7 @@ def texts_or_rewards(recipe):
     return {"compose": recipe} | ({"reward": None} if recipe is dpo else {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -184,6 +184,7 @@ def test_a_chunk_grid_that_is_not_the_record_s_is_refused(tmp_path, monkeypatch)
     server.close()
 
 
+@pytest.mark.slow
 def test_orbax_reads_what_ranks_write(tmp_path, monkeypatch):
     monkeypatch.setitem(AXES, "roles/large", LARGE["roles/large"])
     if find_spec("orbax") is None:  # to import it here would start threads in a process that is forked later

@@ -37,6 +37,7 @@ def run(folder, huge, **settings):
     return launch(program, job.sizes, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path):
     prompt = prompt_batch(small_job().task.prompts, 4, 0, 4)[3].text  # of step 2
@@ -56,6 +57,7 @@ def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path)
         assert found.metadata()["update"] == "step 2, policy" and found.metadata()["rank"] in "01"
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_stop_the_run_with_its_state_saved(tmp_path):
     prompts = {example.text for example in small_job().task.prompts}
     outcome, steps, notes, whole = run(tmp_path, prompts, minibatches=2, max_skipped=3)
@@ -127,6 +129,7 @@ def run_with_term(folder, *terms, **settings):
 SETTINGS_OF_TERMS = {key: x for key, x in SETTINGS.items() if key != "compose"} | {"max_skipped": 1, "minibatches": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_term_whose_derivative_is_not_finite_is_named_and_not_the_learning_rate(tmp_path):
     outcome, _ = run_with_term(tmp_path, root_at_one, mesh="dp2")

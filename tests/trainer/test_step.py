@@ -74,6 +74,7 @@ def norm(tree):
     return torch.cat([x.reshape(-1) for x in trees.leaves(tree)]).norm().item()
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing():
     run, state, rows = scored(WITH_ENTROPY)
     state = moved(state)

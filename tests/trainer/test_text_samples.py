@@ -44,6 +44,7 @@ def test_a_prompt_is_what_comes_before_the_trained_tokens():
     assert [one.tokens for one in found] == [[3, 4]] and found[0].text == tokenizer.decode([3, 4])
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_supervised_run_writes_samples_alike_on_every_mesh(tmp_path):
     flags = ("--steps=3", "--batch_prompts=8", "--eval_prompts=9", "--eval_every=1", "--sample_every=2", "--device=cpu")

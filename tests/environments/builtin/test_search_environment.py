@@ -59,6 +59,7 @@ def test_the_answer_after_a_search_is_rewarded():
     assert asyncio.run(environment._output("search", {"query": "cat"})).text == "a cat is an animal"
 
 
+@pytest.mark.slow
 @needs_bm25s
 def test_a_search_does_not_start_jax():
     code = """
