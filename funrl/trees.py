@@ -42,12 +42,14 @@ def leaves(tree: Tree) -> list:
 
 def names(structure: optree.PyTreeSpec) -> list[str]:
     """The names of the leaves of a tree of this structure, in the order of `leaves`."""
-    return list(_names(structure))
+    return list(_names(structure) if torch.compiler.is_compiling() else _known_names(structure))
 
 
-@functools.lru_cache(maxsize=64)  # a step asks for those of its few trees again and again
 def _names(structure: optree.PyTreeSpec) -> tuple[str, ...]:
     return tuple("/".join(_step(entry) for entry in accessor) for accessor in structure.accessors())
+
+
+_known_names = functools.lru_cache(maxsize=64)(_names)  # a step asks for those of its few trees again and again
 
 
 def _step(entry: optree.PyTreeEntry) -> str:

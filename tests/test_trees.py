@@ -35,6 +35,7 @@ def test_a_function_of_names_and_of_subtrees_of_deeper_trees():
         trees.map_named(lambda name, x, axis: x, {"w": 1, "norm": 2}, {"w": ("heads",)})
 
 
+@pytest.mark.slow
 def test_names_in_a_compiled_function():
     def double_of_one(tree):
         return trees.map_named(lambda name, x: 2 * x if name == NAMES[2] else x, tree)

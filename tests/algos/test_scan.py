@@ -62,6 +62,7 @@ def test_leading_dimensions_and_empty_rows():
     assert reverse_linear_scan(torch.zeros(2, 0), torch.zeros(2, 0)).shape == (2, 0)
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_the_gradients_of_the_loop():
     x, decay = (z.requires_grad_() for z in inputs(2, 11))
     weights = torch.linspace(-1, 1, 22, dtype=torch.float64).reshape(2, 11)

@@ -56,6 +56,7 @@ def trained(env, **settings):
     return funrl.train("grpo", **{"prompts": PROMPTS, "env": env, "chat_template": "chat.jinja"} | TINY | settings)
 
 
+@pytest.mark.slow
 def test_classes_functions_and_objects_are_environments():
     by_class, by_object, made = trained(Twice), trained(Twice()), trained(lambda: Twice())
     assert by_class.metrics[0]["episodes/turns"] == 2
@@ -70,6 +71,7 @@ def test_conversations_are_environments(env):
     assert trained(env).metrics[0]["episodes/turns"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_every_rank_has_the_environment():
     assert trained(Talk, mesh="dp2").metrics[0]["episodes/turns"] == 2

@@ -75,6 +75,7 @@ def test_a_recipe_by_name_on_the_embedded_task(mesh, tmp_path):
     assert run.outcome.error is None and run.outcome.last["eval/reward"] == run.metrics[-1]["eval/reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_an_algorithm_with_a_lambda_prompts_in_memory_and_a_reward_that_is_a_closure():
     liked = {str(digit) for digit in (1, 2, 3)}
@@ -99,6 +100,7 @@ def test_a_rank_of_its_own_computes_what_this_process_does():
             assert one[name] == pytest.approx(other[name], abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
 @pytest.mark.parametrize(
     ("mesh", "forks", "fails"),
@@ -152,6 +154,7 @@ def len_reward(prompt, completion, **fields):
     return len(completion) / 4
 
 
+@pytest.mark.slow
 def test_several_rewards_a_model_of_a_directory_and_what_the_run_leaves(model, tmp_path):
     rewards = {"length": len_reward, "ones": lambda prompt, completion, **_: completion.count("1")}
     run = funrl.train("gdpo", model=model, prompts=PROMPTS, reward=rewards, reward_weights="1,0.5", lr=1e-2, **TINY)
@@ -215,6 +218,7 @@ def test_a_model_of_one_s_own_begins_at_random_weights():
     assert hf.check_directory(run.model.directory).config.embed == 32
 
 
+@pytest.mark.slow
 def test_arguments_of_a_recipe_are_settings_too():
     weak, strong = (
         funrl.train(

@@ -41,6 +41,7 @@ def fails_after(calls):
     return reward
 
 
+@pytest.mark.slow
 def test_a_reward_that_raises_ends_in_an_exception_with_the_cause_and_the_run_so_far():
     reward = fails_after(2 + 8 + 3)  # an evaluation, a step, and a part of the next one
     with pytest.raises(funrl.RunError) as caught:

@@ -72,6 +72,7 @@ def test_a_second_run_takes_it_from_the_cache(made, stored, capsys):
     assert "warm start: 2 steps of funrl sft, taken from the cache" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_is_what_the_printed_command_makes(made, cache, tmp_path, capsys, monkeypatch):
     """Typed by hand, on the same files, the command gives the same weights to the bit."""
     kept = tmp_path / "kept"

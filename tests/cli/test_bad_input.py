@@ -193,6 +193,7 @@ def test_bad_input_is_refused_before_any_work(flags, says, own, tmp_path, capsys
     ]
 
 
+@pytest.mark.slow
 def test_the_largest_seed_runs(own, tmp_path, capsys):
     flags = [*DATA, "--steps=1", "--warmstart_steps=0", f"--seed={2**63 - 1}"]
     assert call(flags, own, tmp_path / "run") == 0, capsys.readouterr().err

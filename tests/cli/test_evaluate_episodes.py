@@ -62,6 +62,7 @@ def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
     assert found.metrics["eval/episodes/turns"] >= 1 and len(found.rows) == found.prompts
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_episodes_have_pass_at_k_and_transcripts_on_every_mesh(capsys, tmp_path):
     results = []

@@ -39,6 +39,7 @@ def content(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "pytorch_model.bin"])
 def test_a_model_or_a_part_of_one_is_not_overwritten(name, runs, tmp_path, capsys):
     (tmp_path / "mine").mkdir()

@@ -77,6 +77,7 @@ def test_an_error_after_a_step_keeps_what_was_made(own, capsys):
     assert complete_checkpoints("RUN/checkpoints").keys() == {1}
 
 
+@pytest.mark.slow
 def test_a_start_that_was_killed_is_overwritten_only_where_that_is_asked_for(own, capsys):
     run = own / "RUN"
     (run / "checkpoints" / ".step-0.1").mkdir(parents=True)

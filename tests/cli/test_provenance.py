@@ -99,6 +99,7 @@ def test_a_resume_that_the_ranks_refuse_leaves_the_record_of_the_run(own, capsys
     assert [one["step"] for one in config(own)["segments"]] == [0, 2]
 
 
+@pytest.mark.slow
 def test_other_flags_and_files_are_said_and_each_start_keeps_its_own(own, capsys):
     with open(own / "p.jsonl", "a") as file:
         file.write('{"prompt": "9+9="}\n')

@@ -51,6 +51,7 @@ def test_a_step_is_replayed(runs, capsys):
         assert line in text
 
 
+@pytest.mark.slow
 def test_all_steps_are_replayed(runs, capsys):
     status, text = said(capsys, "replay", runs / "one", "--rows")
     assert status == 0 and "from the weights that the run began with" in text

@@ -32,6 +32,7 @@ def equal(one, other):
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_a_run_is_its_model_and_a_checkpoint_is_exported_once(run_dir):
     settings = settings_of(
         model=str(run_dir), reward_model=f"{run_dir}@0.5", teacher=str(run_dir / "checkpoints/step-1")
@@ -62,6 +63,7 @@ def test_a_run_begins_with_the_weights_of_another(run_dir, tmp_path, capsys):
         assert all((began[x] - after[x]).abs().max() < 1e-9 for x in began)
 
 
+@pytest.mark.slow
 def test_doctor_and_python_take_runs_too(run_dir, tmp_path, capsys):
     words = [f"--model={run_dir}", "--steps=1", "--eval_prompts=2", "--device=cpu"]
     assert cli.main(["funrl", "doctor", "grpo", *words]) == 0, capsys.readouterr().out

@@ -102,6 +102,7 @@ def test_a_packed_layer_has_static_shapes_and_memory_linear_in_the_row():
     assert most[1024] == 2 * most[512]
 
 
+@pytest.mark.slow
 def test_with_a_window_the_steps_do_not_grow_with_the_row():
     def products(T):
         q, k, v, _ = draw(T, dtype=torch.float32)

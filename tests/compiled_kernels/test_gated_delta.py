@@ -120,6 +120,7 @@ def test_compiled_in_one_graph():
         assert (a - b).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 def test_operators_of_states_keep_their_promises():
     """For any number of chunks, as rows of a compiled graph have."""
     updates, readers, keys, whole = (torch.ones(1, 3, HEADS, *shape) for shape in ((C, M), (C, N), (C, N), ()))

@@ -183,6 +183,7 @@ def test_the_operator_is_what_it_says_it_is():
     torch.library.opcheck(kernels._paged_attention, (q, k, v, *cache, *paging, 3))
 
 
+@pytest.mark.slow
 def test_one_graph_serves_all_passes():
     from torch._dynamo.decorators import mark_unbacked
     from torch._dynamo.testing import CompileCounterWithBackend

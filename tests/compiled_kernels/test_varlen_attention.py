@@ -300,6 +300,7 @@ def workspace_bytes(tokens, segments, heads, head):
     return 4 * (tokens + 128 * segments) * heads * head
 
 
+@pytest.mark.slow
 def test_a_gpu_plans_for_the_used_segments_and_the_longest(monkeypatch):
     """16,384 tokens in 10 rows, with room for 2,056 rows."""
     plans = []

@@ -141,6 +141,7 @@ def test_a_step_calls_the_same_operators_and_copies_the_same_bytes_as_one_that_c
     assert (rest.to_device, rest.to_host) == (0, 3 * 8), "loss, norm and number of tokens"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"lora_rank": 4}])
 def test_a_decoding_iteration_calls_the_same_operators_as_one_that_computes(monkeypatch, lora):
     job = small("grpo", **lora)

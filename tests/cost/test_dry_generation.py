@@ -22,6 +22,7 @@ def with_cache(job, gigabytes, rows=512):
     return dataclasses.replace(job, settings=settings)
 
 
+@pytest.mark.slow
 def test_the_cache_has_its_closed_form():
     job = small()
     found = dry_run.estimate(job, 8, CPU)
@@ -29,6 +30,7 @@ def test_the_cache_has_its_closed_form():
     assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
 
 
+@pytest.mark.slow
 def test_the_cache_is_that_of_the_rank_with_most_prompts():
     job = small(mesh="dp3", batch_prompts=8)
     peak = dry_run.estimate(job, 3, CPU).phases["generate"].peak["cache"]
@@ -121,6 +123,7 @@ def test_the_last_rows_are_decoded_by_themselves():
         assert found == expected
 
 
+@pytest.mark.slow
 def test_remax_generates_greedily_too():
     with_greedy, without = (
         dry_run.estimate(small(name, sizes={"layers": 1}), 8, CPU).phases["generate"] for name in ("remax", "grpo")

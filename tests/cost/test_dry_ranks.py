@@ -37,6 +37,7 @@ def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
     assert parts["all_gather_into_tensor"] == parts["reduce_scatter_tensor"] == summed
 
 
+@pytest.mark.slow
 def test_the_proof_of_a_sync_reads_the_weights_and_sends_a_few_numbers_of_each(tmp_path):
     model = write_config(tmp_path)
     flags = {"model": model, "mesh": "dp2,tp2", "generate_mesh": "dp2,tp2", "dtype": "bfloat16"}
@@ -62,6 +63,7 @@ def test_512_ranks_and_sharding_over_data(tmp_path):
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.slow
 def test_the_sharded_gradients_of_many_micro_batches_are_gradients(tmp_path):
     model = write_config(tmp_path, num_hidden_layers=3)
     job = plain("grpo", model=model, mesh="dp4", fsdp=True, batch_prompts=64, token_budget=256)

@@ -254,6 +254,7 @@ def test_a_reward_model_is_held_in_its_own_size(tmp_path):
     assert held["score_reward_model"].flops == pytest.approx(5 * (2 * layer * size + attention), rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_offloaded_is_away_where_it_is_not_needed():
     job = small()
     here, away = (

@@ -96,6 +96,7 @@ def test_seconds_of_tools_lengthen_generation():
     assert more == pytest.approx(slow.episodes.waited) and math.isclose(more, 7.0)
 
 
+@pytest.mark.slow
 def test_a_chain_that_reads_turns_is_estimated(tmp_path):
     from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, sequence_mean, to_turns
 

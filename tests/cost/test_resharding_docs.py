@@ -18,6 +18,7 @@ PICTURED = SMALL | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_snippets_run():
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "resharding.md").read_text(), re.DOTALL)

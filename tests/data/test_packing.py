@@ -118,6 +118,7 @@ def test_equal_rows_are_packed_perfectly():
     assert lockstep_work(plan, lengths, RowCost()) == UNIT * 64 * 16 // 4
 
 
+@pytest.mark.slow
 def test_no_small_plan_is_far_from_the_best():
     """Against all ways to put 6 rows into 2 x 2 bins."""
     rng = np.random.default_rng(3)

@@ -99,6 +99,7 @@ def without_pid(episode):
     return facts, turns, ends, dataclasses.replace(rest, states=list(rest.states.values()), parts=parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Branching, Scored])
 def test_tokens_and_rewards_are_those_of_this_process(kind):
     examples = examples_of("one", "two", "three")

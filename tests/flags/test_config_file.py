@@ -121,6 +121,7 @@ def test_the_record_of_a_run_repeats_it(tmp_path, monkeypatch, capsys):
 ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]\n" for n in range(10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [

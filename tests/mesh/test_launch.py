@@ -30,6 +30,7 @@ from funrl.processes.workers import can_fork
 pytestmark = pytest.mark.gloo
 
 
+@pytest.mark.slow
 def test_eight_ranks_agree_and_rank_zero_returns():
     def program(m):
         x = torch.full((3,), float(m.rank))

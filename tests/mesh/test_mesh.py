@@ -28,6 +28,7 @@ def test_the_order_of_axes_is_free():
     assert mesh.text(parse("")) == "dp1"
 
 
+@pytest.mark.slow
 def test_meshes_over_some_of_the_ranks():
     def program(m):
         x, seen = torch.tensor([float(m.rank)]), []

@@ -173,6 +173,7 @@ def ask_twice(mesh):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_requests_and_answers_cross_in_order():
     found = launch(functools.partial(everyone, ask_twice), parse("dp4"), "cpu")

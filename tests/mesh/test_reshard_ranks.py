@@ -62,6 +62,7 @@ def test_random_and_decoder_trees_on_eight_ranks():
     assert launch(program, parse("dp4,tp2"), "cpu")
 
 
+@pytest.mark.slow
 def test_native_gathers_are_exact(monkeypatch):
     monkeypatch.setattr(resharding, "_gathers_natively", lambda plan, mesh: True)
 
@@ -127,6 +128,7 @@ def test_a_plan_between_disjoint_ranks_moves_the_least(table):
     assert max(sent) <= 0.6 * nbytes, "the four ranks share the sending"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["", "dp2,tp2"])
 def test_export_yields_other_names_and_shapes_a_bucket_at_a_time(engine):
     def program(mesh):
@@ -235,6 +237,7 @@ def test_a_rank_that_dies_in_the_middle_is_named():
         launch(program, parse("dp4"), "cpu")
 
 
+@pytest.mark.slow
 def test_large_messages_arrive_in_place_on_real_ranks(monkeypatch):
     monkeypatch.setattr(buckets, "DIRECT_BYTES", 64)
 

@@ -72,6 +72,7 @@ def test_a_token_classifier_scores_the_steps(name, tmp_path):
     assert (right_BT - wrong_BT).std() > 0.1 and (got_BT - (right_BT - wrong_BT)).abs().max() < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "deberta-v2"])
 def test_a_classifier_that_reads_both_ways_is_refused(name, tmp_path):
     saved(transformers.AutoModelForSequenceClassification, {"model_type": name}, 1, tmp_path)

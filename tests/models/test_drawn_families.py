@@ -14,6 +14,7 @@ from selection import quick
 DRAWS, QUICK = 6, 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", quick(range(DRAWS), range(QUICK)))
 def test_a_draw(number, tmp_path):
     peer = peer_of(drawn(number), tmp_path / "theirs")

@@ -147,6 +147,7 @@ def test_bfloat16_is_sent_and_float32_is_summed():
         assert y.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_the_size_of_messages_changes_no_bit():
     program = functools.partial(_program, TIED, "data", "full", torch.bfloat16, _params(TIED, torch.float32))
     both = functools.partial(_both_sizes, program)

@@ -105,6 +105,7 @@ def test_topk_tokens_and_their_scores():
     assert (again - logp).abs().max() < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_critic_in_other_layouts_than_its_policy():
     params = _params(MODEL, dtype=torch.float64)

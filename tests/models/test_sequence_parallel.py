@@ -186,6 +186,7 @@ SPLITS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(SPLITS, ["sp2,tp2, its residual, gemma"]))
 def test_scores_values_and_gradients_are_those_of_one_device(case):
     assert max(gaps(*SPLITS[case])) < 1e-9

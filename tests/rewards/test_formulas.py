@@ -24,6 +24,7 @@ CASES = [  # completion, right answer, whether `math` and `boxed` take it
 ]
 
 
+@pytest.mark.slow
 def test_equal_formulas_are_right_and_near_misses_wrong(monkeypatch):
     pytest.importorskip("math_verify")
     monkeypatch.setattr(formulas, "TIMEOUT_S", 120)  # what takes longer is wrong, also on a machine that is busy

@@ -74,6 +74,7 @@ def test_completions_do_not_depend_on_lanes(lanes, pages):
     assert cost.used_pages == 0 and (cost.preempted > 0) == (pages == 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cells", [40, 6], ids=["roomy", "few"])
 def test_completions_of_a_model_with_states_do_not_depend_on_lanes(cells):
     wanted = complete(engine_of(1, 40, model=WITH_STATES, cells=40), requests())

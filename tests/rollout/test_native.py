@@ -183,6 +183,7 @@ def ways():
             yield pytest.param(name, way, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), list(ways()))
 def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monkeypatch):
     """In float32 by the compiled step not a bit; by torch not more than the order of a sum in float64."""

@@ -123,6 +123,7 @@ def test_a_prompt_is_computed_once_for_its_samples():
     assert engine.cost().prefilled == len(LONG) and engine.cost().cached == 3 * len(LONG)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_snapshots_are_used_where_a_text_goes_on(static):
     """A turn that goes on from the end of the last one; a prompt again; a prompt that begins like another."""

@@ -200,6 +200,7 @@ def test_a_fault_is_found_by_the_property_that_it_breaks(environment, monkeypatc
         KEPT.clear()
 
 
+@pytest.mark.slow
 def test_an_environment_that_takes_too_long_is_found():
     with pytest.raises(AssertionError, match=r"completed .* took longer than 0.1 s between two calls"):
         check_environment(Slow, limit_s=0.1)

@@ -88,6 +88,7 @@ def test_a_few_steps_of_episodes_raise_the_reward():
     assert rewards[-1] > rewards[0] + 0.2, rewards
 
 
+@pytest.mark.slow
 def test_only_the_policys_turns_have_rows():
     for batch in steps_of_mesh("dp1", "rival:frozen")["batches"]:
         assert not batch.agent.any() and len(batch.score) == 12
@@ -187,6 +188,7 @@ def test_a_run_that_goes_on_meets_the_same_earlier_self(tmp_path, adapters):
     assert all(("lora" in name) == bool(adapters) for name in names if "params" in name)
 
 
+@pytest.mark.slow
 def test_a_run_does_not_go_on_with_another_first_self(tmp_path):
     trained(tmp_path, steps=1)
     with pytest.raises(CheckpointError, match="began with other weights of its rival: --seed or the warm start"):
@@ -268,6 +270,7 @@ class Single(Alone):
     agents = ("policy",)
 
 
+@pytest.mark.slow
 def test_a_policy_learns_what_it_learns_without_the_second_one():
     two, one = steps_of_job("dp1", TWO, Alone), steps_of_job("dp1", None, Single)
     assert gap(two["weights"]["policy"], one["weights"]["policy"]) == 0

@@ -98,6 +98,7 @@ def saved(folder, steps=(7,), scores=None, **settings):
     return run, state
 
 
+@pytest.mark.slow
 def test_every_leaf_comes_back_by_name(tmp_path):
     run, state = saved(tmp_path)
     blank = trees.map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0), state)
@@ -110,6 +111,7 @@ def test_every_leaf_comes_back_by_name(tmp_path):
         assert torch.equal(x, y) and x.dtype == y.dtype, name
 
 
+@pytest.mark.slow
 def test_the_newest_are_kept_and_the_best(tmp_path):
     saved(tmp_path, range(1, 6), {1: 0.1, 2: 0.9, 3: 0.2}, keep_checkpoints=2)
     assert list(complete_checkpoints(tmp_path)) == [2, 4, 5]
@@ -165,6 +167,7 @@ def two(tmp_path_factory):
     return folder, *saved(folder, (6, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(two, tmp_path, how):
     folder, run, state = two

@@ -107,6 +107,7 @@ def test_the_first_late_compilation_is_reported():
     assert notes[2].startswith("compiled one of 2 layers to decode 1x8x4 in 0.1 s, after the compile phase")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compose", quick([PPO, dpo], [PPO]))
 def test_the_phase_takes_no_more_memory_than_a_step(compose):
     """Of eager runs, whose operators can be counted: it is asked for the same passes."""

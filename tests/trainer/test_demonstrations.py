@@ -70,6 +70,7 @@ def test_the_weight_of_imitation_fades_and_what_is_imitated_becomes_more_likely(
     assert sum(losses[-3:]) < sum(losses[:3]) - 0.5, losses
 
 
+@pytest.mark.slow
 def test_a_sample_is_held_against_the_demonstration(prompts):
     """SPIN: neither a reward nor a second sample is needed."""
     assert kinds_of(spin()) == ("rl",) and not reads_scores(spin())

@@ -58,6 +58,7 @@ def test_rewards_that_are_no_verdicts_have_the_best_of_k():
     assert table[0].correct is None and metrics["eval/reward_ci_low"] <= metrics["eval/reward"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("mesh", quick(["dp2", "dp2,tp2"], ["dp2"]))
 def test_the_same_numbers_and_table_on_every_mesh(mesh):
@@ -81,6 +82,7 @@ def test_parts_of_the_held_out_prompts_have_metrics_of_their_own():
     )
 
 
+@pytest.mark.slow
 def test_a_run_shows_some_prompts_spread_over_all_at_every_evaluation(tmp_path):
     show = Quiet()
     job = small_job(eval_prompts=100, steps=2, eval_every=2, batch_prompts=2)

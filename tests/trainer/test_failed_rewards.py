@@ -56,6 +56,7 @@ def texts_of(job, batch):
             for tokens, mask in zip(batch.tokens, batch.mask, strict=True)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp1", TWO_RANKS])
 def test_a_completion_whose_reward_failed_is_zero_or_not_there(mesh):
     job = job_of("zero")
@@ -89,6 +90,7 @@ def test_a_completion_whose_reward_failed_is_zero_or_not_there(mesh):
         assert torch.allclose(got, wanted, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_run_in_which_every_reward_fails_ends():
     for on_error, says in (("stop", "the reward function raised"), ("skip", "a reward function failed on each of ")):
         observer = Quiet()

@@ -318,6 +318,7 @@ def test_a_filter_of_rows_leaves_groups_of_unequal_sizes_that_train():
     assert math.isfinite(learned["actor/grad_norm"])
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_filter_chooses_the_same_rows_on_every_mesh():
     def program(job):

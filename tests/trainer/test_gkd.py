@@ -158,6 +158,7 @@ def test_prompts_come_without_a_reward_only_where_nothing_goes_by_it(teacher, pr
     assert "score" not in rows.batch.names() and "critic/advantages/mean" in metrics and "reward/mean" not in metrics
 
 
+@pytest.mark.slow
 def test_given_texts_are_distilled_too(teacher, texts):
     job = small_job(gkd, reward=None, teacher=teacher, data=texts, minibatches=7, lr=0.06)
     assert not isinstance(job, RLJob) and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0

@@ -104,6 +104,7 @@ def test_one_generator_that_joins_gives_the_bits_of_ranks_that_generate_themselv
     assert not (tmp_path / placement_joined.ADDRESSES).exists()
 
 
+@pytest.mark.slow
 def test_what_a_generator_that_is_killed_held_goes_to_one_that_joins(tmp_path, monkeypatch):
     ledger = Ledger(monkeypatch)
     wanted = {"first": ((signal.SIGKILL, 11), None), "second": (None, "first")}
@@ -115,6 +116,7 @@ def test_what_a_generator_that_is_killed_held_goes_to_one_that_joins(tmp_path, m
     assert "is lost: " in text and "of its groups go to others" in text
 
 
+@pytest.mark.slow
 def test_a_generator_that_is_terminated_gives_its_groups_back(tmp_path, monkeypatch):
     ledger = Ledger(monkeypatch)
     wanted = {"first": ((signal.SIGTERM, 10), None), "second": (None, "first")}
@@ -125,6 +127,7 @@ def test_a_generator_that_is_terminated_gives_its_groups_back(tmp_path, monkeypa
     assert any(re.search(r"has left(, and \d+ of its groups go to others)?; \d+ in service", x) for x in ended[1].notes)
 
 
+@pytest.mark.slow
 def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs_generator, "LeaseRule", functools.partial(LeaseRule, 3.0))
     ledger = Ledger(monkeypatch)

@@ -88,6 +88,7 @@ def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
     assert 2**-12 < relative(half, exact) < 2**-7
 
 
+@pytest.mark.slow
 def test_a_run_without_sharded_gradients_says_nothing_of_them():
     for settings in ({}, {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference"}):
         job = small_job(GRPO, sizes=SIZES, **settings)

@@ -43,6 +43,7 @@ def proven_steps(job, count, mesh):
     return gaps, proofs, {name: x.norm().item() for name, x in trees.named(weights)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", quick(CASES, [("dp1", "float32"), ("tp2 to dp2", "float32")]), ids=" ".join)
 def test_the_gap_is_0(case):
     mesh, dtype = case

@@ -113,6 +113,7 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(tmp_path):
         again(**LORA)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_its_head_and_adapters(tmp_path):
     job = small_job(
         reward_model, None, reward=None, steps=12, batch_prompts=16, eval_prompts=32, dtype="float32", **LORA

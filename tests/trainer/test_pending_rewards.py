@@ -206,6 +206,7 @@ def test_by_default_a_rank_has_its_share_of_the_cores_but_for_the_embedded_task(
         assert pool is not None and pool.workers == 1
 
 
+@pytest.mark.slow
 def test_a_reward_that_takes_longer_than_its_flag_ends_the_run(tmp_path):
     def hangs(prompt, completion, **fields):
         while (tmp_path / "late").exists():

@@ -91,6 +91,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(LAYOUTS, ["dp1"]))
 def test_apart_the_bits_are_those_of_ranks_that_do_both(name):
     together, apart = LAYOUTS[name]
@@ -162,6 +163,7 @@ AHEAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick(AHEAD, ["1"]))
 def test_no_token_is_older_than_the_staleness(name):
     staleness, settings = AHEAD[name]

@@ -43,6 +43,7 @@ def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     assert any("mm" in name and low <= at and to <= high for name, at, to in operators)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_leaves_what_it_has_and_one_without_the_flag_nothing(tmp_path, monkeypatch):
     def fails(*_):
         raise NotFiniteError("no more")

@@ -54,6 +54,7 @@ def test_on_the_ranks_that_train_they_give_the_same_bits(name, folders):
     assert_same_runs(run(compose, **apart, **flags), run(compose, **together, **flags))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("name", quick(RUNS, ["reward model"]))
 def test_on_ranks_of_their_own_they_give_the_same_numbers(name, folders):

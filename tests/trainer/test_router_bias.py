@@ -34,6 +34,7 @@ def test_an_expert_with_less_than_the_mean_is_chosen_more_easily():
     assert params["layers"][0]["mlp"]["gate"].tolist() == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 0.05])
 def test_an_uneven_router_becomes_even(rate):
     run, state = run_with(rate)

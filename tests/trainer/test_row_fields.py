@@ -49,6 +49,7 @@ def test_a_term_may_read_the_score_of_its_row():
     assert max(x.abs().max() for x in trees.leaves(found[0].tree)) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_score_in_a_term_is_the_same_on_two_ranks():
     one, two = (

@@ -84,6 +84,7 @@ def test_micro_batches_change_nothing():
         assert_equal(gradients(run, state, rows, budget), whole)
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     """Wider rows, other pad tokens, and anything at all in the fields outside of the mask."""
     run, state, rows = scored(WITH_ENTROPY)
@@ -191,6 +192,7 @@ def hand_gradient(mesh, rows, budget):
     return grads, {k: float(v) for k, v in metrics.items()}, float(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
     """One to nine rows over four data ranks: the closed form, on every rank's parameters."""
@@ -209,6 +211,7 @@ def test_data_ranks_without_rows_contribute_nothing_and_nothing_hangs():
             assert metrics["pieces"] % 4 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_fewer_rows_than_data_ranks_in_a_mini_batch():
     """Two rows on three data ranks with real models: one data rank only keeps pace."""
