@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
-from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain
 from funrl.compiled_kernels.exact.operators import exact_linear
 
 SMALLEST = 128 * 128  # elements of a weight; below it a call to oneDNN costs more than it gains
@@ -115,23 +115,11 @@ class _Product(AutogradFunction):
         return d_a, sum_of_products(grad_MN, a_MK) if ctx.needs_input_grad[1] else None
 
 
-def is_plain(x: Tensor) -> bool:
-    """True of a plain tensor on a CPU, and not of what is simulated, traced, compiled or in `torch.func`."""
-    return (
-        type(x) is Tensor
-        and x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch._C._len_torch_dispatch_stack()  # nor where operators are counted, which are to be the core's
-    )
-
-
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     """Plain tensors only: all others see operators of torch's core."""
     return (
         ONEDNN is not None
-        and is_plain(x)
-        and type(weight) is Tensor
+        and is_plain(x, weight)
         and x.dtype == weight.dtype == torch.float32
         and weight.numel() >= SMALLEST
         and x.numel() > 0

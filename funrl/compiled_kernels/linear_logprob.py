@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
-from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
-from funrl.compiled_kernels.linear import add_products_, is_plain, product
+from funrl.compiled_kernels.linear import add_products_, product
 from funrl.compiled_kernels.logit_rows import operators
 from funrl.compiled_kernels.logit_rows.plain import cap_slope, row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import RowSettings

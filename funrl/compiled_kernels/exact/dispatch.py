@@ -38,13 +38,14 @@ def computes_exactly(*tensors: Tensor) -> bool:
     )
 
 
-def computes_directly(*tensors: Tensor) -> bool:
-    """True if tensors are the CPU's, of no subclass, and nothing transforms or watches operators on them."""
+def is_plain(*tensors: Tensor) -> bool:
+    """True of plain tensors on a CPU, and not of what is simulated, traced, compiled, watched or in `torch.func`."""
     return (
-        all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
+        not torch.compiler.is_compiling()
+        and all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_dispatch_stack()  # nor where operators are counted, which are to be the core's
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from funrl.compiled_kernels.exact.dispatch import computes_directly, is_watched
+from funrl.compiled_kernels.exact.dispatch import is_plain, is_watched
 
 _LIBRARY = torch.library.Library("funrl", "FRAGMENT")
 
@@ -49,8 +49,8 @@ class CpuOperator:
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        direct = not torch.compiler.is_compiling() and computes_directly(*(x for x in args if isinstance(x, Tensor)))
-        return self.function(*args) if direct else self.definition(*args)
+        plain = is_plain(*(x for x in args if isinstance(x, Tensor)))
+        return self.function(*args) if plain else self.definition(*args)
 
 
 def cpu_operator(name: str) -> Callable[[Callable], CpuOperator]:
