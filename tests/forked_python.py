@@ -24,14 +24,16 @@ from funrl.models.huggingface import directories as hf
 from funrl.processes.module_process import end_as_program
 from funrl.processes.output import flush_output
 from funrl.processes.parent import end_with_parent
-from funrl.processes.workers import can_fork, import_before_fork
+from funrl.processes.workers import can_fork
 from funrl.tasks import arithmetic
 
 CLIENT = """#!{python} -SE
-import json, os, socket, sys
+import json, os, signal, socket, sys
 link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 link.connect({address!r})
 socket.send_fds(link, [json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+fork = int(link.recv(16))
+signal.signal(signal.SIGTERM, lambda *_: os.kill(fork, signal.SIGTERM))
 sys.exit(int(link.recv(16) or 1))
 """
 
@@ -85,8 +87,8 @@ def run_with_python(
 def forking_python() -> Iterator[tuple[Path, Callable[[], None]]]:
     """A program `python` whose processes are forks of this one, and a function that starts and ends them.
 
-    The function returns within a moment and has to be called until all are done. A signal to the program does not reach
-    the fork.
+    The function returns within a moment and has to be called until all are done. Of signals to the program, SIGTERM
+    alone reaches the fork.
     """
     links: dict[int, socket.socket] = {}
 
@@ -95,7 +97,9 @@ def forking_python() -> Iterator[tuple[Path, Callable[[], None]]]:
             link = listener.accept()[0]
             message, descriptors, *_ = socket.recv_fds(link, 1 << 20, 3)
             try:
-                links[_started(*json.loads(message), descriptors)] = link
+                pid = _started(*json.loads(message), descriptors)
+                links[pid] = link
+                link.send(str(pid).encode())
             finally:
                 for descriptor in descriptors:
                     os.close(descriptor)
@@ -152,7 +156,6 @@ def start_python(
 @functools.cache
 def run_once() -> None:
     """Make a step in this process: no fork has to import anew what a run imports."""
-    import_before_fork()
     tiny = ["--device=cpu", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4", "--steps=1"]
     with tempfile.TemporaryDirectory() as folder:
         model = decoder_model(arithmetic.model_config())

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
+from funrl.compiled_kernels.exact.registration import operator
 
 BLOCK_TOKENS = 512  # tokens
 LEAST_HEAD = 64  # numbers of a head for a kernel, which fills heads up to 128
@@ -161,7 +162,7 @@ def _of_segments(q: Tensor, numbers: Sequence[float]) -> _Options:
 
 
 # `numbers` are window, scale and cap: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::segment_attention", mutates_args=())
+@operator("funrl::segment_attention")
 def _segment_attention(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, numbers: Sequence[float]) -> Tensor:
     return _Blockwise.forward(q, k, v, offsets, _of_segments(q, numbers))[0]
 
@@ -171,7 +172,7 @@ def _(q, k, v, offsets, numbers):
     return torch.empty_like(q)
 
 
-@torch.library.custom_op("funrl::segment_attention_backward", mutates_args=())
+@operator("funrl::segment_attention_backward")
 def _segment_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, numbers: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
 from funrl.compiled_kernels.exact.expert_operators import exact_grouped_linear, exact_head_products
+from funrl.compiled_kernels.exact.registration import operator
 
 ROW_ALIGNMENT = 16  # bytes between rows that torch's own operator needs
 _OWN_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16,)}  # of torch's own operator
@@ -61,7 +62,7 @@ def head_products(x_MHK: Tensor, weight_HNK: Tensor, low: int, high: int, transp
     return compute(x_MHK, weight_HNK, low, high, transposed)
 
 
-@torch.library.custom_op("funrl::grouped_linear", mutates_args=())
+@operator("funrl::grouped_linear")
 def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _has_operator(x, weight):
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
@@ -74,7 +75,7 @@ def _products(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("funrl::grouped_weight", mutates_args=())
+@operator("funrl::grouped_weight")
 def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     if _has_operator(x, grad):
         return F.grouped_mm(grad.T, x, offs=ends)

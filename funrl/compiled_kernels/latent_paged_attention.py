@@ -20,6 +20,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention, attention_reference
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.grouped_linear import head_products
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
 from funrl.compiled_kernels.paged_attention import Paging
@@ -94,7 +95,7 @@ def static_latent_paged_attention(
 
 
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::latent_paged_attention", mutates_args=("cache",))
+@operator("funrl::latent_paged_attention", mutates_args=("cache",))
 def _latent_paged_attention(
     q: Tensor,
     latent: Tensor,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.attention import attention
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.packed import AttentionOptions
 from funrl.compiled_kernels.paged_attention import Paging
 
 _WEIGHTS = 1 << 24  # numbers in the matrices that are made at once; those of one group may be more
 
 
-@torch.library.custom_op("funrl::add_later", mutates_args=())
+@operator("funrl::add_later")
 def add_later(qkv: Sequence[Tensor], out: Tensor, lse: Tensor, places: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention to earlier and later keys, from attention to the earlier ones.
 
@@ -50,7 +51,7 @@ def add_later(qkv: Sequence[Tensor], out: Tensor, lse: Tensor, places: Tensor, s
     return out, lse
 
 
-@torch.library.custom_op("funrl::later_gradients", mutates_args=())
+@operator("funrl::later_gradients")
 def later_gradients(
     d_out: Tensor, qkv: Sequence[Tensor], out: Tensor, lse: Tensor, places: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,7 +126,7 @@ def mutual_paged_attention(
     return out_NHD
 
 
-@torch.library.custom_op("funrl::add_later_in_pages", mutates_args=("out",))
+@operator("funrl::add_later_in_pages", mutates_args=("out",))
 def _add_later_in_pages(
     q: Tensor,
     out: Tensor,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from funrl.compiled_kernels.attention import add_sinks, attention, attention_reference
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import faster_attention
 from funrl.compiled_kernels.packed import AttentionOptions, PagedKeys, page_attention
 from funrl.processes.device_memory import copy_to_device
@@ -222,7 +223,7 @@ def static_paged_attention(
 
 
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::paged_attention", mutates_args=("keys", "values"))
+@operator("funrl::paged_attention", mutates_args=("keys", "values"))
 def _paged_attention(
     q: Tensor,
     k: Tensor,

@@ -26,6 +26,7 @@ from funrl.compiled_kernels.attention import (
 )
 from funrl.compiled_kernels.blockwise_attention import STATIC_FORMS
 from funrl.compiled_kernels.exact.dispatch import computes_exactly
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.flash_kernel import FLASH_HEAD, flash_kernel
 from funrl.compiled_kernels.kernel_library import KernelError
 from funrl.compiled_kernels.mutual_attention import add_later, later_gradients, mutual_mask
@@ -196,7 +197,7 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 # Flat arguments in these operators, their kernels and their fakes: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::varlen_attention", mutates_args=(), device_types="cpu")
+@operator("funrl::varlen_attention", device_types="cpu")
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -223,7 +224,7 @@ def _forward(
     return out, lse, q.new_empty(0, dtype=torch.uint64)
 
 
-@torch.library.custom_op("funrl::varlen_attention_backward", mutates_args=(), device_types="cpu")
+@operator("funrl::varlen_attention_backward", device_types="cpu")
 def _backward(
     d_out: Tensor,
     q: Tensor,

@@ -20,7 +20,7 @@ import torch
 
 from funrl.processes.output import flush_output
 from funrl.processes.parent import end_with_parent
-from funrl.processes.workers import can_fork, import_before_fork
+from funrl.processes.workers import can_fork
 
 
 @contextlib.contextmanager
@@ -66,7 +66,6 @@ def _start(
         command = [sys.executable, "-m", module, *arguments]
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer)
         return process.pid, process.wait
-    import_before_fork()
     flush_output()
     pid = os.fork()
     if pid:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import itertools
 import os
 import pickle
@@ -201,13 +200,7 @@ def can_fork() -> bool:
         return False
 
 
-def import_before_fork() -> None:
-    """Import what custom operators import at their first call, which takes two seconds: here once, not in each fork."""
-    importlib.import_module("torch._dynamo")
-
-
 def _fork(task: RankProgram, place: _Place, listener: socket.socket) -> int:
-    import_before_fork()
     pid = os.fork()
     if pid:
         return pid

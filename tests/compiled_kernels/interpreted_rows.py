@@ -210,11 +210,15 @@ def operators_keep_their_promises():
     x_CV, row_CN = draw(C, V).float(), picked_columns()
     out_CV, grad_CN, facts_C6 = torch.empty(C, V, dtype=torch.bfloat16), draw(C, N).float(), draw(C, 6).float()
     tests = ("test_schema", "test_faketensor")
-    opcheck(operators._row_sums, (x_CV, row_CN, 0.7, 0.0, True, False), test_utils=tests)
+    opcheck(operators._row_sums.definition, (x_CV, row_CN, 0.7, 0.0, True, False), test_utils=tests)
     given = x_CV, 2 * x_CV, facts_C6[:, :4], 0.3, 0.7, 0.0, 3.0
-    opcheck(operators._divergence_sums, given, test_utils=tests)
-    opcheck(operators._divergence_gradients, (out_CV, *given), test_utils=tests)
-    opcheck(operators._d_logits, (out_CV, x_CV, row_CN, grad_CN, facts_C6, 0.7, 3.0, True, True), test_utils=tests)
+    opcheck(operators._divergence_sums.definition, given, test_utils=tests)
+    opcheck(operators._divergence_gradients.definition, (out_CV, *given), test_utils=tests)
+    opcheck(
+        operators._d_logits.definition,
+        (out_CV, x_CV, row_CN, grad_CN, facts_C6, 0.7, 3.0, True, True),
+        test_utils=tests,
+    )
 
 
 def no_tokens_and_one_input():

@@ -125,9 +125,9 @@ def test_operators_of_states_keep_their_promises():
     """For any number of chunks, as rows of a compiled graph have."""
     updates, readers, keys, whole = (torch.ones(1, 3, HEADS, *shape) for shape in ((C, M), (C, N), (C, N), ()))
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(kernel._chunk_states, (updates, readers, keys, whole, None), test_utils=tests)
+    torch.library.opcheck(kernel._chunk_states.definition, (updates, readers, keys, whole, None), test_utils=tests)
     given = updates, torch.ones(1, 3, HEADS, N, M), readers, keys, whole
-    torch.library.opcheck(kernel._chunk_states_backward, given, test_utils=tests)
+    torch.library.opcheck(kernel._chunk_states_backward.definition, given, test_utils=tests)
 
 
 def test_a_pass_has_the_strides_that_a_compiled_graph_expects():

@@ -1,15 +1,17 @@
 """Ranks of one attempt find each other, whatever an earlier attempt has left in the store."""
 
+import contextlib
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from forked_python import run_with_python
 
+from funrl.processes.parent import end_with_parent
 from funrl.processes.store import keep_store, listen
 from funrl.processes.torchrun import has_agents, join_attempt, lead_attempt, new_attempt
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -63,6 +65,25 @@ def test_only_several_agents_need_it():
     assert has_agents(several) and not has_agents(several | {"GROUP_WORLD_SIZE": "1"}) and not has_agents({})
 
 
+@contextlib.contextmanager
+def store_of_a_process():
+    """The port of a store that a process of its own keeps: a process with such threads could not fork."""
+    listener = listen()  # here, so that no other process can take the port meanwhile
+    pid = os.fork()
+    if not pid:
+        end_with_parent()
+        server = keep_store(listener)
+        while server:
+            signal.pause()
+    port = listener.getsockname()[1]
+    listener.close()
+    try:
+        yield port
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 REWARD = """
 import os, pathlib, signal
 
@@ -81,30 +102,17 @@ def digits(prompt, completion):
 def test_a_run_of_two_agents_goes_on_after_one_of_its_ranks_was_killed(tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 9)))
-    listener = listen()
-    port = listener.getsockname()[1]
-    server = keep_store(listener)  # the agents' store, here so that no other process can take its port meanwhile
-    torchrun = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=run", "--local-addr=127.0.0.1",
-        "--rdzv-conf=is_host=0",
-    ]  # fmt: skip
-    program = [
-        "-m", "funrl", "grpo", "--mesh=dp2", "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2",
-        "--warmstart_steps=0", "--steps=5", "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1",
-        "--reward_workers=0", "--resume", f"--run_dir={tmp_path}/run", f"--prompts={tmp_path}/p.jsonl",
-        f"--reward={tmp_path}/r.py:digits", "--keep_checkpoints=9", "--timeout=2",
-    ]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    with open(tmp_path / "agent-0.log", "w") as one, open(tmp_path / "agent-1.log", "w") as other:
-        command = [*torchrun, *program]
-        agents = [subprocess.Popen(command, stdout=log, stderr=log, env=environment) for log in (one, other)]
-        try:
-            codes = [agent.wait(timeout=300) for agent in agents]
-        finally:
-            for agent in agents:
-                agent.terminate()  # which ends its ranks
-            del server
-    text = "\n".join((tmp_path / f"agent-{agent}.log").read_text()[-6000:] for agent in range(2))
-    assert (tmp_path / "killed").exists() and codes == [0, 0], text
+    rendezvous = "--nnodes=2 --rdzv-backend=c10d --rdzv-id=run --local-addr=127.0.0.1 --rdzv-conf=is_host=0"
+    torchrun = f"$PYTHON -m torch.distributed.run {rendezvous} --nproc-per-node=1 --max-restarts=1 --no-python"
+    program = (
+        "$PYTHON -m funrl grpo --mesh=dp2 --device=cpu --compile=off --batch_prompts=4 --eval_prompts=2 "
+        "--warmstart_steps=0 --steps=5 --samples_per_prompt=2 --max_new_tokens=4 --save_every=1 --reward_workers=0 "
+        "--resume --run_dir=run --prompts=p.jsonl --reward=r.py:digits --keep_checkpoints=9 --timeout=2"
+    )
+    with store_of_a_process() as port:
+        agent = f"{torchrun} --rdzv-endpoint=127.0.0.1:{port} {program}"
+        agents = f"cd {tmp_path}; {agent} & {agent}; second=$?; wait $!; echo codes $? $second"
+        done = run_with_python(["sh", "-c", agents], os.environ | {"OMP_NUM_THREADS": "1"}, timeout_s=300)
+    text = done.stdout[-6000:] + done.stderr[-6000:]
+    assert (tmp_path / "killed").exists() and "codes 0 0" in done.stdout, text
     assert max(complete_checkpoints(tmp_path / "run/checkpoints")) == 5, text

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.delta_rule.gated_delta import gated_delta_rule
+from funrl.compiled_kernels.exact.registration import operator
 
 log = logging.getLogger(__name__)
 _KEY = 256  # numbers of a key at most
@@ -150,7 +151,7 @@ def _rule(inputs: Sequence[Tensor], offsets: Tensor) -> Tensor:
     return out.contiguous()
 
 
-@torch.library.custom_op("funrl::fla_delta_rule", mutates_args=())
+@operator("funrl::fla_delta_rule")
 def _forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, offsets: Tensor) -> Tensor:
     return _rule((q, k, v, log_decay, beta), offsets)
 
@@ -160,7 +161,7 @@ def _(q, k, v, log_decay, beta, offsets):
     return v.new_empty(v.shape)
 
 
-@torch.library.custom_op("funrl::fla_delta_rule_backward", mutates_args=())
+@operator("funrl::fla_delta_rule_backward")
 def _backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, offsets: Tensor
 ) -> list[Tensor]:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
+from funrl.compiled_kernels.exact.registration import operator
 
 CHUNK_TOKENS = 64
 
@@ -288,7 +289,7 @@ def _decays(log_decay_BcHC: Tensor, runs_BT: Tensor) -> tuple[Tensor, Tensor, Te
     return within, since, since[..., -1]
 
 
-@torch.library.custom_op("funrl::chunk_states", mutates_args=())
+@operator("funrl::chunk_states")
 def _chunk_states(
     updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor, first: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -309,7 +310,7 @@ def _(updates, readers, keys, whole, first=None):
     return updates.new_empty(updates.shape), updates.new_empty(*updates.shape[:3], keys.shape[-1], updates.shape[-1])
 
 
-@torch.library.custom_op("funrl::chunk_states_backward", mutates_args=())
+@operator("funrl::chunk_states_backward")
 def _chunk_states_backward(
     d_values: Tensor, d_states: Tensor, readers: Tensor, keys: Tensor, whole: Tensor
 ) -> tuple[Tensor, Tensor]:

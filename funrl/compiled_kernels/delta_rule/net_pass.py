@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.compiled_kernels.delta_rule.gated_delta import CHUNK_TOKENS, causal_convolution, continue_delta_rule
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.paged_attention import Paging
 
 UNIT_EPS = 1e-6  # added to the squared length of queries and keys
@@ -92,7 +93,7 @@ def pass_bytes(channels_ND: Tensor, states: Tensor, tails: Tensor, groups_G5: Te
 
 
 # Flat arguments, here and in the fake: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::delta_net_pass", mutates_args=("states", "tails"))
+@operator("funrl::delta_net_pass", mutates_args=("states", "tails"))
 def _delta_net_pass(
     channels: Tensor,
     log_decay: Tensor,

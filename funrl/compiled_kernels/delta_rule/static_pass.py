@@ -17,6 +17,7 @@ from funrl.compiled_kernels.delta_rule.gated_delta import (
     read_chunks,
 )
 from funrl.compiled_kernels.delta_rule.net_pass import DeltaInputs, convolved_heads
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.paged_attention import Paging
 
 
@@ -74,7 +75,7 @@ def _goes_on(cells_R: Tensor, first_R: Tensor, tokens: int) -> Tensor:
     return same_R & (torch.arange(len(cells_R), device=cells_R.device) > 0)
 
 
-@torch.library.custom_op("funrl::continued_states", mutates_args=())
+@operator("funrl::continued_states")
 def _continued_states(
     updates: Tensor, readers: Tensor, keys: Tensor, whole: Tensor, first: Tensor, goes_on: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,13 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
 
 
 @dataclass(frozen=True)
-class CpuOperator:
-    """An operator that writes to no argument; on plain tensors of the CPU its function is called directly.
+class Operator:
+    """An operator of torch; on plain tensors of the CPU its function is called directly.
 
     torch's own call takes the dispatcher twice, and the first one of a process imports the compiler for two seconds.
 
     Attributes:
-      definition: the operator, which takes a fake and the kernels of other devices.
+      definition: the operator, as torch knows it.
       function: what computes it on the CPU.
     """
 
@@ -49,14 +49,39 @@ class CpuOperator:
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        plain = is_plain(*(x for x in args if isinstance(x, Tensor)))
-        return self.function(*args) if plain else self.definition(*args)
+        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):
+            return self.definition(*args)
+        return self.function(*args)
+
+    def register_kernel(self, device_type: str) -> Callable[[Callable], Callable]:
+        """Register what computes it on another device."""
+        return self.definition.register_kernel(device_type)
+
+    def register_fake(self, fn: Callable) -> Callable:
+        """Register what gives tensors of the shapes of its results."""
+        return self.definition.register_fake(fn)
 
 
-def cpu_operator(name: str) -> Callable[[Callable], CpuOperator]:
-    """Register a function as an operator of the CPU, named "NAMESPACE::NAME"."""
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from _tensors(x)
 
-    def decorate(fn: Callable) -> CpuOperator:
-        return CpuOperator(torch.library.custom_op(name, fn, mutates_args=(), device_types="cpu"), fn)
+
+def operator(
+    name: str, mutates_args: tuple[str, ...] = (), device_types: str | None = None
+) -> Callable[[Callable], Operator]:
+    """Register a function as an operator named "NAMESPACE::NAME".
+
+    Args:
+      name: of the operator.
+      mutates_args: names of the arguments that it writes to.
+      device_types: of the devices that the function computes on; None: all of them.
+    """
+
+    def decorate(fn: Callable) -> Operator:
+        return Operator(torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn)
 
     return decorate

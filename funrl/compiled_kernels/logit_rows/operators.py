@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.gpu_kernels.trials import kernels_run, largest_error
 from funrl.compiled_kernels.logit_rows.plain import row_sums_, to_d_logits_
 from funrl.compiled_kernels.logit_rows.settings import DivergenceSettings, RowSettings
@@ -47,7 +48,7 @@ def logit_gradients(
 
 
 # Flat arguments: torch.library takes tensors and numbers, no records.
-@torch.library.custom_op("funrl::logit_row_sums", mutates_args=())
+@operator("funrl::logit_row_sums")
 def _row_sums(
     x_CV: Tensor, row_CN: Tensor, temperature: float, cap: float, entropy: bool, squared: bool
 ) -> tuple[Tensor, Tensor]:
@@ -62,7 +63,7 @@ def _(x_CV, row_CN, temperature, cap, entropy, squared):
     return sums_CS, x_CV.new_empty(row_CN.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("funrl::logit_row_gradients", mutates_args=("out_CV",))
+@operator("funrl::logit_row_gradients", mutates_args=("out_CV",))
 def _d_logits(
     out_CV: Tensor,
     x_CV: Tensor,
@@ -132,7 +133,7 @@ def divergence_gradients(
     _divergence_gradients(out_CV, x_CV, teacher_CV, facts_C4, *settings)
 
 
-@torch.library.custom_op("funrl::divergence_row_sums", mutates_args=())
+@operator("funrl::divergence_row_sums")
 def _divergence_sums(
     x_CV: Tensor,
     teacher_CV: Tensor,
@@ -153,7 +154,7 @@ def _(x_CV, *_):
     return x_CV.new_empty(x_CV.shape[0], 2, dtype=torch.float32)
 
 
-@torch.library.custom_op("funrl::divergence_row_gradients", mutates_args=("out_CV",))
+@operator("funrl::divergence_row_gradients", mutates_args=("out_CV",))
 def _divergence_gradients(
     out_CV: Tensor,
     x_CV: Tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.attention import add_sinks, sink_gradient
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.mesh.collectives import start_shift, wait
 from funrl.mesh.mesh import Mesh
 
@@ -134,7 +135,7 @@ def _joined(out: Tensor, lse: Tensor, found: Tensor, sums: Tensor) -> tuple[Tens
     return out * before + found * now, torch.where(seen, both, lse)
 
 
-@torch.library.custom_op("funrl::ring_part", mutates_args=())
+@operator("funrl::ring_part")
 def _part(
     q: Tensor,
     k: Tensor,
@@ -159,7 +160,7 @@ def _part(
     return out, lse
 
 
-@torch.library.custom_op("funrl::ring_part_backward", mutates_args=())
+@operator("funrl::ring_part_backward")
 def _part_backward(
     d_out: Tensor,
     q: Tensor,

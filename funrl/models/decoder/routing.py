@@ -16,6 +16,7 @@ from torch import Tensor
 
 from funrl.autograd import AutogradFunction
 from funrl.compiled_kernels.exact.gate import Activation
+from funrl.compiled_kernels.exact.registration import operator
 from funrl.compiled_kernels.exact.router import largest, sigmoid, softmax
 from funrl.models.errors import ModelError
 from funrl.models.model import RouterLoad
@@ -173,7 +174,7 @@ def _sum_of_columns(x: Tensor) -> Tensor:
     return functools.reduce(torch.add, x.unbind(-1))
 
 
-@torch.library.custom_op("funrl::choose_experts", mutates_args=())
+@operator("funrl::choose_experts")
 def _choose(probs: Tensor, per_token: int) -> Tensor:
     """Choose the experts with the largest numbers. An operator, so that what saves or pretends choices finds them."""
     return largest(probs, per_token)
