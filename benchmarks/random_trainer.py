@@ -15,7 +15,7 @@ from funrl import trees
 from funrl.cost.full_rows import full_rows
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout, shard
-from funrl.processes.workers import can_fork, import_before_fork
+from funrl.processes.workers import can_fork
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, first_state, first_weights, frozen_weights, sync
 from funrl.trainer.jobs.job import Job
@@ -66,7 +66,6 @@ def alone(run: Callable[[], T], limit_s: float | None = None) -> T | None:
       SystemExit: the call fails; its process has printed why.
     """
     assert can_fork(), "this process has threads that a fork would wait for"
-    import_before_fork()
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_send, args=(run, sender))
     process.start()

@@ -196,7 +196,7 @@ def _runs(offsets: Tensor) -> Iterator[tuple[int, int, int]]:
     yield from zip(begins[first].tolist(), counts.tolist(), lengths[first].tolist(), strict=True)
 
 
-# Flat arguments in these operators, their kernels and their fakes: torch.library takes tensors and numbers, no records.
+# Flat arguments here, in kernels and in fakes: torch.library takes tensors and numbers, no records.
 @operator("funrl::varlen_attention", device_types="cpu")
 def _forward(
     q: Tensor,
@@ -425,11 +425,9 @@ def _by_matrix(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float, cap
         return attention(q, k, v, block.seen, block.band is None, scale or None, cap).flatten(0, 1)
     queries, keys, values = _heads_first(block._replace(queries=slice(None), keys=slice(None)), q, k, v)
     keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (keys, values))
-    return _tokens_first(
-        F.scaled_dot_product_attention(
-            queries, keys, values, block.band, is_causal=block.band is None, scale=scale or None
-        )
-    )
+    causal = block.band is None
+    out = F.scaled_dot_product_attention(queries, keys, values, block.band, is_causal=causal, scale=scale or None)
+    return _tokens_first(out)
 
 
 def _without_padding(x: Tensor, offsets: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
 
 
 @dataclass(frozen=True)
-class Operator:
+class DirectOperator:
     """An operator of torch; on plain tensors of the CPU its function is called directly.
 
     torch's own call takes the dispatcher twice, and the first one of a process imports the compiler for two seconds.
@@ -72,7 +72,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 
 def operator(
     name: str, mutates_args: tuple[str, ...] = (), device_types: str | None = None
-) -> Callable[[Callable], Operator]:
+) -> Callable[[Callable], DirectOperator]:
     """Register a function as an operator named "NAMESPACE::NAME".
 
     Args:
@@ -81,7 +81,9 @@ def operator(
       device_types: of the devices that the function computes on; None: all of them.
     """
 
-    def decorate(fn: Callable) -> Operator:
-        return Operator(torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn)
+    def decorate(fn: Callable) -> DirectOperator:
+        return DirectOperator(
+            torch.library.custom_op(name, fn, mutates_args=mutates_args, device_types=device_types), fn
+        )
 
     return decorate
