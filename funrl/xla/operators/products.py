@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from funrl.xla.operators.attention import LANE_NUMBERS
 from funrl.xla.operators.result import JaxArray, Lowering, OperatorResult, as_dtype
 
-KERNEL_DTYPES = (jnp.bfloat16, jnp.float32)  # of the kernel for sums by group
+SUMMED_DTYPES = (jnp.bfloat16, jnp.float32)  # of the kernel for sums by group
 ROW_TILES = (512, 256, 128)
-LANE_NUMBERS = 128
 
 
 def _product(result: OperatorResult, a: JaxArray, b: JaxArray) -> JaxArray:
@@ -63,7 +63,7 @@ def _grouped_weight(result: OperatorResult, grad: JaxArray, x: JaxArray, ends: J
 
     rows = jnp.arange(x.shape[0])
     grad = jnp.where((rows < ends[-1])[:, None], grad, 0)
-    if grad.dtype not in KERNEL_DTYPES:
+    if grad.dtype not in SUMMED_DTYPES:
         return by_xla(grad, x, _sizes(ends))
     return lax.platform_dependent(grad, x, _sizes(ends), tpu=grouped_sums, default=by_xla)
 
