@@ -57,7 +57,8 @@ class AheadProgram(NamedTuple):
       name: of the program.
       seconds: of compiling it.
       arguments, results, aliased, temporary, code: bytes of a chip; results that take over arguments are aliased.
-      flops: of matrix products on a chip.
+      flops: of matrix products on a chip. Rows of experts count where their experts are, evenly spread.
+      attention: those of `flops` in attention's kernel. It computes whole tiles, and in a gradient the result again.
       sent: collectives as the program calls them.
     """
 
@@ -69,6 +70,7 @@ class AheadProgram(NamedTuple):
     temporary: int
     code: int
     flops: int
+    attention: int
     sent: tuple[Sent, ...]
 
     @property
@@ -112,33 +114,37 @@ def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(chips).reshape(shape), AXES)
 
 
+def structs_of(
+    leaves: Sequence[Tensor], specs: Sequence[PartitionSpec], mesh: jax.sharding.Mesh
+) -> list[jax.ShapeDtypeStruct]:
+    """Arrays without memory, of the shapes and dtypes of tensors, which are split like this over a mesh."""
+    return [
+        jax.ShapeDtypeStruct(tuple(x.shape), JAX_DTYPES[x.dtype], sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    ]
+
+
 def compiled_ahead(
     run: Callable[..., Any],
-    leaves: Sequence[Tensor],
-    specs: Sequence[PartitionSpec],
-    mesh: jax.sharding.Mesh,
+    arguments: Sequence[jax.ShapeDtypeStruct],
     *,
     name: str,
     donated: Sequence[int] = (),
+    expert_ranks: int = 1,
 ) -> tuple[AheadProgram, list[jax.ShapeDtypeStruct]]:
     """Compile a function of whole arrays for the chips of a mesh.
 
     Args:
       run: the function; it calls `shard_map`.
-      leaves: of the shapes and dtypes of its arguments.
-      specs: of the arguments.
-      mesh: of the chips.
+      arguments: shapes, dtypes and shardings, by `structs_of`.
       name: of the program.
       donated: numbers of the arguments whose memory the results may take over.
+      expert_ranks: chips that share the experts; each has the rows of all of them, and computes those of its experts.
 
     Returns: the program, and the shapes and dtypes of its results.
     """
-    structs = [
-        jax.ShapeDtypeStruct(tuple(x.shape), JAX_DTYPES[x.dtype], sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
     start = time.perf_counter()
-    traced = jax.jit(run, donate_argnums=tuple(donated)).trace(*structs)
+    traced = jax.jit(run, donate_argnums=tuple(donated)).trace(*arguments)
     compiled = traced.lower().compile()
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
@@ -152,45 +158,75 @@ def compiled_ahead(
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        flops=sum(product_flops(equation) * turns for equation, turns in counts),
+        flops=sum(product_flops(equation, expert_ranks) * turns for equation, turns in counts),
+        attention=sum(product_flops(equation) * turns for equation, turns in counts if is_attention(equation)),
         sent=sent_by(counts),
     )
     return program, jax.tree.leaves(traced.out_info)
 
 
 def equations_of(jaxpr: Any, turns: int = 1) -> Iterator[tuple[Any, int]]:
-    """The equations of a program and of the functions that it calls, each with how often it is computed."""
+    """The equations of a program and of the functions that it calls, each with how often a TPU computes it.
+
+    A kernel is one equation.
+    """
     for equation in jaxpr.eqns:
         yield equation, turns
-        inside = turns * _repetitions(equation)
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(part, "jaxpr", part)
-                if hasattr(inner, "eqns"):
-                    yield from equations_of(inner, inside)
+        if equation.primitive.name != "pallas_call":
+            inside = turns * equation.params["length"] if equation.primitive.name == "scan" else turns
+            for inner in _functions_of(equation.params):
+                yield from equations_of(inner, inside)
 
 
-def _repetitions(equation: Any) -> int:
-    """Times that an equation computes the functions that it calls.
+def _functions_of(params: Mapping[str, Any]) -> Iterator[Any]:
+    """The functions that an equation with these parameters calls; of those for different platforms a TPU's."""
+    platforms = params.get("branches_platforms")
+    for value in params.values():
+        for i, part in enumerate(value if isinstance(value, tuple | list) else (value,)):
+            inner = getattr(part, "jaxpr", part)
+            if hasattr(inner, "eqns") and (platforms is None or i == _branch_of_tpu(platforms)):
+                yield inner
+
+
+def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
+    """Number of the first branch for TPUs, or for all other platforms, which is None."""
+    return next(i for i, names in enumerate(platforms) if names is None or "tpu" in names)
+
+
+def is_attention(equation: Any) -> bool:
+    """True of splash attention's kernels."""
+    return equation.primitive.name == "pallas_call" and (equation.params["name"] or "").startswith("splash")
+
+
+def _kernel_flops(equation: Any, expert_ranks: int) -> int:
+    """FLOPs of a kernel.
 
     Of splash attention those are the blocks on and below the diagonal; with a window it skips more.
     """
-    if equation.primitive.name == "scan":
-        return equation.params["length"]
-    if equation.primitive.name != "pallas_call":
-        return 1
-    grid = equation.params["grid_mapping"].grid
-    if not equation.params["name"].startswith("splash"):
-        return math.prod(grid)
-    heads, rows, columns = grid
-    return heads * rows * (columns + 1) // 2
+    mapping = equation.params["grid_mapping"]
+    if mapping.num_dynamic_grid_bounds:  # sums by group, over tiles of the rows of groups
+        return equation.params["cost_estimate"].flops // expert_ranks
+    turns = math.prod(mapping.grid)
+    if is_attention(equation):
+        heads, rows, columns = mapping.grid
+        turns = heads * rows * (columns + 1) // 2
+    return turns * sum(product_flops(x) * n for x, n in equations_of(equation.params["jaxpr"]))
 
 
-def product_flops(equation: Any) -> int:
-    """FLOPs of a matrix product; 0 of another equation."""
+def product_flops(equation: Any, expert_ranks: int = 1) -> int:
+    """FLOPs of a matrix product, or of a kernel's; 0 of another equation.
+
+    Args:
+      expert_ranks: as in `compiled_ahead`.
+    """
+    if equation.primitive.name == "pallas_call":
+        return _kernel_flops(equation, expert_ranks)
     if equation.primitive.name == "ragged_dot_general":
-        rows, groups = (x.aval.shape for x in equation.invars[:2])
-        return 2 * rows[0] * math.prod(groups[1:])
+        rows, columns = equation.invars[0].aval.shape[0], equation.invars[1].aval.shape[-1]
+        weights = equation.invars[0].aval.shape[1] * columns
+        summed = equation.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        groups = 1 if summed else equation.invars[2].aval.shape[0]  # XLA multiplies all rows for each group's sum
+        return 2 * rows * weights * groups // (expert_ranks if summed else 1)
     if equation.primitive.name != "dot_general":
         return 0
     (contracted, _), _ = equation.params["dimension_numbers"]

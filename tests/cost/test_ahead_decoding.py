@@ -59,7 +59,7 @@ def test_the_plan_has_the_rows_and_the_costs_of_the_dry_run(plan):
 def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(plan):
     """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
     sent = (Sent("all-reduce", ("data",), 1, 40),)
-    program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, sent)
+    program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, 0, sent)
     prefill = program._replace(arguments=plan.weight_bytes + 60)  # it lacks the unembedding, of 40 bytes
     passes = {"prefill": (prefill,), "decode": (program,)}
     phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)

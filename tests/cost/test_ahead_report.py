@@ -19,12 +19,12 @@ pytestmark = pytest.mark.xla
 AXES = {"0": ("tp2", ("tensor",), {"tensor": 2})}
 
 
-def findings(temporary=50, flops=1000, nbytes=100):
+def findings(temporary=50, flops=1000, nbytes=100, attention=0):
     """Findings about a phase that the dry run gives 100 bytes, 1000 FLOPs and 100 bytes sent; 50 bytes are resident."""
     costs = Costs(traffic={("all_reduce", "0"): Traffic(1, 100.0)})
     expected = report.Expected(100.0, 1000.0, report.sent_of(costs, AXES))
     sent = (Sent("all-reduce", ("tensor",), 1, nbytes),)
-    program = AheadProgram("scores", 1.0, 50, 0, 0, temporary, 0, flops, sent)
+    program = AheadProgram("scores", 1.0, 50, 0, 0, temporary, 0, flops, attention, sent)
     return report.differences({"score_policy": report.CompiledPhase((program,), 50, expected)})
 
 
@@ -39,6 +39,11 @@ def test_numbers_within_15_percent_are_no_finding(ratio):
     [
         ({"temporary": 66}, "finding: memory of score_policy: compiled 116 B, dry run 100 B (+16%)"),
         ({"flops": 840}, "finding: FLOPs of score_policy: compiled 8.4e-07 G, dry run 1e-06 G (-16%)"),
+        (
+            {"flops": 2000, "attention": 900},
+            "finding: FLOPs of score_policy: compiled 2e-06 G, dry run 1e-06 G (+100%); "
+            "9e-07 G of the compiled are whole tiles of attention",
+        ),
         ({"nbytes": 120}, "finding: bytes over tp of score_policy: compiled 120 B, dry run 100 B (+20%)"),
     ],
 )

@@ -10,10 +10,15 @@ from jax.sharding import PartitionSpec
 
 from funrl.mesh.text import parse
 from funrl.xla import ahead
-from funrl.xla.ahead import equations_of, product_flops, sent_by, topology_mesh
+from funrl.xla.ahead import equations_of, is_attention, product_flops, sent_by, topology_mesh
 from funrl.xla.errors import XlaError
+from funrl.xla.operators.attention import _segment_attention
+from funrl.xla.operators.products import _grouped_linear, _grouped_weight
+from funrl.xla.operators.result import OperatorResult
 
 pytestmark = pytest.mark.xla
+
+RESULT = OperatorResult((), jnp.dtype(jnp.float32))
 
 
 def counted(fn, *args):
@@ -31,10 +36,36 @@ def test_products_in_a_loop_count_as_often_as_it_turns():
     assert sum(product_flops(equation) * turns for equation, turns in found) == (5 + 1) * 2 * 3 * 4 * 4
 
 
-def test_grouped_products_count_each_row_once():
-    sizes = jnp.array([3, 4], dtype=jnp.int32)
-    found = counted(lambda x, w: lax.ragged_dot(x, w, sizes), jnp.zeros((7, 4)), jnp.zeros((2, 4, 6)))
-    assert sum(product_flops(equation) * turns for equation, turns in found) == 2 * 7 * 4 * 6
+def test_products_of_experts_count_rows_where_their_experts_are():
+    """Of a layer whose experts are on two ranks, each of which has the rows of both: forward and both gradients."""
+
+    def run(x, weight, grad, ends):
+        forward = _grouped_linear(RESULT, x, weight, ends)
+        by_rows = _grouped_linear(RESULT, grad, jnp.swapaxes(weight, 1, 2), ends)
+        return forward, by_rows, _grouped_weight(RESULT, grad, x, ends)
+
+    rows, embed, inner = 2 * 128, 4, 6
+    arrays = (jnp.zeros(shape, jnp.bfloat16) for shape in ((rows, embed), (2, inner, embed), (rows, inner)))
+    found = counted(run, *arrays, jnp.zeros(2, jnp.int32))
+    one = 2 * rows // 2 * embed * inner
+    assert [n for n in (product_flops(x, expert_ranks=2) * turns for x, turns in found) if n] == [one] * 3
+
+
+def test_sums_by_group_of_xla_count_all_rows_for_each_group():
+    arrays = (jnp.zeros(shape, jnp.float16) for shape in ((7, 6), (7, 4)))  # which the kernel does not take
+    found = counted(lambda *args: _grouped_weight(RESULT, *args), *arrays, jnp.zeros(3, jnp.int32))
+    assert sum(product_flops(x, expert_ranks=2) for x, _ in found) == 3 * 2 * 7 * 4 * 6
+
+
+def test_of_attention_s_kernel_tiles_up_to_the_diagonal_count():
+    """Twice as many tokens have three times as many tiles; half of the FLOPs are of logits, half of values."""
+    numbers = (0, 1.0, 0.0)
+    for tokens, tiles in ((512, 1), (1024, 3)):
+        q, k = (jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (2, 1))
+        offsets = jax.ShapeDtypeStruct((3,), jnp.int32)
+        found = counted(lambda *args: _segment_attention(RESULT, *args, numbers), q, k, k, offsets)
+        kernels = [product_flops(x) for x, _ in found if is_attention(x)]
+        assert kernels == [2 * tiles * 2 * 2 * 512 * 512 * 128]
 
 
 def test_collectives_have_kinds_axes_and_bytes_of_their_larger_side():

@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("jax")
 import jax
+import jax.numpy as jnp
 import torch
+from jax.experimental.pallas import tpu as pltpu
 from operator_cases import CASES, Draw
 from selection import quick
 from torch.utils import _pytree
@@ -18,6 +20,7 @@ from funrl.xla.compiled import to_jax, to_torch
 from funrl.xla.interpret import result_of
 from funrl.xla.operators.attention import FOR_TPU
 from funrl.xla.operators.collectives import BETWEEN_DEVICES
+from funrl.xla.operators.products import _grouped_weight, grouped_sums
 from funrl.xla.operators.table import LOWERINGS, WITHOUT_MEANING
 
 pytestmark = pytest.mark.xla
@@ -74,13 +77,12 @@ def of_jax(dtype):
             wants = (result, *result.more)
             return tuple(x.astype(want.dtype) for x, want in zip(made, wants, strict=True))
 
-        made, pull = jax.vjp(run, *(arrays[i] for i in floats))
+        own = [arrays[i] for i in floats]
         if not learned:
-            return made, ()
+            return run(*own), ()
+        made, pull = jax.vjp(run, *own)
         given = [
-            jax.numpy.zeros_like(x)
-            if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-            else jax.numpy.zeros(x.shape, jax.dtypes.float0)
+            jnp.zeros_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else jnp.zeros(x.shape, jax.dtypes.float0)
             for x in made
         ]
         for i, x in zip(learned, back, strict=True):
@@ -136,3 +138,15 @@ def close(x, want, case, dtype):
     scale = want.double().abs().nan_to_num(0, 0, 0).amax().clamp_min(1) if want.numel() else 1
     assert torch.equal(x.isnan(), want.isnan()), case.overload
     torch.testing.assert_close(x.double() / scale, want.double() / scale, rtol=0, atol=TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.slow
+def test_sums_by_group_of_the_kernel_are_those_of_xla():
+    """Interpreted on the CPU; a group is empty, and rows after the last group have no meaning."""
+    generator = torch.Generator().manual_seed(0)
+    grad, x = (to_jax(torch.randn(150, n, generator=generator)) for n in (20, 33))
+    sizes = jnp.array([30, 0, 70, 41], jnp.int32)
+    with pltpu.force_tpu_interpret_mode():
+        sums = grouped_sums(grad, x, sizes)
+    wanted = jax.jit(_grouped_weight, static_argnums=0)(result_of(torch.empty(4, 20, 33)), grad, x, jnp.cumsum(sizes))
+    assert jnp.abs(sums - wanted).max() < 1e-4 < jnp.abs(wanted).max()

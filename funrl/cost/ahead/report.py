@@ -136,6 +136,11 @@ class CompiledPhase(NamedTuple):
         """FLOPs of a chip."""
         return sum(x.flops for x in self.programs)
 
+    @property
+    def attention(self) -> int:
+        """Those of them in attention's kernel."""
+        return sum(x.attention for x in self.programs)
+
 
 def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
     """`decoding_plan`; or the reason why the job's passes are not compiled."""
@@ -261,5 +266,8 @@ def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
         for what, (compiled, want, shown) in pairs.items():
             if abs(compiled - want) > FINDING * want:
                 share = f" ({compiled / want - 1:+.0%})" if want else ""
-                lines.append(f"finding: {what} of {name}: compiled {shown(compiled)}, dry run {shown(want)}{share}")
+                line = f"finding: {what} of {name}: compiled {shown(compiled)}, dry run {shown(want)}{share}"
+                if what == "FLOPs" and phase.attention:
+                    line += f"; {shown(phase.attention)} of the compiled are whole tiles of attention"
+                lines.append(line)
     return lines or [f"the dry run agrees within {FINDING:.0%}"]

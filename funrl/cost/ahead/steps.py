@@ -27,7 +27,7 @@ from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
 from funrl.trainer.steps.router_losses import Choices, token_count
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.step_rows import Rows
-from funrl.xla.ahead import AheadProgram, compiled_ahead
+from funrl.xla.ahead import AheadProgram, compiled_ahead, structs_of
 from funrl.xla.compiled import torch_dtype
 from funrl.xla.meshes import DeviceCopies, MeshProgram
 
@@ -48,7 +48,9 @@ class AheadPrograms(MeshPrograms):
         program = MeshProgram(make, self.place.copies, given, results, name=f"{what} of {subject}")
 
         def run(*args: trees.Tree) -> trees.Tree:
-            compiled, results = compile_program(program, args, DONATED.get(what, ()), self.place.note)
+            compiled, results = compile_program(
+                program, args, DONATED.get(what, ()), self.place.note, expert_ranks=self.place.sizes["expert"]
+            )
             self.compiled[what] = compiled
             device = "cpu" if what == "scores" else "meta"
             return trees.map(lambda x: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device), results)
@@ -57,7 +59,12 @@ class AheadPrograms(MeshPrograms):
 
 
 def compile_program(
-    program: MeshProgram, args: tuple[trees.Tree, ...], donated: Sequence[int], note: Callable[[str], None]
+    program: MeshProgram,
+    args: tuple[trees.Tree, ...],
+    donated: Sequence[int],
+    note: Callable[[str], None],
+    *,
+    expert_ranks: int = 1,
 ) -> tuple[AheadProgram, trees.Tree]:
     """Compile a program for arguments of these shapes.
 
@@ -66,6 +73,7 @@ def compile_program(
       args: whole arguments, which need no memory.
       donated: numbers of the arguments whose memory the results may take over.
       note: receives a line about what was done.
+      expert_ranks: as in `compiled_ahead`.
 
     Returns: the program, and the shapes and dtypes of its results.
     """
@@ -73,9 +81,10 @@ def compile_program(
     places = [i for n in donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
     with jax.enable_x64(True):
         mapped = program.mapped(args)
-        leaves = trees.leaves(args)
-        mesh = program.copies.mesh
-        compiled, structs = compiled_ahead(mapped.run, leaves, mapped.given, mesh, name=program.name, donated=places)
+        arguments = structs_of(trees.leaves(args), mapped.given, program.copies.mesh)
+        compiled, structs = compiled_ahead(
+            mapped.run, arguments, name=program.name, donated=places, expert_ranks=expert_ranks
+        )
     note(f"{compiled.name}: compiled in {compiled.seconds:.0f} s")
     return compiled, trees.fill(mapped.results, structs)
 

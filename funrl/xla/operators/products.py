@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from funrl.xla.operators.attention import LANE_NUMBERS
 from funrl.xla.operators.result import JaxArray, Lowering, OperatorResult, as_dtype
+
+SUMMED_DTYPES = (jnp.bfloat16, jnp.float32)  # of the kernel for sums by group
+ROW_TILES = (512, 256, 128)
 
 
 def _product(result: OperatorResult, a: JaxArray, b: JaxArray) -> JaxArray:
@@ -46,12 +51,37 @@ def _grouped_linear(result: OperatorResult, x: JaxArray, weight: JaxArray, ends:
 
 
 def _grouped_weight(result: OperatorResult, grad: JaxArray, x: JaxArray, ends: JaxArray) -> JaxArray:
-    """For each group the sum over its rows of grad x^T."""
+    """For each group the sum over its rows of grad x^T.
+
+    XLA multiplies all rows once for each group, on a TPU too; the kernel there multiplies only tiles of a group's rows.
+    """
+
+    def by_xla(grad: JaxArray, x: JaxArray, sizes: JaxArray) -> JaxArray:
+        contracted = (((0,), (0,)), ((), ()))
+        numbers = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+        return lax.ragged_dot_general(grad, x, sizes, numbers, preferred_element_type=result.compute)
+
     rows = jnp.arange(x.shape[0])
     grad = jnp.where((rows < ends[-1])[:, None], grad, 0)
-    contracted = (((0,), (0,)), ((), ()))
-    numbers = lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
-    return lax.ragged_dot_general(grad, x, _sizes(ends), numbers, preferred_element_type=result.compute)
+    if grad.dtype not in SUMMED_DTYPES:
+        return by_xla(grad, x, _sizes(ends))
+    return lax.platform_dependent(grad, x, _sizes(ends), tpu=grouped_sums, default=by_xla)
+
+
+def grouped_sums(grad: JaxArray, x: JaxArray, sizes: JaxArray) -> JaxArray:
+    """`funrl.grouped_weight` by a Pallas kernel for TPUs, in float32: [E, N, K].
+
+    Args:
+      grad, x: [R, N] and [R, K], rows sorted by group.
+      sizes: int32 [E], rows of each group.
+    """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    filled = [jnp.pad(rows, ((0, -len(rows) % LANE_NUMBERS), (0, 0))) for rows in (grad, x)]
+    row_tile = next(size for size in ROW_TILES if len(filled[0]) % size == 0)
+    sides = [min(ROW_TILES[0], -(-rows.shape[1] // LANE_NUMBERS) * LANE_NUMBERS) for rows in (grad, x)]
+    with jax.enable_x64(False):  # the kernel's indices are of 32 bits
+        return tgmm(filled[0].T, filled[1], sizes, preferred_element_type=jnp.float32, tiling=(row_tile, *sides))
 
 
 def _chunk_states(
