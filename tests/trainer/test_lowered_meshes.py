@@ -32,10 +32,9 @@ ENGINES = [(torch.float64, "dp2,tp2+lora+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
     "float64:2:ppo:dp2,tp2",
     "float64:2:grpo:ep2+fsdp",
-    "float32:1:sft:sp2",
     "float64:2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
 ]
-METRICS = {"float64": 1e-9, "float32": 1e-3}
+METRICS_GAP = 1e-9
 
 
 @pytest.mark.slow
@@ -56,7 +55,7 @@ def test_runs_on_meshes_have_the_metrics_of_torch_s_ranks():
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == RUNS
     for line in lines:
-        assert float(line.split()[1]) < METRICS[line.partition(":")[0]], line
+        assert float(line.split()[1]) < METRICS_GAP, line
 
 
 @pytest.mark.slow
