@@ -1,9 +1,9 @@
 """A program: steps of small runs on meshes of JAX's CPU devices against torch's ranks.
 
-    python lowered_runs.py DTYPE:STEPS:RECIPE:MESH...
+    python lowered_runs.py STEPS:RECIPE:MESH...
 
-A mesh is that of --mesh, with "+fsdp" where weights are fully sharded, "+lora" where adapters learn, and "+on=MESH"
-where JAX decodes too, on that mesh. It prints the largest difference of a metric, relative to the metric where that is
+A mesh is that of --mesh, with "+fsdp" where weights are fully sharded and "+on=MESH" where JAX decodes too, on that
+mesh. It prints the largest difference of a metric, relative to the metric where that is
 above 1, and its name. torch's runs come first: a fork beside the threads of JAX can wait forever.
 """
 
@@ -19,17 +19,14 @@ from funrl.models.decoder.routing import Experts
 RECIPES = {"grpo": GRPO, "ppo": PPO, "sft": sft}
 
 
-def job_of(text, dtype, **settings):
-    """The job of a recipe and a mesh."""
+def job_of(text, **settings):
+    """The job of a recipe and a mesh, in float64."""
     recipe, _, mesh = text.partition(":")
     mesh, *kinds = mesh.split("+")
     engine = [kind.removeprefix("on=") for kind in kinds if kind.startswith("on=")]
     sizes = SIZES | ({"experts": Experts(4, 2, 8)} if mesh.startswith("ep") else {})
-    lr = 1e-2 if dtype == "float64" else 1e-3  # of a gradient of about 0 Adam makes a step of that size
     learns = {"reward": None} if recipe == "sft" else {}
-    options = {"sizes": sizes, "dtype": dtype, "lr": lr, "mesh": mesh, "fsdp": "fsdp" in kinds}
-    if "lora" in kinds:  # and activations are computed again
-        options |= {"lora_rank": 2, "remat": "full"}
+    options = {"sizes": sizes, "dtype": "float64", "lr": 1e-2, "mesh": mesh, "fsdp": "fsdp" in kinds}
     if engine:
         options |= {"generate_mesh": engine[0], "compile": "on" if "backend" in settings else "off"}
     return small_job(RECIPES[recipe], **options, **learns, **settings)
@@ -59,13 +56,13 @@ def gap_of(found, wanted):
 
 
 def main(*texts):
-    cases = [(text, *text.split(":", 2)) for text in texts]
+    cases = [(text, *text.split(":", 1)) for text in texts]
     wanted = {}
-    for text, dtype, steps, of in cases:
-        job = job_of(of, dtype)
+    for text, steps, of in cases:
+        job = job_of(of)
         wanted[text] = launch(lambda mesh, job=job, n=int(steps): metrics_of(job, mesh, n), job.sizes, "cpu")
-    for text, dtype, steps, of in cases:
-        found = metrics_of(job_of(of, dtype, backend="xla"), single(), int(steps))
+    for text, steps, of in cases:
+        found = metrics_of(job_of(of, backend="xla"), single(), int(steps))
         print(text, *gap_of(found, wanted[text]), flush=True)
 
 

@@ -30,11 +30,10 @@ MESHES = {  # the collectives that its program must have
 }
 ENGINES = [(torch.float64, "dp2,tp2+lora+states"), (torch.bfloat16, "dp2,tp2")]
 RUNS = [
-    "float64:2:ppo:dp2,tp2",
-    "float64:2:grpo:ep2+fsdp",
-    "float64:2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
+    "2:ppo:dp2,tp2",
+    "2:grpo:ep2+fsdp",
+    "2:grpo:dp2+fsdp+on=tp2",  # JAX decodes too
 ]
-METRICS_GAP = 1e-9
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_runs_on_meshes_have_the_metrics_of_torch_s_ranks():
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == RUNS
     for line in lines:
-        assert float(line.split()[1]) < METRICS_GAP, line
+        assert float(line.split()[1]) < 1e-9, line
 
 
 @pytest.mark.slow
@@ -75,7 +74,7 @@ def test_a_checkpoint_of_a_mesh_is_continued_by_the_other_backend(tmp_path):
     """From torch to JAX and back; the second step after a checkpoint depends on the state of the optimizer."""
 
     def job(text, **settings):
-        return job_of(text, "float64", steps=4, **settings)
+        return job_of(text, steps=4, **settings)
 
     whole = Quiet(str(tmp_path / "whole"))
     train_loop(job("sft:"), single(), whole)

@@ -49,7 +49,7 @@ class DirectOperator:
 
     def __call__(self, *args: Any) -> Any:
         """Results of the operator."""
-        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):
+        if torch.compiler.is_compiling() or not is_plain(*_tensors(args)):  # first, so that no graph has `_tensors`
             return self.definition(*args)
         return self.function(*args)
 
