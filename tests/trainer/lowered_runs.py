@@ -3,8 +3,8 @@
     python lowered_runs.py STEPS:RECIPE:MESH...
 
 A mesh is that of --mesh, with "+fsdp" where weights are fully sharded and "+on=MESH" where JAX decodes too, on that
-mesh. It prints the largest difference of a metric, relative to the metric where that is
-above 1, and its name. torch's runs come first: a fork beside the threads of JAX can wait forever.
+mesh. It prints the largest difference of a metric, relative to the metric where that is above 1, and its name. torch's
+runs come first: a fork beside the threads of JAX can wait forever.
 """
 
 import sys
