@@ -14,7 +14,8 @@ from funrl.batch import TOKEN_INT, Batch, as_dict
 from funrl.cost.row_pictures import picture_tokens_of
 from funrl.cost.tracing.estimate import FieldShapes
 from funrl.cost.tracing.turns import turns_of
-from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, text_batch
+from funrl.data.conversations import Text
+from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts

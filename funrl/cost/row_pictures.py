@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -72,7 +73,12 @@ def task_texts(settings: Settings, config: ModelConfig, kind: str | None) -> tup
     tokenizer = with_picture_form(embedded_task(settings.examples.task).tokenizer(), form)
     texts = embedded_texts(settings, kind, tokenizer)
     examples = (*texts.examples, *texts.heldout)
-    return tuple(TaskText(len(text.tokens), x.owned) for x in examples for text in x.texts)
+    return tuple(
+        TaskText(len(text.tokens), own)
+        for x in examples
+        for text, own in itertools.zip_longest(x.texts, x.owned, fillvalue=None)
+        if text is not None
+    )
 
 
 @functools.lru_cache(maxsize=8)

@@ -127,25 +127,6 @@ def _number(text: str) -> Any:
         return text
 
 
-def are_messages(x: Any) -> bool:
-    """True of a list of messages, whose content is text, or parts of text and pictures."""
-    return isinstance(x, list) and bool(x) and all(map(is_message, x))
-
-
-def is_message(x: Any) -> bool:
-    """True of an object with a role, and text or parts of text and pictures."""
-    if not isinstance(x, Mapping) or not isinstance(x.get("role"), str):
-        return False
-    content = x.get("content")
-    return isinstance(content, str) or (isinstance(content, list) and bool(content) and all(map(_is_part, content)))
-
-
-def _is_part(x: Any) -> bool:
-    if not isinstance(x, Mapping):
-        return False
-    return x.get("type") == "image" or (x.get("type") == "text" and isinstance(x.get("text"), str))
-
-
 def check_steps(steps: Any, labels: Any) -> None:
     """Raise DataError where steps of a solution and their labels are no lists of one length."""
     if not (isinstance(steps, Sequence) and not isinstance(steps, str) and steps) or not all(

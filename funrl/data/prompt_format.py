@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
+from funrl.data.messages import Message, are_messages, normal_messages, normal_tools
 from funrl.data.processors.square_pictures import framed
 from funrl.data.records import read_records, source_problem
-from funrl.data.tokenizer import encode_prompt
 
-Messages = list[dict[str, Any]]
+Messages = list[Message]
 PROMPT_PLACE = "{prompt}"
 PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 SEPARATOR = "\n"  # of steps, by default
@@ -33,7 +33,7 @@ class Shot(NamedTuple):
     """A few-shot example."""
 
     prompt: str | Messages
-    completion: str
+    completion: str | Messages
 
 
 class PromptFormat(NamedTuple):
@@ -64,37 +64,26 @@ PLAIN_PROMPTS = PromptFormat()
 def format_prompt(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> str | Messages:
     """Apply a format to a prompt."""
     if isinstance(prompt, str) and not form.chat:
-        shots = (f"{_in_template(shot.prompt, form)}{shot.completion}\n\n" for shot in form.shots)
+        shots = (f"{_in_template(shot.prompt, form)}{_text_of(shot)}\n\n" for shot in form.shots)
         return "".join((*shots, _in_template(prompt, form)))
+    return format_messages(prompt, form)
+
+
+def format_messages(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Messages:
+    """Apply a format to messages, or to a text that becomes the user's; they come out in their normal form."""
     turns = _turns(prompt, form)
     own = turns[0]["role"] == "system"
     first = turns[:1] if own else [] if form.system is None else [{"role": "system", "content": form.system}]
     for shot in form.shots:
-        first += [*_turns(shot.prompt, form), {"role": "assistant", "content": shot.completion}]
+        completion = shot.completion
+        reply = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        first += [*_turns(shot.prompt, form), *reply]
     return first + turns[own:]
-
-
-def encoded(
-    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat, tools: Any = None
-) -> tuple[list[int], str]:
-    """Token ids of a prompt in its format, and their text; see `encode_prompt`.
-
-    Args:
-      tokenizer: of Hugging Face.
-      prompt: text or messages.
-      form: the format.
-      tools: tools of the record, as a list or as JSON; None: those of the format.
-
-    Raises:
-      TokenizerError: as in `encode_prompt`.
-      DataError: the tools are neither.
-    """
-    return encode_prompt(tokenizer, format_prompt(prompt, form), tools_of(tools, form), arguments=form.arguments)
 
 
 def tools_of(own: Any, form: PromptFormat) -> list[Any]:
     """A record's own tools, else those of the format. Raises: DataError."""
-    return _tools(own) or list(form.tools)
+    return normal_tools(own) or list(form.tools)
 
 
 def read_shots(text: str, fields: Fields) -> tuple[Shot, ...]:
@@ -147,7 +136,7 @@ def template_arguments(text: str) -> dict[str, Any]:
 
 def read_tools(path: str) -> tuple[Any, ...]:
     """Read tools from a JSON file, a list of schemas. Raises: DataError."""
-    return tuple(_tools(text_of_file(path)))
+    return tuple(normal_tools(text_of_file(path)))
 
 
 def text_of_file(path: str) -> str:
@@ -159,31 +148,34 @@ def text_of_file(path: str) -> str:
         raise DataError(f"{path}: it cannot be read: {reason}") from error
 
 
-def _tools(given: Any) -> list[Any]:
-    try:
-        tools = json.loads(given) if isinstance(given, str) else given or []
-    except ValueError as error:
-        raise DataError(f"tools are a list of JSON schemas; this is not JSON: {error}") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"tools are a list of JSON schemas, not {type(tools).__name__}")
-    return tools
-
-
 def _shot(where: str, record: Any, fields: Fields) -> Shot:
     try:
         record = prompt_columns(rename_columns(record, fields)) if isinstance(record, Mapping) else {}
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    completion = next((record[name] for name in COMPLETIONS if isinstance(record.get(name), str)), None)
-    if not record.get("prompt") or completion is None:
-        raise DataError(f"{where}: an example has a prompt, and a text as its {', '.join(COMPLETIONS)}")
-    return Shot(record["prompt"], completion)
+    completion = next((record[name] for name in COMPLETIONS if record.get(name) is not None), None)
+    if not record.get("prompt") or not (isinstance(completion, str) or are_messages(completion)):
+        raise DataError(f"{where}: an example has a prompt, and a text or messages as its {', '.join(COMPLETIONS)}")
+    try:
+        return Shot(_normal(record["prompt"]), _normal(completion))
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _normal(given: Any) -> str | Messages:
+    return normal_messages(given) if are_messages(given) else given
 
 
 def _turns(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Messages:
     if isinstance(prompt, str):
         return [{"role": "user", "content": _in_template(prompt, form)}]
-    return [dict(message) for message in prompt]
+    return normal_messages(prompt)
+
+
+def _text_of(shot: Shot) -> str:
+    if isinstance(shot.completion, str):
+        return shot.completion
+    raise DataError("the completions of --few_shot are messages, but this prompt is text; give --chat_template=own")
 
 
 def _in_template(prompt: Any, form: PromptFormat) -> str:

@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from funrl.data.columns import Fields, are_messages, prompt_columns, rename_columns
+from funrl.data.columns import Fields, prompt_columns, rename_columns
+from funrl.data.conversations import encode_prompt
 from funrl.data.json_lines import DataError
+from funrl.data.messages import are_messages, check_roles, normal_messages
 from funrl.data.order import places_in_order
 from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of, reading_of
 from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
 from funrl.data.records import FORMATS, read_records, source_problem
-from funrl.data.tokenizer import TokenizerError, encode_prompt
+from funrl.data.tokenizer import TokenizerError
 
 if TYPE_CHECKING:  # it imports torch
     from funrl.kinds import OwnedLines
@@ -129,6 +131,8 @@ def encode(
     try:
         pictures = _pictures(prompt, tokenizer)
         formatted = format_prompt(prompt.prompt, form)
+        if not isinstance(formatted, str):
+            check_roles(formatted, tokenizer.chat_template)
         content = marked(formatted, tokenizer) if pictures else formatted
         tools = tools_of(prompt.fields.get("tools"), form)
         tokens, text = encode_prompt(tokenizer, content, tools, arguments=form.arguments)
@@ -189,7 +193,10 @@ def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt:
         return prompt
     if are_messages(prompt):
-        return prompt
+        try:
+            return normal_messages(prompt)
+        except DataError as error:
+            raise PromptError(f"{where}: 'prompt', {error}") from error
     raise PromptError(
         f"{where}: 'prompt' must be text that is not empty, or a list of messages "
         f'{{"role": "user", "content": "..."}}; it is {_short(prompt)}'

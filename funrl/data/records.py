@@ -19,6 +19,7 @@ import numpy as np
 
 from funrl.data.cached_datasets import TRAIN, cached_name, load_cached, looks_like_name
 from funrl.data.json_lines import DataError, JsonLines, parse_json
+from funrl.data.messages import without_arrow_nulls
 
 FORMATS = (
     "a .jsonl, .json, .csv or .parquet file, a directory that `datasets` saved, or the name of a dataset in the local "
@@ -71,10 +72,17 @@ class Records(Sequence[Any]):
 
 
 class TableRows(NamedTuple):
-    """Rows in memory, or memory-mapped by `datasets`."""
+    """Rows in memory, or memory-mapped by `datasets`.
+
+    Attributes:
+      name: of the file.
+      rows: by index.
+      is_arrow: whether they are of an Arrow table, which adds nulls to objects; see `without_arrow_nulls`.
+    """
 
     name: str
     rows: Sequence[Any]
+    is_arrow: bool = False
 
     def indexed(self) -> TableRows:
         """Itself: rows have random access."""
@@ -82,11 +90,11 @@ class TableRows(NamedTuple):
 
     def scan(self) -> Iterator[tuple[int, Any]]:
         """Yield each row with its index."""
-        return enumerate(self.rows)
+        return enumerate(map(without_arrow_nulls, self.rows) if self.is_arrow else self.rows)
 
     def read(self, place: int) -> Any:
         """Read a row."""
-        return self.rows[place]
+        return without_arrow_nulls(self.rows[place]) if self.is_arrow else self.rows[place]
 
     def where(self, place: int) -> str:
         """File and number of a row."""
@@ -213,7 +221,7 @@ def _dataset(path: Path, load: Callable[[Any], Any]) -> TableRows:
     was_offline = config.HF_HUB_OFFLINE
     config.HF_HUB_OFFLINE = True  # online, it would look up names at the hub and report its loads
     try:
-        return TableRows(str(path), load(library).with_format(None))
+        return TableRows(str(path), load(library).with_format(None), is_arrow=True)
     except Exception as error:  # datasets raises many kinds for broken files
         reason = " ".join(str(error.__cause__ or error).split())
         raise DataError(f"{path}: datasets cannot read it: {reason}") from error

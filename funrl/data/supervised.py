@@ -8,10 +8,11 @@
 | ratings | `{"prompt": text or messages, "completion": text, "label": true or false}`, or a preference, which is two |
 | steps | `{"prompt": text or messages, "completions": [text, ...], "labels": [true or false, ...]}` |
 
-Messages are `{"role": ..., "content": ...}` and go through the tokenizer's chat template; in a conversation, exactly
-the assistant's turns are trained. A completion may also be a list of one message. It ends with the end-of-text token,
-so that ending is trained too. A `text` is trained except its first token, which nothing predicts. A separator follows
-every step, and the last token of a step is trained. `text_columns` accepts further names of columns.
+Messages are `{"role": ..., "content": ...}`, see `messages`, and go through the tokenizer's chat template; see
+`conversations` for what is trained. A completion may also be messages; behind a prompt in messages, a text is the
+assistant's. A text that completes a text ends with the end-of-text token, so that ending is trained too. A `text` is
+trained except its first token, which nothing predicts. A separator follows every step, and the last token of a step is
+trained. `text_columns` accepts further names of columns.
 
 Checks: `load_examples` reads every record and checks its fields, without tokenizing. Before a run, `fit_examples`
 tokenizes all texts of a list or of a file up to 4 MB; of a larger file, the first 1,000 lines and those whose size
@@ -32,16 +33,27 @@ import numpy as np
 import torch
 
 from funrl.batch import Batch
-from funrl.data.columns import Fields, are_messages, check_steps, is_label, rename_columns, text_columns
+from funrl.data.columns import Fields, check_steps, is_label, rename_columns, text_columns
+from funrl.data.conversations import (
+    ChatTemplate,
+    Text,
+    completed_text,
+    continued_texts,
+    conversation_texts,
+    encode_prompt,
+    whole_text,
+)
 from funrl.data.json_lines import DataError
+from funrl.data.messages import Message, are_messages, check_roles, normal_messages
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
 from funrl.data.pictures import expand_placeholders, flags_after, picture_form_of, pictures_of
+from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, encoded, format_prompt, marked, tools_of
+from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
 from funrl.data.records import FORMATS, Records, open_records
-from funrl.data.tokenizer import TokenizerError, chat_text, encode_prompt, encode_text
+from funrl.data.tokenizer import TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
 
 TEXT_FIELDS = {
@@ -57,28 +69,22 @@ FIRST_LINES = 1000  # lines of any file that are tokenized before the run
 KEPT_TOKENS = 1 << 20  # tokens of a file that a rank keeps, in about 50 MB
 
 
-class Text(NamedTuple):
-    """A sequence of tokens, and a mask of the trained ones."""
-
-    tokens: list[int]
-    trained: list[bool]
-
-
 class TextExample(NamedTuple):
-    """An example: a text; a chosen and a rejected text; or these two and a text to imitate.
+    """An example: a text; a chosen and a rejected text; these two and a text to imitate; or rows of a conversation.
 
     Attributes:
+      texts: of a conversation one, or several if its chat template renders earlier turns otherwise.
       margin: margin by which the first text should win.
       labels: 0 to 1, one for each trained token in order, or a single one for the whole text.
       source: its file and line.
-      owned: values that it owns, such as its pictures; with a model that reads such, all examples have some.
+      owned: values that each text owns, such as its pictures; with a model that reads such, all examples have some.
     """
 
     texts: tuple[Text, ...]
     margin: float | None = None
     labels: tuple[float, ...] = ()
     source: str = ""
-    owned: OwnedLines | None = None
+    owned: tuple[OwnedLines, ...] = ()
 
 
 @dataclass(eq=False)
@@ -183,9 +189,9 @@ def load_examples(
         nonlocal without_margin, paired
         record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
-        columns = text_columns(record, "preferences" if paired else kind)
-        check_record(columns, "preferences" if paired else kind)
-        without_margin += columns.get("margin") is None
+        read_kind = "preferences" if paired else kind
+        normal = normal_record(text_columns(record, read_kind), read_kind)
+        without_margin += normal.get("margin") is None
 
     records = open_records(path, check)
     if not len(records):
@@ -208,39 +214,64 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
     return parts[0] if len(parts) == 1 else Mixture(parts, shares)
 
 
-def check_record(record: Any, kind: str) -> None:
-    """Raise DataError if a field of a record, after `text_columns`, is missing or of the wrong type."""
+def normal_record(record: Any, kind: str) -> dict[str, Any]:
+    """A record after `text_columns` with its messages and tools in their normal form.
+
+    Raises:
+      DataError: a field is missing or of the wrong type.
+    """
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
-    if kind == "demonstrations" and "messages" in record:
-        messages = record["messages"]
+    normal = dict(record)
+    for name in ("prompt",) if kind == "steps" else ("prompt", "messages", *TEXT_FIELDS[kind]):
+        if are_messages(normal.get(name)):
+            normal[name] = _normal_field(name, normal[name])
+    if kind == "demonstrations" and "messages" in normal:
+        messages = normal["messages"]
         if not are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
             raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
-        return
-    if kind == "demonstrations" and "text" in record and "prompt" not in record:
-        if not isinstance(record["text"], str):
+        return normal
+    if kind == "demonstrations" and "text" in normal and "prompt" not in normal:
+        if not isinstance(normal["text"], str):
             raise DataError("'text' must be text")
-        return
+        return normal
     needed = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
-    missing = [name for name in needed if name not in record]
+    missing = [name for name in needed if name not in normal]
     if missing:
         raise DataError(
-            f"there is no field {missing[0]!r}; the fields are {sorted(record)}: --fields={missing[0]}:COLUMN "
+            f"there is no field {missing[0]!r}; the fields are {sorted(normal)}: --fields={missing[0]}:COLUMN "
             "names the column that has it"
         )
-    if not (isinstance(record["prompt"], str) or are_messages(record["prompt"])):
+    if not (isinstance(normal["prompt"], str) or are_messages(normal["prompt"])):
         raise DataError("'prompt' must be text, or a list of messages")
     if kind == "steps":
-        check_steps(record["completions"], record["labels"])
-        return
-    if kind == "ratings" and not is_label(record["label"]):
-        raise DataError(f"'label' is {record['label']!r}; true, false or a number from 0 to 1 is needed")
+        check_steps(normal["completions"], normal["labels"])
+        return normal
+    if kind == "ratings" and not is_label(normal["label"]):
+        raise DataError(f"'label' is {normal['label']!r}; true, false or a number from 0 to 1 is needed")
     for name in TEXT_FIELDS[kind]:
-        if not isinstance(_content(record[name]), str):
-            raise DataError(f"{name!r} must be text, or a list of one message")
-    margin = record.get("margin")
+        _check_completion(normal[name], name, kind)
+    margin = normal.get("margin")
     if margin is not None and not (isinstance(margin, (int, float)) and math.isfinite(margin)):
         raise DataError(f"'margin' is {margin!r}; a number is needed")
+    return normal
+
+
+def _normal_field(name: str, messages: list[Any]) -> list[Message]:
+    try:
+        return normal_messages(messages)
+    except DataError as error:
+        raise DataError(f"{name!r}, {error}") from None
+
+
+def _check_completion(completion: Any, name: str, kind: str) -> None:
+    """Raise DataError unless a completion is a text, or messages that begin with the assistant's."""
+    if isinstance(completion, str):
+        return
+    if not are_messages(completion) or completion[0]["role"] != "assistant":
+        raise DataError(f"{name!r} must be text, or a list of messages that begins with the assistant's")
+    if len(completion) > 1 and kind != "demonstrations":
+        raise DataError(f"{name!r} has {len(completion)} messages; give one, and what is before it as the prompt")
 
 
 def text_example(
@@ -256,8 +287,7 @@ def text_example(
     Raises:
       DataError, TokenizerError: a field is missing or of the wrong kind.
     """
-    record = text_columns(record, kind)
-    check_record(record, kind)
+    record = normal_record(text_columns(record, kind), kind)
     pictures = pictures_of(record, tokenizer)
     places = ("prompt", "messages") if pictures else ()
     record = {**record, **{name: marked(record[name], tokenizer) for name in places if name in record}}
@@ -267,41 +297,74 @@ def text_example(
         return example
     if pictures and kind != "demonstrations":
         raise DataError(f"{kind} have no pictures: these are read with demonstrations and prompts")
-    seen = [expand_placeholders(text.tokens, pictures, see, read) for text in example.texts]
+    seen = [
+        expand_placeholders(text.tokens, pictures[:share], see, read)
+        for text, share in zip(example.texts, _shares(example.texts, pictures, see), strict=True)
+    ]
     texts = tuple(Text(new.tokens, flags_after(*text, new, see)) for text, new in zip(example.texts, seen, strict=True))
-    return example._replace(texts=texts, owned=seen[0].owned)
+    return example._replace(texts=texts, owned=tuple(new.owned for new in seen))
+
+
+def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm) -> list[int]:
+    """For each text the number of pictures that it has, the first ones of its record: a history is shorter."""
+    counts = [text.tokens.count(form.tower.placeholder) for text in texts]
+    return [len(pictures) if count == max(counts) else count for count in counts]
 
 
 def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: PromptFormat) -> TextExample:
+    template = ChatTemplate(tokenizer, tools_of(record.get("tools"), form), form.arguments)
     if kind == "demonstrations" and "messages" in record:
-        return TextExample((conversation(record["messages"], tokenizer, form, tools=record.get("tools")),))
+        messages = format_messages(record["messages"], form)
+        check_roles(messages, tokenizer.chat_template)
+        has_system = record["messages"][0]["role"] == "system"
+        first = len(messages) - len(record["messages"]) + has_system  # behind the examples of --few_shot
+        return TextExample(tuple(conversation_texts(messages, template, first)))
     if kind == "demonstrations" and "prompt" not in record:
-        return TextExample((_whole(record["text"], tokenizer),))
-    prompt, _ = encoded(tokenizer, record["prompt"], form, tools=record.get("tools"))
+        return TextExample((whole_text(record["text"], tokenizer),))
+    prompt = format_prompt(record["prompt"], form)
     if kind == "steps":
+        ids, text = encode_prompt(tokenizer, prompt, template.tools, arguments=form.arguments)
         labels = tuple(float(label) for label in record["labels"])
-        text = steps_text(prompt, record["completions"], form.step_separator, tokenizer=tokenizer)
-        return TextExample((text,), labels=labels)
-    texts = tuple(
-        completed_text(prompt, name, _content(record[name]), tokenizer=tokenizer) for name in TEXT_FIELDS[kind]
-    )
-    return TextExample(texts, record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
+        steps = steps_text(ids, record["completions"], form.step_separator, tokenizer=tokenizer, before=text)
+        return TextExample((steps,), labels=labels)
+    texts = [text for name in TEXT_FIELDS[kind] for text in _completed(prompt, name, record[name], template)]
+    return TextExample(tuple(texts), record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
 
 
-def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: Any) -> Text:
+def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) -> list[Text]:
+    """Texts of a formatted prompt and a completion."""
+    if not isinstance(prompt, str):
+        check_roles(prompt, template.tokenizer.chat_template)
+        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return continued_texts(prompt, said, template)
+    if not isinstance(completion, str):
+        (message,) = completion
+        if set(message) != {"role", "content"} or not isinstance(message["content"], str):
+            beside = ", ".join(sorted(set(message) - {"role", "content"})) or "parts"
+            raise DataError(
+                f"{name!r} is a message with {beside}, and the prompt is text: give the prompt as messages, or "
+                "--chat_template=own"
+            )
+        completion = message["content"]
+    ids = encode_text_prompt(template.tokenizer, prompt)
+    return [completed_text(ids, name, completion, template.tokenizer, before=prompt)]
+
+
+def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: Any, before: str) -> Text:
     """Tokens of a prompt and the steps of its solution; the last token of each step is trained.
 
     Args:
       separator: text after every step, including the last.
+      before: text of the prompt, which the steps continue.
 
     Raises:
       DataError: a step has no tokens.
     """
     tokens = list(prompt)
     trained = [False] * len(prompt)
-    between = tokenizer.encode(separator, add_special_tokens=False)
     for number, step in enumerate(steps, 1):
-        ids = [*tokenizer.encode(step, add_special_tokens=False), *between]
+        ids = [*encode_after(tokenizer, before, step), *encode_after(tokenizer, step or before, separator)]
+        before = separator or step or before
         if not ids:
             raise DataError(f"step {number} has no tokens")
         tokens += ids
@@ -309,34 +372,10 @@ def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenize
     return Text(tokens, trained)
 
 
-def conversation(messages: Any, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, tools: Any = None) -> Text:
-    """Tokenize a conversation, of which the assistant's turns are trained.
-
-    Args:
-      form: its system message precedes a conversation that does not begin with one.
-      tools: tools of the record; None: those of `form`.
-
-    Raises:
-      DataError, TokenizerError: the template renders a turn differently when another follows.
-    """
-    text = ""
-    tokens = []
-    trained = []
-    messages = format_prompt(messages, form)
-    tools = tools_of(tools, form)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        _, before = encode_prompt(tokenizer, messages[:i], tools, arguments=form.arguments)
-        after = chat_text(tokenizer, messages[: i + 1], tools, arguments=form.arguments)
-        if not (before.startswith(text) and after.startswith(before)):
-            raise DataError("the chat template changes earlier turns when one is added; give prompts and completions")
-        for part, is_trained in ((before[len(text) :], False), (after[len(before) :], True)):
-            ids = tokenizer.encode(part, add_special_tokens=False)
-            tokens += ids
-            trained += [is_trained] * len(ids)
-        text = after
-    return Text(tokens, trained)
+def rows_of_conversation(example: TextExample) -> list[TextExample]:
+    """A demonstration as one example a text, each of which is a row."""
+    owned = [(x,) for x in example.owned] or [()] * len(example.texts)
+    return [example._replace(texts=(text,), owned=own) for text, own in zip(example.texts, owned, strict=True)]
 
 
 def text_batch(
@@ -381,10 +420,15 @@ def shortened(example: TextExample, most: int) -> TextExample:
     Args:
       most: at least 2.
     """
-    prompt = example.texts[0].trained.index(True)
-    rest = max(len(text.tokens) for text in example.texts) - prompt
-    if prompt + rest <= most:
+    lengths = [len(text.tokens) for text in example.texts]
+    if max(lengths) <= most:
         return example
+    prompts = [text.trained.index(True) for text in example.texts]
+    if len(set(prompts)) > 1:  # rows of a conversation, each of its own
+        rows = [shortened(TextExample((text,)), most).texts[0] for text in example.texts]
+        return example._replace(texts=tuple(rows))
+    prompt = prompts[0]
+    rest = max(lengths) - prompt
     begin = prompt - min(prompt, most - rest if rest < most else most // 2)
     texts = tuple(Text(text.tokens[begin:][:most], text.trained[begin:][:most]) for text in example.texts)
     return example._replace(texts=texts, labels=example.labels[: sum(texts[0].trained)])
@@ -411,33 +455,3 @@ def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Ten
         else:
             label_T.copy_(labels.expand_as(label_T))
     return label_BT
-
-
-def _content(completion: Any) -> Any:
-    return completion[0]["content"] if are_messages(completion) and len(completion) == 1 else completion
-
-
-def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any) -> Text:
-    """Tokens of a prompt and its completion, which is trained and ends with the end-of-text token.
-
-    Args:
-      name: name of the completion's field, for errors.
-
-    Raises:
-      DataError: one of them has no tokens.
-    """
-    ids = encode_text(tokenizer, completion)
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
-    if not prompt or not ids:
-        raise DataError(f"the prompt and {name!r} must have at least one token")
-    return Text([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
-
-
-def _whole(text: str, tokenizer: Any) -> Text:
-    ids, _ = encode_prompt(tokenizer, text)
-    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
-        ids = [*ids, tokenizer.eos_token_id]
-    if len(ids) < 2:
-        raise DataError("'text' must have at least two tokens")
-    return Text(ids, [False] + [True] * (len(ids) - 1))

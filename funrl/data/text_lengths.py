@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from funrl.data.columns import rename_columns
+from funrl.data.conversations import Text
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
 from funrl.data.order import Reordered
 from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
-from funrl.data.supervised import TEXT_FIELDS, Text, TextExample, TextFile, shortened
+from funrl.data.supervised import TEXT_FIELDS, TextExample, TextFile, shortened
 
 MOST_SOURCES = 10  # lines that a remark names
 FitExample = TypeVar("FitExample", Example, TextExample)

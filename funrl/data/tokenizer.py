@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from funrl.data.messages import THOUGHTS, TRAIN, mentions
 from funrl.data.processors.square_pictures import framed
 
 PAD = "<pad>"
 END = "</s>"
+THINK = "<think>"
+END_THINK = "</think>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
 STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
+LONGEST_MARKER = 200  # characters
 _PLACE = re.compile(f"[{STAND_INS}]")
 
 
@@ -114,35 +119,21 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=special)
 
 
-def encode_prompt(
-    tokenizer: Any, prompt: str | Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None
-) -> tuple[list[int], str]:
-    """Tokenize a prompt so that a completion can follow.
+def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text with the tokenizer's special tokens, so that a completion can follow.
 
-    Args:
-      tokenizer: of Hugging Face.
-      prompt: text, which gets the tokenizer's special tokens; or chat messages with "role" and "content", which go
-        through its chat template with the opening of the assistant's turn.
-      tools: JSON schemas of tools, for the chat template.
-      arguments: further arguments of the chat template, by name.
-
-    Returns: the ids without a closing end-of-sequence token, and the text (of chat messages: the templated text).
-
-    Raises:
-      TokenizerError: the prompt is a chat and the tokenizer has no chat template, or the template rejects it.
+    A text that begins with the begin-of-text token gets no second one, and none gets the end-of-text token that some
+    tokenizers append.
     """
-    if isinstance(prompt, str):
-        return _without_end(tokenizer, encode_text(tokenizer, prompt, special=True), prompt), prompt
-    if tokenizer.chat_template is None:
-        raise TokenizerError(
-            "a prompt is a list of chat messages, but this tokenizer has no chat template; "
-            "give --chat_template=FILE.jinja, or prompts as text"
-        )
-    try:
-        rendered = render_chat(tokenizer, prompt, tools, arguments=arguments, add_generation_prompt=True)
-    except Exception as error:  # templates may raise anything
-        raise TokenizerError(f"the chat template refuses the messages {list(prompt)!r:.2000}: {error}") from error
-    return encode_rendered(tokenizer, rendered), rendered.text
+    ids = encode_text(tokenizer, text, special=True)
+    if has_own_begin(tokenizer, text) and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
+    return _without_end(tokenizer, ids, text)
+
+
+def has_own_begin(tokenizer: Any, text: str) -> bool:
+    """True if a text begins with the begin-of-text token, as a rendered chat does."""
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
 
 
 class RenderedChat(NamedTuple):
@@ -161,14 +152,14 @@ class RenderedChat(NamedTuple):
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
 ) -> RenderedChat:
-    """Render messages by a tokenizer's chat template, which may raise anything.
+    """Render messages in the normal form by a tokenizer's chat template, which may raise anything.
 
-    Markers are the special tokens, and further added tokens that the template has in its text, such as `<tool_call>`.
+    Markers are special tokens, and further added tokens that the template has in its text, such as `<tool_call>`.
     Where a user or a tool writes one, the template does not see it, and its tokens are those of ordinary text.
     Characters that UTF-8 has not are replaced.
     """
     words: dict[str, str] = {}
-    markers = _markers(tokenizer)
+    markers = markers_of(tokenizer)
 
     def hide(match: re.Match[str]) -> str:
         return words.setdefault(match[0], chr(0xF0000 + len(words)))
@@ -181,7 +172,9 @@ def render_chat(
             return {key: hidden(inner) for key, inner in value.items()}
         return [hidden(inner) for inner in value] if isinstance(value, list | tuple) else value
 
-    shown = [message if message.get("role") in TRUSTED else hidden(message) for message in messages]
+    template = str(tokenizer.chat_template)
+    presented = [present(message, template) for message in messages]
+    shown = [message if message.get("role") in TRUSTED else hidden(message) for message in presented]
     rendered = framed(chat_text(tokenizer, shown, tools, arguments=arguments, **more), tokenizer)
     if not words:
         return RenderedChat(rendered)
@@ -199,36 +192,109 @@ def render_chat(
     return RenderedChat("".join((*parts, rendered[begin:])), cuts)
 
 
-def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, before: str = "") -> list[int]:
+def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+    """A message as a chat template reads it: thoughts have the name that it knows, and are a field if it knows one."""
+    if message.get("role") != "assistant":
+        return message
+    content = message.get("content")
+    if isinstance(content, str) and END_THINK in content and THOUGHTS[0] in template and not message.get(THOUGHTS[0]):
+        answer = content.rpartition(END_THINK)[2].lstrip("\n")
+        message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
+    if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
+        message = {**message, **{name: message[THOUGHTS[0]] for name in THOUGHTS if mentions(template, name)}}
+    return {name: value for name, value in message.items() if name != TRAIN} if TRAIN in message else message
+
+
+def inline_thoughts(message: Mapping[str, Any]) -> str:
+    """What a message thinks: in a field, or in its content up to the mark that ends it; ""."""
+    thoughts = message.get(THOUGHTS[0])
+    content = message.get("content")
+    if thoughts or not isinstance(content, str) or END_THINK not in content:
+        return thoughts or ""
+    return content.rpartition(END_THINK)[0].split(THINK)[-1].strip("\n")
+
+
+def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, before: str | None = None) -> list[int]:
     """Tokens of a rendered chat from a place in its text on.
 
     Args:
       begin: the place.
-      before: a special token that they follow; "": they are the begin of a text.
+      before: text that they follow; None: that of the chat.
     """
     text, cuts = rendered
-    bounds = [begin, *(cut for cut in cuts if cut > begin), len(text)]
+    before = text[:begin] if before is None else before
     ids: list[int] = []
-    for first, last in itertools.pairwise(bounds):
-        ids += encode_after(tokenizer, before if first == begin else tokenizer.eos_token or "", text[first:last])
+    for first, last in itertools.pairwise([begin, *(cut for cut in cuts if cut > begin), len(text)]):
+        ids += encode_after(tokenizer, before if first == begin else text[:first], text[first:last])
     return ids
 
 
 def encode_as_text(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text in which no marker is a special token."""
-    cuts = [match.start() + 1 for match in _markers(tokenizer).finditer(text) if len(match[0]) > 1]
+    cuts = [match.start() + 1 for match in markers_of(tokenizer).finditer(text) if len(match[0]) > 1]
     return encode_rendered(tokenizer, RenderedChat(text, cuts))
 
 
-def encode_after(tokenizer: Any, mark: str, text: str) -> list[int]:
-    """Tokens of a text as it follows a special token, since some tokenizers begin every text with a space."""
-    if not mark:
-        return tokenizer.encode(text, add_special_tokens=False)
-    ids = tokenizer.encode(mark + text, add_special_tokens=False)
-    marked = tokenizer.encode(mark, add_special_tokens=False)
-    if ids[: len(marked)] == marked:
-        return ids[len(marked) :]
-    return tokenizer.encode(text, add_special_tokens=False)
+def encode_after(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Tokens of a text as it continues another one, which has its tokens already.
+
+    Some tokenizers begin every text with a space. Behind a marker it is put where the tokenizer puts it; nothing is put
+    between words.
+    """
+    if not before or not text:
+        return encode_text(tokenizer, text)
+    mark = last_marker(tokenizer, before)
+    if mark:
+        ids = encode_text(tokenizer, mark + text)
+        marked = encode_text(tokenizer, mark)
+        return ids[len(marked) :] if ids[: len(marked)] == marked else encode_text(tokenizer, text)
+    library = _without_begin(tokenizer)
+    if library is None:
+        return encode_text(tokenizer, text)
+    begins = (match.start() for match in markers_of(tokenizer).finditer(text) if len(match[0]) > 1)
+    end = next(begins, len(text))
+    rest = encode_text(tokenizer, text[end:]) if end < len(text) else []
+    return [*library.encode(text[:end], add_special_tokens=False).ids, *rest]
+
+
+def last_marker(tokenizer: Any, text: str) -> str:
+    """The marker that a text ends with; ""."""
+    match = _final(markers_of(tokenizer)).search(text, max(0, len(text) - LONGEST_MARKER))
+    return match[0] if match and len(match[0]) > 1 else ""
+
+
+_LIBRARIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _without_begin(tokenizer: Any) -> Any:
+    """The library of a tokenizer that puts a space before a text, made to put none; None: it puts none, or is slow."""
+    if tokenizer not in _LIBRARIES:
+        library = getattr(tokenizer, "backend_tokenizer", None)
+        parts = () if library is None else (library.normalizer, library.pre_tokenizer)
+        inserts = any(part is not None and _INSERTS.search(part.__getstate__()) for part in parts)
+        _LIBRARIES[tokenizer] = _library_without_begin(library) if inserts else None
+    return _LIBRARIES[tokenizer]
+
+
+_INSERTS = re.compile(rb'"Prepend"|"prepend_scheme": ?"(?:always|first)"|"add_prefix_space": ?true')
+
+
+def _library_without_begin(library: Any) -> Any:
+    from tokenizers import Tokenizer
+
+    def changed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [inner for inner in map(changed, part) if inner is not None]
+        if not isinstance(part, dict):
+            return part
+        if part.get("type") == "Prepend":
+            return None
+        off = {"prepend_scheme": "never", "add_prefix_space": False}
+        return {name: off.get(name, changed(value)) for name, value in part.items()}
+
+    parts = json.loads(library.to_str())
+    parts |= {name: changed(parts[name]) for name in ("normalizer", "pre_tokenizer")}
+    return Tokenizer.from_str(json.dumps(parts))
 
 
 def chat_text(
@@ -243,14 +309,14 @@ def chat_text(
 _PATTERNS: weakref.WeakKeyDictionary[Any, tuple[Any, re.Pattern[str]]] = weakref.WeakKeyDictionary()
 
 
-def _markers(tokenizer: Any) -> re.Pattern[str]:
+def markers_of(tokenizer: Any) -> re.Pattern[str]:
     """Pattern of the markers of a tokenizer and its template, and of characters that stand for them."""
     template = tokenizer.chat_template
     key, pattern = _PATTERNS.get(tokenizer, (None, None))
     if pattern is None or key != template:
         words = tuple(str(word) for word in tokenizer.all_special_tokens)
-        added = (str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values())
-        words += tuple(word for word in added if word.strip() and word in str(template))
+        added = [(str(x), x.special) for x in getattr(tokenizer, "added_tokens_decoder", {}).values()]
+        words += tuple(word for word, special in added if word.strip() and (special or word in str(template)))
         pattern = _pattern(tuple(sorted({word for word in words if len(word) > 1}, key=len, reverse=True)))
         _PATTERNS[tokenizer] = (template, pattern)
     return pattern
@@ -259,6 +325,11 @@ def _markers(tokenizer: Any) -> re.Pattern[str]:
 @functools.cache
 def _pattern(words: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join((*map(re.escape, words), f"[{STAND_INS}]")))
+
+
+@functools.cache
+def _final(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    return re.compile(f"(?:{pattern.pattern})\\Z")
 
 
 def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:

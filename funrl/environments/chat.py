@@ -11,24 +11,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from funrl.data.conversations import REPLY, encode_prompt
 from funrl.data.json_lines import DataError
-from funrl.data.tokenizer import (
-    RenderedChat,
-    TokenizerError,
-    encode_as_text,
-    encode_prompt,
-    encode_rendered,
-    render_chat,
-)
+from funrl.data.messages import normal_messages
+from funrl.data.tokenizer import THINK, RenderedChat, TokenizerError, encode_as_text, encode_rendered, render_chat
 from funrl.environments.forms.drift import SAME, NodeText, drift_cause
 from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens, without_pictures
-from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, THINK, checked_form, form_of
+from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, checked_form, form_of
 from funrl.environments.forms.tool_calls import read_message, read_reply
 from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, RunEndingError, Tools
 
-REPLY = "FUNRL-REPLY"  # content of a synthetic reply
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
 TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
@@ -127,8 +121,8 @@ class TemplateChat:
             mark = self.first_mark(text[begin:])  # the template ends a turn that is followed in another way
         mark_begin = text.find(mark, begin, max(begin + len(end), begin + len(mark))) if mark else -1
         if mark_begin < 0:
-            return encode_rendered(self.tokenizer, rendered, begin)
-        return encode_rendered(self.tokenizer, rendered, mark_begin + len(mark), before=mark)
+            return encode_rendered(self.tokenizer, rendered, begin, before=None if last is None else self._raw([last]))
+        return encode_rendered(self.tokenizer, rendered, mark_begin + len(mark))
 
     def expanded(self, tokens: list[int], messages: Sequence[Message]) -> tuple[list[int], OwnedLines | None]:
         """Rendered tokens of messages with those of their pictures; see `expanded_tokens`."""
@@ -309,26 +303,19 @@ class TemplateChat:
         return not self._marks.isdisjoint(tokens)
 
     def prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the template is given them.
+        """Messages in their normal form, in which long results are cut, and parts of pictures only say where they are.
 
-        Long results are cut, thoughts are a field where it has one, and parts of pictures only say where they are.
+        Raises:
+          DataError: one is not a message.
         """
         limit = self.options.tool_tokens
         prepared: list[Message] = []
-        for message in messages:
-            content = message.get("content")
-            if limit and message.get("role") == "tool" and isinstance(content, str) and len(content) > limit:
+        for message in normal_messages(messages):
+            content = message["content"]
+            if limit and message["role"] == "tool" and isinstance(content, str) and len(content) > limit:
                 message = {**message, "content": self._cut(content)}
-            elif message.get("role") == "assistant" and isinstance(content, str) and END_THINK in content:
-                message = self._split_thoughts(message, content)
             prepared.append(without_pictures(message))
         return prepared
-
-    def _split_thoughts(self, message: Message, content: str) -> Message:
-        if "reasoning_content" in message or "reasoning_content" not in str(self.tokenizer.chat_template):
-            return message
-        thoughts, _, answer = content.rpartition(END_THINK)
-        return {**message, "reasoning_content": thoughts.split(THINK)[-1].strip("\n"), "content": answer.lstrip("\n")}
 
     def _cut(self, text: str) -> str:
         """A text of at most so many tokens, which says that it was cut."""

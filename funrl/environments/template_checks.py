@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.tokenizer import TokenizerError, chat_text
+from funrl.data.tokenizer import THINK, TokenizerError, chat_text
 from funrl.environments.chat import CALL_ID, REPLY, TemplateChat
-from funrl.environments.forms.response_templates import REPLY_FORMS, THINK
+from funrl.environments.forms.response_templates import REPLY_FORMS
 from funrl.rollout.episodes import Message
 
 THOUGHT = "FUNRL-THOUGHT"

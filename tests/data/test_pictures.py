@@ -206,8 +206,8 @@ def test_prompts_and_demonstrations_share_the_pictures_of_a_file(tmp_path):
     file.write_text("".join(f"{json.dumps({'prompt': p.prompt, 'completion': 'c', **p.fields})}\n" for p in prompts))
     texts = [load_examples(file, "demonstrations", tokenizer()) for _ in range(2)]
     mixed = list(examples_ahead(Reordered(join_files(texts, [500, 500]), [7, 0, 8, 9]), range(4)))
-    assert [x.owned.digest for x in mixed] == [alone[n].owned.digest for n in (1, 0, 2, 3)]
-    assert mixed[0].owned.values["patches"].data_ptr() == mixed[3].owned.values["patches"].data_ptr()
+    assert [x.owned[0].digest for x in mixed] == [alone[n].owned.digest for n in (1, 0, 2, 3)]
+    assert mixed[0].owned[0].values["patches"].data_ptr() == mixed[3].owned[0].values["patches"].data_ptr()
 
 
 def test_a_drawn_file_reads_as_it_was_saved():

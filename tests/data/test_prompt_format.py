@@ -4,17 +4,18 @@ import json
 
 import pytest
 
+from funrl.data.conversations import encode_prompt
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import (
     PromptFormat,
     Shot,
-    encoded,
     format_prompt,
     marked,
     read_shots,
     read_tools,
     template_arguments,
     text_of_flag,
+    tools_of,
     with_own_pictures,
 )
 from funrl.data.supervised import text_example
@@ -35,6 +36,10 @@ def tokenizer():
     made = character_tokenizer("abcdefghijklmnopqrstuvwxyzXYQ:;[]- \n")
     made.chat_template = TEMPLATE
     return made
+
+
+def encoded(tokenizer, prompt, form, tools=None):
+    return encode_prompt(tokenizer, format_prompt(prompt, form), tools_of(tools, form), arguments=form.arguments)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +83,7 @@ def test_solved_examples_are_the_first_records_of_a_file(tmp_path):
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_shots(f"{path}:2", {}) == (Shot("a", "b"), Shot("c", "d"))
     for text, said in (
-        (f"{path}:3", "line 3: an example has a prompt, and a text as its completion, answer, solution"),
+        (f"{path}:3", "line 3: an example has a prompt, and a text or messages as its completion, answer, solution"),
         (f"{path}:9", "line 3: an example"),
         (str(path), "write FILE:n, such as examples.jsonl:4"),
         (f"{path}:0", "write FILE:n"),
@@ -110,7 +115,7 @@ def test_texts_to_learn_from_have_the_format_too(tokenizer):
     assert tokenizer.decode(text.tokens) == "s:s;u:q;a:-c</s>" and sum(text.trained) == 2
     turns = [*USER, {"role": "assistant", "content": "c"}]
     (text,) = text_example({"messages": turns}, "demonstrations", tokenizer, PromptFormat(system="s")).texts
-    assert tokenizer.decode(text.tokens) == "s:s;u:q;a:c;" and sum(text.trained) == 2
+    assert tokenizer.decode(text.tokens) == "s:s;u:q;a:c</s>" and sum(text.trained) == 2
 
 
 def test_messages_without_content_stay_so_beside_pictures(tokenizer):

@@ -115,7 +115,7 @@ def test_a_demonstration_and_a_turn_of_an_episode_have_the_same_tokens(tokenizer
     messages = [{"role": "user", "content": content}]
     prompt = encode(Prompt(messages, {}), tokenizer)
     text = text_example({"prompt": messages, "completion": "b"}, "demonstrations", tokenizer)
-    assert text.texts[0].tokens[: len(prompt.tokens)] == prompt.tokens and text.owned.digest == prompt.owned.digest
+    assert text.texts[0].tokens[: len(prompt.tokens)] == prompt.tokens and text.owned[0].digest == prompt.owned.digest
     node = Node(None, tuple(prompt.tokens), False, owned=prompt.owned)
     once = list(collapsed_tokens(node, tokenizer))
     assert once.count(tokenizer.picture_form.tower.placeholder) == 1

@@ -55,9 +55,14 @@ def test_a_completion_and_its_end_are_trained(tokenizer):
 def test_of_a_conversation_the_assistants_turns_are_trained(tokenizer):
     turns = [("system", "s"), ("user", "hi"), ("assistant", "ho"), ("user", "he"), ("assistant", "hu"), ("user", "end")]
     messages = [{"role": role, "content": content} for role, content in turns]
+    texts = text_example({"messages": messages}, "demonstrations", tokenizer).texts
+    # The template ends turns by plain text, so that only the end-of-text token can end a reply: each has its own row.
+    assert [tokenizer.decode(text.tokens) for text in texts] == ["s:s;u:hi;a:ho</s>", "s:s;u:hi;a:ho!;u:he;a:hu</s>"]
+    assert [trained(text, tokenizer) for text in texts] == ["___________ho</s>", "______________________hu</s>"]
+    tokenizer.chat_template = tokenizer.chat_template.replace("!", "</s>")
     (text,) = text_example({"messages": messages}, "demonstrations", tokenizer).texts
-    assert tokenizer.decode(text.tokens) == "s:s;u:hi;a:ho!;u:he;a:hu!;"  # what follows the last answer is left out
-    assert trained(text, tokenizer) == "___________ho!;_______hu!;"
+    assert tokenizer.decode(text.tokens) == "s:s;u:hi;a:ho</s>;u:he;a:hu</s>"  # nothing behind the last answer
+    assert trained(text, tokenizer) == "___________ho</s>________hu</s>"
 
 
 def test_pairs_lie_side_by_side_in_one_row():
@@ -205,7 +210,7 @@ def test_files_and_conversations_that_hold_nothing_are_refused(tokenizer, tmp_pa
         text_example({"messages": [{"role": "user", "content": "a"}]}, "demonstrations", tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ 'z' if loop.last else '' }}{{ m.content }}{% endfor %}"
     turns = [{"role": r, "content": "a"} for r in ("user", "assistant", "user", "assistant")]
-    with pytest.raises(DataError, match="changes earlier turns"):
+    with pytest.raises(DataError, match="renders the conversation otherwise once"):
         text_example({"messages": turns}, "demonstrations", tokenizer)
 
 
@@ -336,7 +341,7 @@ def test_the_three_texts_of_a_triple_lie_in_one_row(tmp_path):
 
 
 def test_steps_have_a_label_each():
-    check = supervised.check_record
+    check = supervised.normal_record
     check({"prompt": "a", "completions": ["b", "c"], "labels": [True, 0.5]}, "steps")
     for labels in ([True], [True, False, True], [True, 2], "ab", None):
         with pytest.raises(DataError, match="'labels' must be a list of true or false, one for each of the 2"):

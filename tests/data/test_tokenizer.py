@@ -3,6 +3,7 @@
 import pytest
 
 from funrl.data import tokenizer as t
+from funrl.data.conversations import encode_prompt
 
 CHAT = (
     "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
@@ -58,15 +59,15 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
 def test_chat_messages_go_through_the_template(characters):
     messages = [{"role": "user", "content": "1+1"}]
     with pytest.raises(t.TokenizerError, match="no chat template"):
-        t.encode_prompt(characters, messages)
+        encode_prompt(characters, messages)
     characters.chat_template = CHAT
     try:
-        ids, text = t.encode_prompt(characters, messages)
+        ids, text = encode_prompt(characters, messages)
         assert text == "user:1+1;a:"
         assert characters.decode(ids) == text
         characters.chat_template = "{{ raise_exception('only one turn') }}"
         with pytest.raises(t.TokenizerError, match="only one turn"):
-            t.encode_prompt(characters, messages)
+            encode_prompt(characters, messages)
     finally:
         characters.chat_template = None
 
@@ -79,4 +80,4 @@ def test_special_tokens_open_a_prompt_and_none_closes_it():
         single="<pad> $A </s>", special_tokens=[("<pad>", 0), ("</s>", 1)]
     )
     assert both.encode("ab") == [0, 6, 7, 1]
-    assert t.encode_prompt(both, "ab") == ([0, 6, 7], "ab")
+    assert encode_prompt(both, "ab") == ([0, 6, 7], "ab")

@@ -21,13 +21,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from funrl.data.tokenizer import TokenizerError
+from funrl.data.tokenizer import END_THINK, THINK, TokenizerError
 from funrl.rollout.policy import Tools
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
-THINK = "<think>"
-END_THINK = "</think>"
 LONGEST_EXCERPT = 40  # characters of a text in a message about it
 
 

@@ -25,6 +25,7 @@ from funrl.data.supervised import (
     TextFile,
     join_files,
     load_examples,
+    rows_of_conversation,
     text_batch,
     text_example,
 )
@@ -372,7 +373,9 @@ def _text_examples(
 
 def fields_of_texts(texts: Texts) -> frozenset[str]:
     """The fields of the rows that texts make."""
-    fields = set(text_batch(texts.examples[:1], 0).names()) - {"margin"}
+    first = texts.examples[0]
+    rows = rows_of_conversation(first) if texts.kind == "demonstrations" else [first]
+    fields = set(text_batch(rows, 0).names()) - {"margin"}
     whole = _has_margins(texts.examples) and _has_margins(texts.heldout)
     further = {"margin": whole, "mismatched": texts.kind == "ratings"}
     return frozenset(fields | {name for name, there in further.items() if there})

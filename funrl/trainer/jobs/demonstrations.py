@@ -17,8 +17,10 @@ from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
 from funrl.batch import Batch, as_dict, kind_of, schema_of, select
+from funrl.data.conversations import ChatTemplate, Text, completed_text, continued_texts
+from funrl.data.prompt_format import PromptFormat, tools_of
 from funrl.data.prompts import Example
-from funrl.data.supervised import TextExample, completed_text, text_batch
+from funrl.data.supervised import TextExample, text_batch
 from funrl.data.text_lengths import check_lengths
 from funrl.mesh.rows import gather_table
 from funrl.trainer.settings.declaration import SettingsError
@@ -33,6 +35,7 @@ class DemonstrationReader(NamedTuple):
     Attributes:
       field: of the prompts' records, that has the text.
       tokenizer: of the policy.
+      form: of the prompts.
       most: tokens of a prompt and its demonstration.
       pad: id of the padding token.
       paired: whether each is in the group of its prompt.
@@ -40,6 +43,7 @@ class DemonstrationReader(NamedTuple):
 
     field: str
     tokenizer: Any
+    form: PromptFormat
     most: int
     pad: int
     paired: bool
@@ -94,8 +98,16 @@ class DemonstrationReader(NamedTuple):
 
     def text(self, example: Example) -> TextExample:
         """A prompt and its demonstration, which alone is trained."""
-        text = completed_text(example.tokens, self.field, example.fields[self.field], self.tokenizer)
-        return TextExample((text,), source=example.source)
+        given = example.fields[self.field]
+        if example.messages is None:
+            text = completed_text(example.tokens, self.field, given, self.tokenizer, before=example.text)
+            return TextExample((text,), source=example.source)
+        template = ChatTemplate(self.tokenizer, tools_of(example.fields.get("tools"), self.form), self.form.arguments)
+        (text,) = continued_texts(example.messages, [{"role": "assistant", "content": given}], template)
+        prompt = text.trained.index(True)
+        tokens = [*example.tokens, *text.tokens[prompt:]]  # the prompt may have been shortened, or have pictures
+        trained = [*[False] * len(example.tokens), *text.trained[prompt:]]
+        return TextExample((Text(tokens, trained),), source=example.source)
 
 
 def scored(rows: Rows) -> Rows:

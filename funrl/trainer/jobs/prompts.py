@@ -200,9 +200,9 @@ def _are(count: int, noun: str) -> str:
 
 def _key(example: Any) -> tuple[int, ...]:
     """Tokens of the prompt of an example, and the digest of what it owns."""
-    owned = () if example.owned is None else (example.owned.digest,)
     if isinstance(example, Example):
-        return (*owned, *example.tokens)
+        return (*(() if example.owned is None else (example.owned.digest,)), *example.tokens)
+    owned = [value.digest for value in example.owned]
     text = example.texts[0]
     first = next((place for place, trained in enumerate(text.trained) if trained), len(text.tokens))
     return (*owned, *text.tokens[:first])

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-import numpy as np
-import torch
+from collections.abc import Iterator, Mapping
 
 from funrl import trees
 from funrl.algos.checking import learns_alone
@@ -16,11 +12,8 @@ from funrl.algos.core import Algorithm
 from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
-from funrl.batch import select
 from funrl.data.pictures import picture_form_of
-from funrl.data.prompt_format import template_arguments
-from funrl.data.supervised import text_batch
-from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
+from funrl.data.prompt_format import PromptFormat, read_tools, template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.chat import ChatOptions, TemplateChat
@@ -30,7 +23,6 @@ from funrl.environments.run import EpisodeLimits
 from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rows import gather_table
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rollout.engine import awake
@@ -41,6 +33,7 @@ from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_d
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.prompts import step_separator
+from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
@@ -58,7 +51,7 @@ from funrl.trainer.sources.completion_scores import (
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
-from funrl.trainer.sources.generation import RewardedEngine, generating_ranks
+from funrl.trainer.sources.generation import RewardedEngine
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
@@ -67,9 +60,7 @@ from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, RowSelection, Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.owned_rows import with_owned
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows, rows_of
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
@@ -333,8 +324,13 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
 def demonstrations_of(job: RLJob) -> DemonstrationReader:
     """The reader of the demonstrations of a job's prompts."""
     paired = job.algorithm.example == "demonstrated"
+    formatting = job.settings.formatting
+    form = PromptFormat(
+        tools=() if formatting.tools is None else read_tools(formatting.tools),
+        arguments={} if formatting.template_arguments is None else template_arguments(formatting.template_arguments),
+    )
     most = job.model.config.max_positions
-    return DemonstrationReader(job.task.demonstration_field, job.tokenizer, most, job.pad, paired)
+    return DemonstrationReader(job.task.demonstration_field, job.tokenizer, form, most, job.pad, paired)
 
 
 def filter_of(job: Job) -> Filter | None:
@@ -407,38 +403,3 @@ def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: 
     if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
         return functools.partial(with_completion_scores, model=model, read=lambda rows, _: as_read(rows, pad))
     return functools.partial(with_completion_scores, model=model, read=functools.partial(read_texts, reader))
-
-
-def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
-    """Given texts as rows, one an example; each rank reads its own part, and no other.
-
-    Where the algorithm reads `mismatched`, as many rows follow, each with the prompt of an example and the completion
-    of the next one.
-
-    Raises:
-      DataError: a text has more tokens than it may, or cannot be read.
-    """
-    most = job.task.most or job.model.config.max_positions
-    count = len(examples)
-    further = count if "mismatched" in reads(job.algorithm).required else 0
-    owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
-    places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
-    own = [*examples_ahead(examples, [i for i in places if i < count])]
-    check_lengths(own, most, job.tokenizer)
-    own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
-    # A rank without texts has the same fields of no rows.
-    at_end = job.kind_of_role(job.main_role).scores_completions
-    some = text_batch(own or [examples[0]], job.pad, at_end, mesh.device, job.task.kind == "steps")
-    mine = select(some, slice(len(own)))
-    margin = mine.get("margin")
-    mine = mine if margin is None else mine._replace(margin=margin.to(job.master))
-    if further:
-        mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
-    table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
-    rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
-    owned = job.model.owned
-    if owned is None:
-        return rows
-    for example in own:
-        owned.check([token for text in example.texts for token in text.tokens], example.owned)
-    return with_owned(rows, [example.owned for example in own], owned.none)

@@ -60,7 +60,7 @@ def held_out_prompts(examples: Sequence[TextExample], tokenizer: Any, most: int)
         prompt = tokens[: trained.index(True)] if True in trained else []
         if 0 < len(prompt) <= min(most, LONGEST_PROMPT) and _has_all_pictures(prompt, tokens, tokenizer):
             text = tokenizer.decode(prompt, skip_special_tokens=True)
-            prompts.append(Example(prompt, text, {}, example.source, owned=example.owned))
+            prompts.append(Example(prompt, text, {}, example.source, owned=next(iter(example.owned), None)))
     return prompts
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.data.conversations import Text
 from funrl.data.packing import pack
 from funrl.data.prompts import Example
-from funrl.data.supervised import Text, TextExample, text_batch
+from funrl.data.supervised import TextExample, text_batch
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError
 from funrl.trainer.steps.clock import Clock

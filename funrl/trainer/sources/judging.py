@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from funrl.data.conversations import encode_prompt
 from funrl.data.prompts import Example
-from funrl.data.tokenizer import encode_prompt, load_tokenizer
+from funrl.data.tokenizer import load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.models import Model

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.batch import Batch
+from funrl.data.conversations import Text, encode_prompt
 from funrl.data.prompt_format import SEPARATOR
 from funrl.data.prompts import Example
-from funrl.data.supervised import Text, TextExample, steps_text, text_batch
-from funrl.data.tokenizer import encode_prompt
+from funrl.data.supervised import TextExample, steps_text, text_batch
+from funrl.data.tokenizer import encode_after, encode_rendered, render_chat
 from funrl.mesh.rows import gather_table
 from funrl.rewards.call import RewardError
 from funrl.trainer.steps.step_rows import Rows, rows_of
@@ -100,10 +101,10 @@ def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
     example = written.example
     if example.messages is not None:
         messages = [*example.messages, {"role": "assistant", "content": text}]
-        return tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+        return encode_rendered(tokenizer, render_chat(tokenizer, messages))
     prompt, _ = encode_prompt(tokenizer, example.text)
     end = [tokenizer.eos_token_id] if written.finished and tokenizer.eos_token_id is not None else []
-    return [*prompt, *tokenizer.encode(text, add_special_tokens=False), *end]
+    return [*prompt, *encode_after(tokenizer, example.text, text), *end]
 
 
 def steps_of(written: WrittenRow, separator: str, decode: Decode) -> list[SolutionStep]:
@@ -196,8 +197,9 @@ def read_steps(reader: Reader, rows: Rows, examples: Sequence[Example]) -> tuple
     ends = []
     for completion in own_completions(rows, examples):
         solution_steps = steps_of(completion, reader.separator, reader.decode)
-        prompt, _ = encode_prompt(reader.tokenizer, completion.example.messages or completion.example.text)
-        text = steps_text(prompt, [step.text for step in solution_steps], reader.separator, tokenizer=reader.tokenizer)
+        prompt, before = encode_prompt(reader.tokenizer, completion.example.messages or completion.example.text)
+        steps = [step.text for step in solution_steps]
+        text = steps_text(prompt, steps, reader.separator, tokenizer=reader.tokenizer, before=before)
         texts.append(TextExample((text,)))
         ends.append([len(completion.example.tokens) + step.last for step in solution_steps])
     batch = text_batch(texts, reader.pad, reader=True, device=rows.mesh.device, steps=True)

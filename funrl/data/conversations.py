@@ -1,0 +1,345 @@
+"""Conversations as tokens by a chat template: prompts, the turns that answer them, and which tokens are trained.
+
+Every recipe, and the chat of an environment, uses these functions. What is trained of a turn is what a policy with the
+same history would have had to sample: it has the prompt as the template renders it, up to the begin of its turn, and
+writes the reply and the token that ends it.
+
+| the template | the row |
+|---|---|
+| ends a turn by a special token | it is trained, and what the template writes behind it is context |
+| lets the mark of the next turn end it (GLM-4.5) | that mark is trained; behind the last turn, the end-of-text token |
+| writes no mark (plain texts) | the end-of-text token is trained, and the next turn begins a row of its own |
+| writes empty thoughts that the prompt lacks (Qwen3) | they are left out |
+| has opened the thoughts in the prompt (Qwen3.5, R1) | the reply closes them |
+| renders earlier turns otherwise later (Qwen3, gpt-oss) | a row for each turn whose history changes |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from funrl.data.json_lines import DataError
+from funrl.data.messages import TRAIN
+from funrl.data.tokenizer import (
+    END_THINK,
+    THINK,
+    RenderedChat,
+    TokenizerError,
+    encode_after,
+    encode_rendered,
+    encode_text_prompt,
+    inline_thoughts,
+    markers_of,
+    render_chat,
+)
+
+Messages = Sequence[Mapping[str, Any]]
+REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
+_EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
+
+
+class Text(NamedTuple):
+    """A sequence of tokens, and a mask of the trained ones."""
+
+    tokens: list[int]
+    trained: list[bool]
+
+
+class Turn(NamedTuple):
+    """A turn of the assistant.
+
+    Attributes:
+      prompt: the chat up to it, with what the template writes at the begin of a reply.
+      reply: what the policy has to sample then, with the mark that ends it.
+      ended: whether there is such a mark; else the mark of the next turn or the end-of-text token ends it.
+    """
+
+    prompt: RenderedChat
+    reply: str
+    ended: bool
+
+
+class ChatTemplate(NamedTuple):
+    """A tokenizer's chat template with what a run gives it.
+
+    Attributes:
+      tokenizer: of Hugging Face.
+      tools: JSON schemas of tools.
+      arguments: further arguments of the template, by name.
+    """
+
+    tokenizer: Any
+    tools: Sequence[Any] = ()
+    arguments: Mapping[str, Any] | None = None
+
+    def prompt(self, messages: Messages) -> RenderedChat:
+        """Render messages up to the begin of the policy's turn; words of the assistant at the end are continued.
+
+        Raises:
+          TokenizerError: there is no chat template, or it refuses the messages.
+        """
+        if messages[-1]["role"] != "assistant":
+            return self.render(messages, opens=True)
+        last = messages[-1]
+        if last.get("tool_calls") or not isinstance(last.get("content"), str):
+            raise TokenizerError("the prompt ends with calls of the assistant, which nothing answers")
+        turn = self.turn([*messages[:-1], {**last, "content": last["content"] + REPLY}])
+        place = turn.reply.rfind(REPLY)
+        if place < 0:
+            raise TokenizerError(f"the chat template leaves out words of the assistant; it renders {turn.reply!r:.500}")
+        return turn.prompt._replace(text=turn.prompt.text + turn.reply[:place])
+
+    def turn(self, messages: Messages) -> Turn:
+        """The last message of some, by the assistant, as the policy has to write it.
+
+        Raises:
+          TokenizerError: as `prompt`.
+          DataError: the template renders what was before it otherwise.
+        """
+        message = messages[-1]
+        prompt = self.render(messages[:-1], opens=True)
+        is_open = prompt.text.rstrip().endswith(THINK)
+        thoughts = inline_thoughts(message)
+        if prompt.text.rstrip().endswith(END_THINK):  # the prompt says that nothing is thought
+            message = _without_thoughts(message)
+            thoughts = ""
+        whole = self.render([*messages[:-1], message], opens=False).text
+        if whole.startswith(prompt.text):
+            reply = whole[len(prompt.text) :]
+        else:
+            reply = self._reply_of_other_begin(prompt.text, whole, messages)
+            reply = f"{thoughts}\n{END_THINK}\n\n{reply}" if is_open and END_THINK not in reply else reply
+        if not thoughts and not is_open and END_THINK not in str(message.get("content")):
+            reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
+        elif thoughts.strip() not in reply and not is_open and END_THINK in str(self.tokenizer.chat_template):
+            reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply}"
+        return Turn(prompt, *self._ended(reply))
+
+    def render(self, messages: Messages, opens: bool) -> RenderedChat:
+        """Render messages.
+
+        Args:
+          messages: in the normal form.
+          opens: up to the begin of the policy's turn.
+
+        Raises:
+          TokenizerError: there is no chat template, or it refuses the messages.
+        """
+        if self.tokenizer.chat_template is None:
+            raise TokenizerError(
+                "a prompt is a list of chat messages, but this tokenizer has no chat template; "
+                "give --chat_template=FILE.jinja, or prompts as text"
+            )
+        try:
+            return render_chat(self.tokenizer, messages, self.tools, self.arguments, add_generation_prompt=opens)
+        except Exception as error:  # templates may raise anything
+            raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
+
+    def _reply_of_other_begin(self, prompt: str, whole: str, messages: Messages) -> str:
+        """The reply where the template begins a finished turn otherwise than one that is to be written."""
+        pairs = enumerate(zip(prompt, whole, strict=False))
+        shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
+        reply = whole[shared:]
+        history = self.render(messages[:-1], opens=False).text if len(messages) > 1 else ""
+        content = str(messages[-1].get("content")).rpartition(END_THINK)[2].strip()
+        if shared >= len(history) and (END_THINK in prompt[shared:] or reply.lstrip().startswith(content or reply)):
+            return reply
+        if prompt.rstrip().endswith(THINK) and shared >= len(history):
+            return reply
+        raise DataError(
+            "the chat template renders the conversation otherwise once the assistant has answered: "
+            f"{prompt[shared:]!r:.200} becomes {reply!r:.200}; give another one (--chat_template=FILE)"
+        )
+
+    def _ended(self, reply: str) -> tuple[str, bool]:
+        """The reply up to the mark that ends it, and whether there is one."""
+        closing = self.closing()
+        markers = (match[0] for match in markers_of(self.tokenizer).finditer(closing or "") if len(match[0]) > 1)
+        marker = next(markers, "")
+        if closing is not None and not marker:
+            return reply.removesuffix(closing), False
+        ends = (marker, *map(str, self.tokenizer.all_special_tokens))
+        is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
+        return (reply.rstrip(), True) if is_ended else (reply, False)
+
+    def closing(self) -> str | None:
+        """What the template writes behind the content of a reply; None where it refuses a synthetic one."""
+        key = (self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
+        known = _CLOSINGS.setdefault(self.tokenizer, {})
+        if key not in known:
+            conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
+            try:
+                whole = self._replace(tools=()).render(conversation, opens=False).text
+            except TokenizerError:
+                whole = ""
+            known[key] = whole.rpartition(REPLY)[2] if REPLY in whole else None
+        return known[key]
+
+
+_CLOSINGS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str | None]] = weakref.WeakKeyDictionary()
+
+
+def encode_prompt(
+    tokenizer: Any, prompt: str | Messages, tools: Sequence[Any] = (), arguments: Any = None
+) -> tuple[list[int], str]:
+    """Tokenize a prompt so that a completion can follow.
+
+    Args:
+      tokenizer: of Hugging Face.
+      prompt: text, which gets the tokenizer's special tokens; or messages in the normal form, which go through its chat
+        template, up to the begin of the assistant's turn or, where they end with its words, up to these.
+      tools: JSON schemas of tools, for the chat template.
+      arguments: further arguments of the chat template, by name.
+
+    Returns: the ids without a closing end-of-sequence token, and the text (of chat messages: the templated text).
+
+    Raises:
+      TokenizerError: the prompt is a chat and the tokenizer has no chat template, or the template rejects it.
+    """
+    if isinstance(prompt, str):
+        return encode_text_prompt(tokenizer, prompt), prompt
+    rendered = ChatTemplate(tokenizer, tools, arguments).prompt(prompt)
+    return encode_rendered(tokenizer, rendered), rendered.text
+
+
+def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 0) -> list[Text]:
+    """Tokenize a conversation, whose turns by the assistant are trained, unless a message says `train: false`.
+
+    Args:
+      messages: in the normal form.
+      template: that renders them.
+      first: index of the first message that may be trained.
+
+    Returns: the rows. A turn stands in the row of the one before if the template renders that as it was sampled; else
+      it begins another row. Each turn is trained once.
+
+    Raises:
+      DataError: no turn is trained, or the template renders what was before a turn otherwise.
+      TokenizerError: as `ChatTemplate.prompt`.
+    """
+    rows = [_Row(template.tokenizer)]
+    for place, message in enumerate(messages):
+        if place < first or message["role"] != "assistant" or message.get(TRAIN) is False:
+            continue
+        turn = template.turn(messages[: place + 1])
+        if rows[-1].text and not rows[-1].goes_on(turn.prompt):
+            rows.append(_Row(template.tokenizer))
+        rows[-1].add(turn)
+    texts = [row.finished() for row in rows if row.text]
+    if not texts:
+        raise DataError("no turn of the assistant is trained: each has weight 0 or train false")
+    return texts
+
+
+def continued_texts(prompt: Messages, completion: Messages, template: ChatTemplate) -> list[Text]:
+    """Tokenize a prompt and messages that complete it, of which the assistant's are trained.
+
+    Where the prompt ends with the assistant's words, the first message continues them, and only that is trained.
+
+    Raises:
+      DataError, TokenizerError: as `conversation_texts`.
+    """
+    if prompt[-1]["role"] != "assistant":
+        return conversation_texts([*prompt, *completion], template, first=len(prompt))
+    if completion[0]["role"] != "assistant":
+        raise DataError("the prompt ends with words of the assistant, and the completion does not continue them")
+    begun = template.prompt(prompt)
+    joined = {**prompt[-1], **completion[0], "content": prompt[-1]["content"] + completion[0]["content"]}
+    turn = template.turn([*prompt[:-1], joined])
+    whole = turn.prompt.text + turn.reply
+    if not whole.startswith(begun.text):
+        raise DataError(
+            f"the chat template renders words of the assistant otherwise where they are continued: {begun.text!r:.300} "
+            f"becomes {whole!r:.300}"
+        )
+    row = _Row(template.tokenizer)
+    row.add(Turn(begun, whole[len(begun.text) :], turn.ended))
+    rest = [*prompt[:-1], joined, *completion[1:]]
+    further = any(message["role"] == "assistant" for message in completion[1:])
+    return [row.finished(), *(conversation_texts(rest, template, first=len(prompt)) if further else [])]
+
+
+def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any, before: str = "") -> Text:
+    """Tokens of a text prompt and its completion, which is trained and ends with the end-of-text token.
+
+    Args:
+      prompt: token ids.
+      name: name of the completion's field, for errors.
+      before: the prompt's text, which the completion continues.
+
+    Raises:
+      DataError: one of them has no tokens.
+    """
+    ids = with_end(tokenizer, encode_after(tokenizer, before, completion))
+    if not prompt or not ids:
+        raise DataError(f"the prompt and {name!r} must have at least one token")
+    return Text([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
+
+
+def whole_text(text: str, tokenizer: Any) -> Text:
+    """Tokens of a text that ends with the end-of-text token; all but the first are trained. Raises: DataError."""
+    ids = with_end(tokenizer, encode_text_prompt(tokenizer, text))
+    if len(ids) < 2:
+        raise DataError("'text' must have at least two tokens")
+    return Text(ids, [False] + [True] * (len(ids) - 1))
+
+
+def with_end(tokenizer: Any, ids: list[int]) -> list[int]:
+    """Token ids that end with the end-of-text token, if the tokenizer has one."""
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+class _Row:
+    """A row that grows by turns."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.text = ""
+        self.ended = True
+        self.tokens: list[int] = []
+        self.trained: list[bool] = []
+
+    def goes_on(self, prompt: RenderedChat) -> bool:
+        """True if a prompt begins with the row, so that the turn that answers it can stand in it."""
+        if not prompt.text.startswith(self.text):
+            return False
+        return self.ended or bool(self._mark_after(prompt))
+
+    def add(self, turn: Turn) -> None:
+        """Append a turn and what is before it."""
+        if not self.ended:
+            mark = self._mark_after(turn.prompt)
+            self._append(encode_after(self.tokenizer, self.text, mark), trained=True)
+            self.text += mark
+        self._append(encode_rendered(self.tokenizer, turn.prompt, len(self.text)), trained=False)
+        self._append(encode_after(self.tokenizer, turn.prompt.text, turn.reply), trained=True)
+        self.text = turn.prompt.text + turn.reply
+        self.ended = turn.ended
+
+    def finished(self) -> Text:
+        """The row, with the end-of-text token where no mark ends its last turn."""
+        end = self.tokenizer.eos_token_id
+        if not self.ended and end is not None:
+            self._append([end], trained=True)
+        self.trained[0] = False  # nothing predicts it
+        return Text(self.tokens, self.trained)
+
+    def _append(self, ids: list[int], trained: bool) -> None:
+        self.tokens += ids
+        self.trained += [trained] * len(ids)
+
+    def _mark_after(self, prompt: RenderedChat) -> str:
+        """The marker with which a prompt goes on after the row."""
+        match = markers_of(self.tokenizer).match(prompt.text, len(self.text))
+        return match[0] if match and len(match[0]) > 1 else ""
+
+
+def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
+    return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}

@@ -1,0 +1,234 @@
+"""Messages of a conversation in one normal form, made where a record is read.
+
+| given | normal form |
+|---|---|
+| `content` a text; a list of parts of text | the text; the texts joined |
+| `content` null or absent, beside calls or thoughts of the assistant, or by a tool | "" |
+| `content` of a tool's message as an object, a list or a number | its JSON text |
+| a call `{"name": ..., "arguments": ...}`, alone or as `function` | `{"type": "function", "function": {...}}`, `id` |
+| `arguments` as JSON text, null or absent | an object |
+| `reasoning_content`, `reasoning`, `thinking` | `reasoning_content` |
+| `weight: 0` or `train: false` | `train: false`: the turn is not trained |
+| any field that is null | left out |
+
+Parts of pictures stay parts. Other fields stay for the chat template; `unread_fields` names what it does not read.
+Nulls inside of arguments and schemas stay, except those of Arrow, whose tables give every row all keys of its column:
+`without_arrow_nulls` leaves them out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from funrl.data.json_lines import DataError
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant thought; the first is normal
+TRAIN = "train"  # field of a message: false where its turn is not trained
+READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAIN, "weight", *THOUGHTS})
+_PLAIN = frozenset({"role", "content"})
+_LONGEST_SHOWN = 80  # characters of a value in an error
+
+
+def are_messages(value: Any) -> bool:
+    """True for what is meant as a conversation instead of a text: a list that is not empty."""
+    return isinstance(value, list) and bool(value)
+
+
+def normal_messages(messages: Sequence[Any]) -> list[Message]:
+    """Messages in the normal form of this module.
+
+    >>> call = {"name": "add", "arguments": '{"a": 2}'}
+    >>> normal_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])[0]["tool_calls"]
+    [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2}}}]
+
+    Raises:
+      DataError: one is not a message; the error gives its number and what is wrong.
+    """
+    normal = []
+    for number, message in enumerate(messages, 1):
+        try:
+            normal.append(normal_message(message))
+        except DataError as error:
+            raise DataError(f"message {number}: {error}") from None
+    return normal
+
+
+def normal_message(message: Any) -> Message:
+    """One message in the normal form. Raises: DataError."""
+    if not isinstance(message, Mapping):
+        raise DataError(f"{shown(message)} is not an object with a role and a content")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed")
+    content = message.get("content")
+    if message.keys() == _PLAIN and isinstance(content, str):
+        return dict(message)
+    if message.get("function_call") is not None:
+        raise DataError("it has function_call, an older form; give tool_calls")
+    normal = {name: value for name, value in message.items() if value is not None and name not in READ}
+    calls = normal_calls(message.get("tool_calls"))
+    thoughts = _thoughts(message)
+    may_be_empty = role == "tool" or (role == "assistant" and bool(calls or thoughts))
+    normal = {"role": role, "content": _content(content, role, may_be_empty), **normal}
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            normal[name] = message[name]
+    if thoughts:
+        normal[THOUGHTS[0]] = thoughts
+    if calls:
+        normal["tool_calls"] = calls
+    if role == "assistant" and not _is_trained(message):
+        normal[TRAIN] = False
+    return normal
+
+
+def normal_calls(calls: Any) -> list[Message]:
+    """The calls of a message in the normal form; none for null. Raises: DataError."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"tool_calls is {shown(calls)}; a list of calls is needed")
+    return [_call(call) for call in calls]
+
+
+def decoded_arguments(given: Any) -> dict[str, Any]:
+    """Arguments of a call as an object, from an object or its JSON text. Raises: DataError."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "{}")
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"the arguments {shown(given)} of a call are not JSON: {error}") from None
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise DataError(f"the arguments of a call are {shown(given)}; an object is needed")
+    return dict(given)
+
+
+def normal_tools(given: Any) -> list[Any]:
+    """Schemas of tools, from a list of them or its JSON text.
+
+    Raises:
+      DataError: they are neither, or one is not an object.
+    """
+    try:
+        tools = json.loads(given) if isinstance(given, str) else given or []
+        tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"tools are a list of JSON schemas, not {shown(given)}: {error}") from error
+    if isinstance(given, Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"tools are a list of JSON schemas, not {shown(given)}")
+    return tools
+
+
+def without_arrow_nulls(row: Any) -> Any:
+    """A row of an Arrow table without the nulls in its messages and tools; other columns stay as they are."""
+    if not isinstance(row, Mapping):
+        return row
+    return {name: _without_nulls(value) if _is_filled(value) else value for name, value in row.items()}
+
+
+def check_roles(messages: Iterable[Message], template: str | None) -> None:
+    """Raise DataError for a role that is neither usual nor named in the chat template."""
+    for number, message in enumerate(messages, 1):
+        role = message["role"]
+        if role not in ROLES and not mentions(template, role):
+            raise DataError(
+                f"message {number} has the role {role!r}, which the chat template does not name; the usual ones are "
+                f"{', '.join(ROLES)}"
+            )
+
+
+def unread_fields(messages: Iterable[Message], template: str | None) -> list[str]:
+    """Names of fields of messages that neither funrl nor the chat template reads, each once."""
+    names = dict.fromkeys(name for message in messages for name in message if name not in READ)
+    return [name for name in names if not mentions(template, name)]
+
+
+def mentions(template: str | None, name: str) -> bool:
+    """True if a chat template has a word."""
+    return bool(template) and re.search(rf"\b{re.escape(name)}\b", str(template)) is not None
+
+
+def shown(value: Any) -> str:
+    """A value as JSON, cut off, for errors."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+
+
+def text_of_parts(parts: Sequence[Any]) -> str | None:
+    """The texts of parts joined; None if one is not a part of text."""
+    texts = [part["text"] for part in parts if _is_text_part(part)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _content(content: Any, role: str, may_be_empty: bool) -> Any:
+    if isinstance(content, str):
+        return content
+    if content is None or content == []:
+        if may_be_empty:
+            return ""
+        beside = ", and neither calls nor thoughts beside it" if role == "assistant" else ""
+        raise DataError(f"the content of the {role} is {shown(content)}{beside}; a text is needed")
+    if isinstance(content, list) and (text := text_of_parts(content)) is not None:
+        return text
+    if isinstance(content, list) and all(_is_text_part(part) or _is_picture_part(part) for part in content):
+        return [{name: value for name, value in part.items() if value is not None} for part in content]
+    if role == "tool":
+        return json.dumps(content, ensure_ascii=False, default=str)
+    raise DataError(f"the content of the {role} is {shown(content)}; a text, or a list of parts of text, is needed")
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_picture_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def _thoughts(message: Mapping[str, Any]) -> str:
+    given = {name: message[name] for name in THOUGHTS if message.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise DataError(f"{name} is {shown(value)}; a text is needed")
+    texts = list(dict.fromkeys(value for value in given.values() if value))
+    if len(texts) > 1:
+        raise DataError(f"{' and '.join(given)} are different texts; leave all but one out")
+    return texts[0] if texts else ""
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    weight = message.get("weight")
+    if weight is not None and weight not in (0, 1):
+        raise DataError(f"its weight is {shown(weight)}; 1 trains the turn, and 0 does not")
+    train = message.get(TRAIN)
+    if train is not None and not isinstance(train, bool):
+        raise DataError(f"its field train is {shown(train)}; true or false is needed")
+    return weight != 0 and train is not False
+
+
+def _call(call: Any) -> Message:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    function = call if function is None else function
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"the call {shown(call)} has no function with a name")
+    named = {} if call.get("id") is None else {"id": call["id"]}
+    inner = {"name": function["name"], "arguments": decoded_arguments(function.get("arguments"))}
+    return {"type": "function", **named, "function": inner}
+
+
+def _is_filled(value: Any) -> bool:
+    """True for a column of Arrow that has messages or tools, whose objects have the keys of all rows."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and not {"role", "function", "parameters"}.isdisjoint(first)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
