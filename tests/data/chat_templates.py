@@ -3,7 +3,7 @@
 | names | files |
 |---|---|
 | the eight of `family_templates`, gemma_3 | written for the tests after the families' documentation, shortened |
-| gpt_oss, glm_4_5_full, ministral_3, deepseek_v3_1, qwen3_5 | published: templates/, README.md has licences |
+| gpt_oss, glm_4_5_full, ministral_3, deepseek_v3_1, qwen3_full, qwen3_5 | published: templates/, see README.md |
 | llama_3_1_full, gemma_3_full, deepseek_r1 | trl's, where it is installed: not under Apache-2.0 or MIT, or unclear |
 """
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import family_templates as families
-import pytest
 
 FOLDER = Path(__file__).parent / "templates"
 PAD = "<pad>"  # where a family has none of its own
@@ -133,6 +132,7 @@ TEMPLATES = {
         drops=_names("thoughts ids"),
     ),
     "deepseek_v3_1": _DEEPSEEK_V3_1,
+    "qwen3_full": ChatTemplate("qwen3_full", _QWEN, ("<|im_end|>",) * 2, drops=_names("ids"), rewrites=True),
     "qwen3_5": ChatTemplate("qwen3_5", _QWEN, ("<|im_end|>",) * 2, drops=_names("ids space"), rewrites=True),
     "llama_3_1_full": _LLAMA._replace(file="llama3_1", folder=None),
     "gemma_3_full": _GEMMA_3._replace(file="gemma3", folder=None),
@@ -180,6 +180,8 @@ def template_text(name: str) -> str:
     if folder is None:
         found = importlib.util.find_spec("trl")
         if found is None or not found.submodule_search_locations:
+            import pytest  # here, as programs that compare other libraries read this file too
+
             pytest.skip(f"trl is not installed, which has the template {form.file}: pip install trl")
         folder = Path(found.submodule_search_locations[0]) / "chat_templates"
     return (folder / f"{form.file}.jinja").read_text(encoding="utf-8")
