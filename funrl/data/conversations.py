@@ -158,11 +158,13 @@ class ChatTemplate(NamedTuple):
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
         closing = self.closing()
-        markers = (match[0] for match in markers_of(self.tokenizer).finditer(closing or "") if len(match[0]) > 1)
-        marker = next(markers, "")
-        if closing is not None and not marker:
+        markers = (match for match in markers_of(self.tokenizer).finditer(closing or "") if len(match[0]) > 1)
+        marker = next(markers, None)
+        if closing is not None and marker is None:
             return reply.removesuffix(closing), False
-        ends = (marker, *map(str, self.tokenizer.all_special_tokens))
+        if closing is not None and marker is not None and reply.endswith(closing):
+            return reply[: len(reply) - len(closing) + marker.end()], True
+        ends = [str(word) for word in self.tokenizer.all_special_tokens]
         is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
