@@ -39,6 +39,7 @@ from funrl.data.tokenizer import (
 
 Messages = Sequence[Mapping[str, Any]]
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
+QUESTION: Messages = ({"role": "user", "content": "?"},)  # a history that every template knows
 _EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
 
 
@@ -100,22 +101,27 @@ class ChatTemplate(NamedTuple):
           TokenizerError: as `prompt`.
           DataError: the template renders what was before it otherwise.
         """
-        message = messages[-1]
-        prompt = self.render(messages[:-1], opens=True)
-        is_open = prompt.text.rstrip().endswith(THINK)
+        *history, message = messages
+        prompt = self.render(history, opens=True)
+        begin = prompt.text.rstrip()
         thoughts = inline_thoughts(message)
-        if prompt.text.rstrip().endswith(END_THINK):  # the prompt says that nothing is thought
+        if begin.endswith(END_THINK):  # the prompt says that nothing is thought
             message = _without_thoughts(message)
             thoughts = ""
-        whole = self.render([*messages[:-1], message], opens=False).text
-        if whole.startswith(prompt.text):
-            reply = whole[len(prompt.text) :]
-        else:
-            reply = self._reply_of_other_begin(prompt.text, whole, messages)
-            reply = f"{thoughts}\n{END_THINK}\n\n{reply}" if is_open and END_THINK not in reply else reply
-        if not thoughts and not is_open and END_THINK not in str(message.get("content")):
+        reply = self._reply(history, message)
+        if reply is None:  # the template renders the history otherwise behind this message
+            reply = self._reply(QUESTION, message)
+        if reply is None:
+            raise DataError(
+                "the chat template renders what is before a turn of the assistant otherwise once there is one: "
+                f"{self.render([*history, message], opens=False).text[-300:]!r} does not begin with "
+                f"{prompt.text[-300:]!r}; give another one (--chat_template=FILE)"
+            )
+        if begin.endswith(THINK):
+            reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply}"
+        elif not thoughts and END_THINK not in str(message.get("content")):
             reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
-        elif thoughts.strip() not in reply and not is_open and END_THINK in str(self.tokenizer.chat_template):
+        elif thoughts.strip() not in reply and END_THINK in str(self.tokenizer.chat_template):
             reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply}"
         return Turn(prompt, *self._ended(reply))
 
@@ -139,21 +145,24 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply_of_other_begin(self, prompt: str, whole: str, messages: Messages) -> str:
-        """The reply where the template begins a finished turn otherwise than one that is to be written."""
+    def _reply(self, history: Messages, message: Mapping[str, Any]) -> str | None:
+        """What the template writes of a message of the assistant, from the end of its prompt on.
+
+        Returns: None if the template renders the history otherwise before the message than before a prompt.
+        """
+        prompt = self.render(history, opens=True).text
+        whole = self.render([*history, message], opens=False).text
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
         pairs = enumerate(zip(prompt, whole, strict=False))
         shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
+        if not history or shared < len(self.render(history, opens=False).text):
+            return None
+        # The prompt ends with what a finished turn lacks, such as opened or empty thoughts.
         reply = whole[shared:]
-        history = self.render(messages[:-1], opens=False).text if len(messages) > 1 else ""
-        content = str(messages[-1].get("content")).rpartition(END_THINK)[2].strip()
-        if shared >= len(history) and (END_THINK in prompt[shared:] or reply.lstrip().startswith(content or reply)):
-            return reply
-        if prompt.rstrip().endswith(THINK) and shared >= len(history):
-            return reply
-        raise DataError(
-            "the chat template renders the conversation otherwise once the assistant has answered: "
-            f"{prompt[shared:]!r:.200} becomes {reply!r:.200}; give another one (--chat_template=FILE)"
-        )
+        content = str(message.get("content")).rpartition(END_THINK)[2].strip()
+        thinks = THINK in prompt[shared:] or END_THINK in prompt[shared:]
+        return reply if thinks or (content and reply.lstrip().startswith(content)) else None
 
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
@@ -173,7 +182,7 @@ class ChatTemplate(NamedTuple):
         key = (self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
         known = _CLOSINGS.setdefault(self.tokenizer, {})
         if key not in known:
-            conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": REPLY}]
+            conversation = [*QUESTION, {"role": "assistant", "content": REPLY}]
             try:
                 whole = self._replace(tools=()).render(conversation, opens=False).text
             except TokenizerError:
@@ -310,7 +319,8 @@ class _Row:
         """True if a prompt begins with the row, so that the turn that answers it can stand in it."""
         if not prompt.text.startswith(self.text):
             return False
-        return self.ended or bool(self._mark_after(prompt))
+        mark = self._mark_after(prompt)
+        return self.ended or bool(mark and prompt.text[len(self.text) + len(mark) :].strip())
 
     def add(self, turn: Turn) -> None:
         """Append a turn and what is before it."""

@@ -210,7 +210,7 @@ def test_files_and_conversations_that_hold_nothing_are_refused(tokenizer, tmp_pa
         text_example({"messages": [{"role": "user", "content": "a"}]}, "demonstrations", tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ 'z' if loop.last else '' }}{{ m.content }}{% endfor %}"
     turns = [{"role": r, "content": "a"} for r in ("user", "assistant", "user", "assistant")]
-    with pytest.raises(DataError, match="renders the conversation otherwise once"):
+    with pytest.raises(DataError, match="otherwise once there is one"):
         text_example({"messages": turns}, "demonstrations", tokenizer)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from funrl.data.tokenizer import END_THINK
 from funrl.environments.forms.response_templates import (
     REPLY_FORMS,
     Call,
@@ -60,7 +61,7 @@ def read_reply(name: str, text: str, tools: Tools = (), thinking: bool = False) 
     content = "\n".join(filter(None, contents)).strip()
     if name == "harmony":
         content = content if "<|message|>" in text else text
-    elif set(fields) <= {"content"}:
+    elif set(fields) <= {"content"} and not (thinking and END_THINK in text):  # empty thoughts may have been closed
         content = text  # nothing else is in it, so it stays as it is
     return ReadReply(_message(content, calls, **_thoughts(fields, form.thoughts)), _pairs(calls), problems)
 
