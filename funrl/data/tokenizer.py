@@ -133,7 +133,8 @@ def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
 
 def has_own_begin(tokenizer: Any, text: str) -> bool:
     """True if a text begins with the begin-of-text token, as a rendered chat does."""
-    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    begin = getattr(tokenizer, "bos_token", None)
+    return bool(begin) and text.startswith(begin)
 
 
 class RenderedChat(NamedTuple):
@@ -232,7 +233,7 @@ def _reads_parts_only(tokenizer: Any) -> bool:
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    content = message["content"]
+    content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
