@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
@@ -180,39 +180,50 @@ class ChatTemplate(NamedTuple):
 
     def closing(self) -> str | None:
         """What the template writes behind the content of a reply; None where it refuses a synthetic one."""
-        key = (self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
-        known = _CLOSINGS.setdefault(self.tokenizer, {})
-        if key not in known:
-            conversation = [*QUESTION, {"role": "assistant", "content": REPLY}]
+
+        def probe() -> str | None:
             try:
-                whole = self._replace(tools=()).render(conversation, opens=False).text
+                reply = {"role": "assistant", "content": REPLY}
+                whole = self._replace(tools=()).render([*QUESTION, reply], opens=False).text
             except TokenizerError:
-                whole = ""
-            known[key] = whole.rpartition(REPLY)[2] if REPLY in whole else None
+                return None
+            return whole.rpartition(REPLY)[2] if REPLY in whole else None
+
+        return self._probed("closing", probe)
+
+    def _probed(self, name: str, probe: Callable[[], Any]) -> Any:
+        """What is known of the template itself, whatever the tools."""
+        key = (name, self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
+        known = _KNOWN.setdefault(self.tokenizer, {})
+        if key not in known:
+            known[key] = probe()
         return known[key]
 
-    def next_marks(self) -> list[str]:
-        """Markers of the next turn that end a reply; none where the template ends one itself, or by plain text."""
+    def next_marks(self) -> dict[str, str]:
+        """Role -> marker of its turn, which ends a reply before it; {} where the template ends replies otherwise."""
+        return self._probed("next_marks", self._replace(tools=())._next_marks)
+
+    def _next_marks(self) -> dict[str, str]:
         closing = self.closing()
         if closing is None or any(len(match[0]) > 1 for match in markers_of(self.tokenizer).finditer(closing)):
-            return []
+            return {}
         call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
-        marks = []
-        for reply, follows in (
-            ({"role": "assistant", "content": REPLY}, {"role": "user", "content": "?"}),
-            ({"role": "assistant", "content": REPLY, "tool_calls": [call]}, {"role": "tool", "content": "?"}),
-        ):
+        replies = {"user": {}, "tool": {"tool_calls": [call]}}
+        marks = {}
+        for role, calls in replies.items():
+            conversation = [*QUESTION, {"role": "assistant", "content": REPLY, **calls}, {"role": role, "content": "?"}]
             try:
-                before = self.render([*QUESTION, reply], opens=False).text
-                after = self.render([*QUESTION, reply, {**follows}], opens=False).text
+                before = self.render(conversation[:-1], opens=False).text
+                after = self.render(conversation, opens=False).text
             except TokenizerError:
                 continue
             match = markers_of(self.tokenizer).match(after, len(before)) if after.startswith(before) else None
-            marks += [match[0]] if match and len(match[0]) > 1 else []
-        return list(dict.fromkeys(marks))
+            if match and len(match[0]) > 1:
+                marks[role] = match[0]
+        return marks
 
 
-_CLOSINGS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str | None]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = weakref.WeakKeyDictionary()
 
 
 def encode_prompt(
@@ -260,7 +271,8 @@ def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 
         turn = template.turn(messages[: place + 1])
         if rows[-1].text and not rows[-1].goes_on(turn.prompt):
             rows.append(_Row(template.tokenizer))
-        rows[-1].add(turn)
+        follows = messages[place + 1]["role"] if place + 1 < len(messages) else ""
+        rows[-1].add(turn, "" if turn.ended else template.next_marks().get(follows, ""))
     texts = [row.finished() for row in rows if row.text]
     if not texts:
         raise DataError("no turn of the assistant is trained: each has weight 0 or train false")
@@ -333,6 +345,7 @@ class _Row:
         self.tokenizer = tokenizer
         self.text = ""
         self.ended = True
+        self.mark = ""
         self.tokens: list[int] = []
         self.trained: list[bool] = []
 
@@ -343,8 +356,13 @@ class _Row:
         mark = self._mark_after(prompt)
         return self.ended or bool(mark and prompt.text[len(self.text) + len(mark) :].strip())
 
-    def add(self, turn: Turn) -> None:
-        """Append a turn and what is before it."""
+    def add(self, turn: Turn, mark: str = "") -> None:
+        """Append a turn and what is before it.
+
+        Args:
+          turn: of the assistant.
+          mark: of the turn that follows, where it ends this one; "": the end-of-text token does.
+        """
         if not self.ended:
             mark = self._mark_after(turn.prompt)
             self._append(encode_after(self.tokenizer, self.text, mark), trained=True)
@@ -353,12 +371,13 @@ class _Row:
         self._append(encode_after(self.tokenizer, turn.prompt.text, turn.reply), trained=True)
         self.text = turn.prompt.text + turn.reply
         self.ended = turn.ended
+        self.mark = mark
 
     def finished(self) -> Text:
-        """The row, with the end-of-text token where no mark ends its last turn."""
-        end = self.tokenizer.eos_token_id
-        if not self.ended and end is not None:
-            self._append([end], trained=True)
+        """The row, with a token that ends its last turn where the template writes none."""
+        mark = self.mark or str(self.tokenizer.eos_token or "")
+        if not self.ended and mark:
+            self._append([self.tokenizer.convert_tokens_to_ids(mark)], trained=True)
         self.trained[0] = False  # nothing predicts it
         return Text(self.tokens, self.trained)
 

@@ -128,7 +128,7 @@ def with_turn_ends(model: Model, tokenizer: Any) -> Model:
     """
     if tokenizer.chat_template is None:
         return model
-    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ChatTemplate(tokenizer).next_marks()]
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ChatTemplate(tokenizer).next_marks().values()]
     eos = model.config.special_tokens.eos
     further = [token for token in ids if token not in eos and token < model.config.vocab]
     if not further:
