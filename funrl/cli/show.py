@@ -26,16 +26,16 @@ from funrl.trainer.settings.settings import settings_flags
 if TYPE_CHECKING:  # torch is imported after the checks of a command line that do not need it
     from rich.text import Text
 
-    from funrl.track.report.record_page import Piece, ShownRecord
+    from funrl.track.report.record_page import ShownRecord, TextPiece
 
-OWN = (
+SHOW_FLAGS = (
     Flag("record", None, str, optional=True, text="lines or rows of each file, such as 3,17"),
     Flag("count", 3, int, optional=False, text="number of records, the first of each file", bounds=(at_least(1),)),
     Flag("tokens", False, bool, optional=False, text="show the id of each token"),
     Flag("output", None, str, optional=True, text="page to write, such as page.html"),
 )
 # The recipe for a file that is given alone: the first whose columns it has.
-RECIPES = {
+RECIPE_COLUMNS = {
     "tpo": ("chosen", "rejected", "reference"),
     "dpo": ("chosen", "rejected"),
     "process_reward_model": ("completions", "labels"),
@@ -54,13 +54,13 @@ def show_command(argv: Sequence[str]) -> int:
     """Print records, and write the page of --output; return 0.
 
     Args:
-      argv: "show", then a recipe with the flags of its run, or a file with some of them, and `OWN` flags.
+      argv: "show", then a recipe with the flags of its run, or a file with some of them, and `SHOW_FLAGS` flags.
 
     Raises:
       ValueError: the first flag or record that cannot be used.
     """
     flags.refuse_repeated(argv)
-    line = flags.read(OWN, argv)
+    line = flags.read(SHOW_FLAGS, argv)
     words = run_words(line.unknown)
     numbers = line_numbers(line.values["record"])
     program = f"funrl {words[0]}"
@@ -106,7 +106,7 @@ def run_words(words: Sequence[str]) -> list[str]:
     if not isinstance(record, Mapping):
         raise SettingsError(f"{name}: there is no record with columns at its begin")
     columns = set(rename_columns(record, fields))
-    fitting = (recipe for recipe, needed in RECIPES.items() if columns >= set(needed))
+    fitting = (recipe for recipe, needed in RECIPE_COLUMNS.items() if columns >= set(needed))
     recipe = next(fitting, "grpo" if columns.isdisjoint(DEMONSTRATED) else "sft")
     return [recipe, f"--{'prompts' if recipe == 'grpo' else 'data'}={name}", *rest]
 
@@ -146,7 +146,7 @@ def styled_record(record: ShownRecord, plain: bool, ids: bool) -> Text:
     return text
 
 
-def _append(text: Text, piece: Piece, ids: bool, closing: str) -> None:
+def _append(text: Text, piece: TextPiece, ids: bool, closing: str) -> None:
     """Append a piece with line breaks and blanks at borders made visible, its note, its ids, and a closing bracket."""
     from funrl.track.report.rendering import written_out
 

@@ -391,7 +391,7 @@ def text_batch(
       device: of the batch.
       steps: for a reader, set the mask after each trained token instead, so that there is a number for every step.
     """
-    read = read_after_steps if steps else read_at_end
+    read = _read_steps if steps else read_at_end
     rows_of_texts = [[read(text, pad) for text in x.texts] if reader else x.texts for x in examples]
     rows = [[i for text in texts for i in text.tokens] for texts in rows_of_texts]
     masks = [[i for text in texts for i in text.trained] for texts in rows_of_texts]
@@ -440,7 +440,7 @@ def read_at_end(text: Text, pad: int) -> Text:
     return Text([*text.tokens[:length], pad], [False] * length + [True])
 
 
-def read_after_steps(text: Text, pad: int) -> Text:
+def _read_steps(text: Text, pad: int) -> Text:
     """Append a token to a text, and shift the mask right by one."""
     return Text([*text.tokens, pad], [False, *text.trained])
 

@@ -17,7 +17,7 @@ from funrl.trainer.sources.own_texts import UNFINISHED, text_after
 LONGEST_CHARACTER = 8  # tokens
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text of a token, or of several alike.
 
     Attributes:
@@ -39,7 +39,7 @@ class ShownRow(NamedTuple):
     """A sequence of tokens with a title, "" if it is the only one."""
 
     title: str
-    pieces: Sequence[Piece]
+    pieces: Sequence[TextPiece]
 
 
 class ShownRecord(NamedTuple):
@@ -60,7 +60,7 @@ class ShownRecord(NamedTuple):
     fields: Mapping[str, str] = {}
 
 
-def pieces_of(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[Piece]:
+def text_pieces(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[TextPiece]:
     """One piece for each token, or for several that make one character.
 
     Args:
@@ -84,12 +84,12 @@ def pieces_of(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[Pie
         word = tokenizer.convert_ids_to_tokens(ids[0])
         special = len(ids) == 1 and len(word) > 1 and bool(markers.fullmatch(word))
         note = next(remaining, "") if text.trained[begin] else ""
-        pieces.append(Piece(word if special else decoded, tuple(ids), text.trained[begin], special, note))
+        pieces.append(TextPiece(word if special else decoded, tuple(ids), text.trained[begin], special, note))
         begin = end
     return pieces
 
 
-def joined_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+def joined_pieces(pieces: Sequence[TextPiece]) -> list[TextPiece]:
     """Pieces with neighbours joined that look alike; a special token that is repeated is counted."""
     joined = []
     numbered = enumerate(pieces)
@@ -112,5 +112,5 @@ def write_records(records: Sequence[ShownRecord], title: str, to: str | Path) ->
         raise ReportError(f"{to}: cannot be written: {error.strerror}") from None
 
 
-def _look(number: int, piece: Piece) -> tuple[Any, ...]:
+def _look(number: int, piece: TextPiece) -> tuple[Any, ...]:
     return piece.trained, piece.special, piece.ids if piece.special else (), number if piece.note else -1

@@ -15,7 +15,7 @@ from funrl.data.json_lines import DataError
 from funrl.data.messages import are_messages, normal_changes, shown, unread_fields
 from funrl.data.pair_halves import halves_of
 from funrl.data.pictures import PICTURE_COLUMNS, with_picture_form
-from funrl.data.prompt_format import PromptFormat, tools_of
+from funrl.data.prompt_format import PICTURE_MARK, PromptFormat, tools_of
 from funrl.data.prompts import Example, encode, prompt_of_record
 from funrl.data.records import TableRows, open_table
 from funrl.data.supervised import (
@@ -23,7 +23,6 @@ from funrl.data.supervised import (
     TEXT_FIELDS,
     TextExample,
     normal_record,
-    read_after_steps,
     read_at_end,
     text_example,
 )
@@ -39,16 +38,14 @@ from funrl.data.tokenizer import (
     markers_of,
 )
 from funrl.models.huggingface import directories as hf
-from funrl.rewards.call import RewardError
-from funrl.rewards.load import check_fields, load_rewards
 from funrl.tasks.embedded import embedded_task
-from funrl.track.report.record_page import ShownRecord, ShownRow, pieces_of
+from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
     embedded_texts,
     given_environment,
-    length_limit,
     prompts_of_environment,
+    token_limit,
 )
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, check_demonstrations, learns_from_demonstrations
 from funrl.trainer.jobs.job import DEMONSTRATION
@@ -136,7 +133,7 @@ def shown_records(
         )
         for place in [n - 1 for n in numbers or range(1, count + 1) if n <= len(examples)]:
             example = examples[place]._replace(source=f"{settings.examples.task}, example {place + 1}")
-            yield shown_texts(reader, example, []) if reader.kind else shown_prompt(reader, example, [])
+            yield show_texts(reader, example, []) if reader.kind else show_prompt(reader, example, [])
 
 
 def record_reader(settings: Settings, algorithm: Algorithm, kind: str) -> RecordReader:
@@ -159,7 +156,7 @@ def record_reader(settings: Settings, algorithm: Algorithm, kind: str) -> Record
         room -= new_tokens
         reason = f"--max_new_tokens is {new_tokens} and {reason}"
         flag, asked = "max_prompt_tokens", settings.examples.max_prompt_tokens
-    most, reason, _ = length_limit(flag, asked, room, reason)
+    most, reason, _ = token_limit(flag, asked, room, reason)
     return RecordReader(
         settings, algorithm, kind, tokenizer, form=format_of(settings, names_of_fields(settings)), most=(most, reason)
     )
@@ -202,14 +199,16 @@ def text_records(reader: RecordReader, record: StoredRecord) -> Iterator[ShownRe
             remarks += [f"columns that nothing reads: {', '.join(unread)}"] * bool(unread)
             if kind == "demonstrations" and len(example.texts) > 1:
                 remarks.append("the chat template renders earlier turns otherwise later: each row trains other turns")
-            yield shown_texts(reader, example, remarks)
+            yield show_texts(reader, example, remarks)
     except (DataError, TokenizerError) as error:
         raise DataError(f"{record.where}: {error}") from error
+    except Exception as error:  # tokenizers raise plain ones
+        raise DataError(f"{record.where}: the tokenizer refuses it: {error}") from error
 
 
-def shown_texts(reader: RecordReader, example: TextExample, remarks: list[str]) -> ShownRecord:
+def show_texts(reader: RecordReader, example: TextExample, remarks: list[str]) -> ShownRecord:
     """A tokenized example of given texts."""
-    example, fitting = fitted(reader, example)
+    example, fitting = fit_length(reader, example)
     tokenizer = reader.tokenizer
     texts = example.texts
     titles: Sequence[str] = TEXT_FIELDS["triples"] if len(texts) > 1 else [""]
@@ -218,11 +217,14 @@ def shown_texts(reader: RecordReader, example: TextExample, remarks: list[str]) 
     if reader.kind == "ratings":
         titles = [f"label {example.labels[0]:g}"]
     notes = [f"label {label:g}" for label in example.labels] if reader.kind == "steps" else []
-    if any(reader.algorithm.role_kinds[name].reads == "completion" for name in reader.algorithm.losses):
+    reads = {reader.algorithm.role_kinds[name].reads for name in reader.algorithm.losses}
+    if "completion" in reads:
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        texts = [read_after_steps(x, pad) if reader.kind == "steps" else read_at_end(x, pad) for x in texts]
-        fitting = [*fitting, "a number of the model is trained at each coloured token, which has seen what is before"]
-    pieces = [pieces_of(text, tokenizer, notes) for text in texts]
+        texts = [read_at_end(text, pad) for text in texts]
+        fitting = [*fitting, "trained is the model's number at the token that is appended, where it has seen the text"]
+    if "steps" in reads:
+        fitting = [*fitting, "trained is the model's number after each coloured token"]
+    pieces = [text_pieces(text, tokenizer, notes) for text in texts]
     rows = [ShownRow(title, row) for title, row in zip(titles, pieces, strict=False)]
     if reader.kind in ("preferences", "triples"):
         alike = (len(set(column)) == 1 for column in zip(*pieces, strict=False))
@@ -247,31 +249,26 @@ def prompt_record(reader: RecordReader, record: StoredRecord) -> ShownRecord:
         remarks.append("left out: it is an example of --few_shot")
     if settings.environments.env is not None:
         remarks.append(f"--env={settings.environments.env} gets this record, and says what the policy reads")
-    try:
-        for function in () if settings.rewards.reward is None else load_rewards(settings.rewards.reward):
-            check_fields(settings.rewards.reward or "", function, [prompt.fields])
-    except RewardError as error:
-        remarks.append(f"the run refuses it: {error}")
-    return shown_prompt(reader, example, remarks)
+    return show_prompt(reader, example, remarks)
 
 
-def shown_prompt(reader: RecordReader, example: Example, remarks: list[str]) -> ShownRecord:
+def show_prompt(reader: RecordReader, example: Example, remarks: list[str]) -> ShownRecord:
     """A tokenized prompt, with its demonstration where the algorithm learns from it."""
     settings = reader.settings
-    example, fitting = fitted(reader, example)
+    example, fitting = fit_length(reader, example)
     text = Text(example.tokens, [False] * len(example.tokens))
-    rows = [ShownRow("prompt, which the policy continues", pieces_of(text, reader.tokenizer))]
+    rows = [ShownRow("prompt, which the policy continues", text_pieces(text, reader.tokenizer))]
     if learns_from_demonstrations(reader.algorithm):
         is_embedded = settings.examples.prompts is None and settings.environments.env is None
         field = embedded_task(settings.examples.task).demonstration_field if is_embedded else DEMONSTRATION
         check_demonstrations([example], field, None)
         demonstrations = DemonstrationReader(field, reader.tokenizer, reader.form, most=0, pad=0, paired=False)
-        rows.append(ShownRow("demonstration", pieces_of(demonstrations.text(example).texts[0], reader.tokenizer)))
+        rows.append(ShownRow("demonstration", text_pieces(demonstrations.text(example).texts[0], reader.tokenizer)))
     fields = {name: shown(value) for name, value in example.fields.items()}
     return ShownRecord(example.source, f"{len(example.tokens)} tokens of prompt", rows, [*remarks, *fitting], fields)
 
 
-def fitted(reader: RecordReader, example: FitExample) -> tuple[FitExample, list[str]]:
+def fit_length(reader: RecordReader, example: FitExample) -> tuple[FitExample, list[str]]:
     """An example as --long_prompts treats it if it is too long, and a remark on that."""
     most, reason = reader.most
     long = reader.settings.examples.long_prompts
@@ -305,10 +302,14 @@ def record_remarks(
     chats = {name: value for name, value in normal.items() if are_messages(value) and isinstance(value[0], Mapping)}
     for name, messages in chats.items():
         for number, (before, message) in enumerate(zip(given[name], messages, strict=True), 1):
-            found = [*normal_changes(before, message), *_message_remarks(message, text, tokenizer)]
-            remarks += [f"{name}, message {number} ({message['role']}): {remark}" for remark in found]
+            changes = [*normal_changes(before, message), *_message_remarks(message, text, tokenizer)]
+            remarks += [f"{name}, message {number} ({message['role']}): {change}" for change in changes]
     words = {name: value for name, value in normal.items() if isinstance(value, str)}
-    remarks += [f"{name} is not in the tokens word for word" for name, word in words.items() if not _has(text, word)]
+    remarks += [
+        f"{name} is not in the tokens word for word"
+        for name, word in words.items()
+        if not _has(text, *word.split(PICTURE_MARK))
+    ]
     tools = [tool.get("function") or tool for tool in tools_of(given.get("tools"), form)]
     template = ChatTemplate(tokenizer, tools, form.arguments)
     if chats or form.chat:
@@ -316,10 +317,6 @@ def record_remarks(
         remarks += [f"fields of messages that nothing reads: {', '.join(unread)}"] * bool(unread)
         hidden = [str(tool.get("name")) for tool in tools if not _has(text, str(tool.get("name")))]
         remarks += [f"tools that the chat template does not show: {', '.join(hidden)}"] * bool(hidden)
-        if form.system is not None and any(chat[0]["role"] == "system" for chat in chats.values()):
-            remarks.append("--system_prompt is not used: the record has a system message")
-        if form.tools and given.get("tools"):
-            remarks.append("--tools is not used: the record has tools of its own")
     elif tools:
         remarks.append("tools are not shown: the prompt is text (--chat_template=own makes it a chat)")
     begun = [word for word in words.values() if has_own_begin(tokenizer, word)]
@@ -344,27 +341,28 @@ def _message_remarks(message: Mapping[str, Any], text: str, tokenizer: Any) -> I
       text: of the tokens, as of `RecordReader.text`.
     """
     content = message["content"]
-    content = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    contents = content.split(PICTURE_MARK) if isinstance(content, str) else [x.get("text", "") for x in content]
     if message["role"] not in TRUSTED:
-        marks = dict.fromkeys(x[0] for x in markers_of(tokenizer).finditer(content) if len(x[0]) > 1)
+        matches = (match for content in contents for match in markers_of(tokenizer).finditer(content))
+        marks = dict.fromkeys(match[0] for match in matches if len(match[0]) > 1)
         if marks:
             yield f"{', '.join(marks)} is text in it, and no special token"
     if message["role"] == "assistant":
         if not _has(text, inline_thoughts(message)):
             yield "its thoughts are not in the tokens"
-        content = content.rpartition(END_THINK)[2]
-    if not _has(text, content):
+        contents[-1] = contents[-1].rpartition(END_THINK)[2]
+    if not _has(text, *contents):
         yield "its content is not in the tokens word for word"
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        if not all(_has(text, value) for value in (function["name"], *_leaves(function["arguments"]))):
+        if not _has(text, function["name"], *_leaves(function["arguments"])):
             yield f"its call of {function['name']} is not in the tokens word for word"
 
 
-def _has(text: str, part: str) -> bool:
-    """True if a text has another one, as it is or as JSON, whatever the white space."""
-    forms = (part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1])
-    return any(" ".join(form.split()) in text for form in forms)
+def _has(text: str, *parts: str) -> bool:
+    """True if a text has all of some others, as they are or as JSON, whatever the white space."""
+    forms = ((part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]) for part in parts)
+    return all(any(" ".join(form.split()) in text for form in alike) for alike in forms)
 
 
 def _leaves(value: Any) -> Iterator[str]:
