@@ -48,7 +48,7 @@ COMMANDS = {
     ),
     "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "show": SmallCommand(
-        "Records as they are trained",
+        "Records as trained",
         "funrl show NAME|FILE [--flag=value ...] [--record=N,M] [--count=N] [--tokens] [--output=FILE]",
     ),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
