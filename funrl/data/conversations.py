@@ -39,6 +39,7 @@ from funrl.data.tokenizer import (
 
 Messages = Sequence[Mapping[str, Any]]
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
+CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 QUESTION: Messages = ({"role": "user", "content": "?"},)  # a history that every template knows
 _EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
 
@@ -189,6 +190,26 @@ class ChatTemplate(NamedTuple):
                 whole = ""
             known[key] = whole.rpartition(REPLY)[2] if REPLY in whole else None
         return known[key]
+
+    def next_marks(self) -> list[str]:
+        """Markers of the next turn that end a reply; none where the template ends one itself, or by plain text."""
+        closing = self.closing()
+        if closing is None or any(len(match[0]) > 1 for match in markers_of(self.tokenizer).finditer(closing)):
+            return []
+        call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
+        marks = []
+        for reply, follows in (
+            ({"role": "assistant", "content": REPLY}, {"role": "user", "content": "?"}),
+            ({"role": "assistant", "content": REPLY, "tool_calls": [call]}, {"role": "tool", "content": "?"}),
+        ):
+            try:
+                before = self.render([*QUESTION, reply], opens=False).text
+                after = self.render([*QUESTION, reply, {**follows}], opens=False).text
+            except TokenizerError:
+                continue
+            match = markers_of(self.tokenizer).match(after, len(before)) if after.startswith(before) else None
+            marks += [match[0]] if match and len(match[0]) > 1 else []
+        return list(dict.fromkeys(marks))
 
 
 _CLOSINGS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str | None]] = weakref.WeakKeyDictionary()

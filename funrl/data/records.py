@@ -89,8 +89,8 @@ class TableRows(NamedTuple):
         return self
 
     def scan(self) -> Iterator[tuple[int, Any]]:
-        """Yield each row with its index."""
-        return enumerate(map(without_arrow_nulls, self.rows) if self.is_arrow else self.rows)
+        """Yield each row with its index, as it is in the table."""
+        return enumerate(self.rows)
 
     def read(self, place: int) -> Any:
         """Read a row."""
@@ -126,8 +126,15 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
       DataError: the file or a line of it cannot be read, or a library for its format is not installed.
     """
     table = open_table(Path(path))
+    is_arrow = isinstance(table, TableRows) and table.is_arrow
     for place, record in table.scan():
-        yield table.where(place), record
+        yield table.where(place), without_arrow_nulls(record) if is_arrow else record
+
+
+def rows_of(records: Sequence[Any]) -> Sequence[Any]:
+    """Records in memory; those of a data set of `datasets` without the nulls that Arrow adds."""
+    is_arrow = type(records).__module__.partition(".")[0] == "datasets"
+    return [without_arrow_nulls(row) for row in records] if is_arrow else records
 
 
 def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:

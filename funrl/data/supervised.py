@@ -44,7 +44,7 @@ from funrl.data.conversations import (
     whole_text,
 )
 from funrl.data.json_lines import DataError
-from funrl.data.messages import Message, are_messages, check_roles, normal_messages
+from funrl.data.messages import Message, are_messages, are_usual, check_roles, normal_messages
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
@@ -52,6 +52,7 @@ from funrl.data.pictures import expand_placeholders, flags_after, picture_form_o
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
+from funrl.data.record_remarks import RecordRemarks
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
@@ -114,6 +115,7 @@ class TextFile(Sequence[TextExample]):
       fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
       most: bound on the tokens of a text, which is `shortened` beyond; None: no bound.
+      remarks: on the records, for the log.
       kept: texts that are tokenized already; views of the file share it.
     """
 
@@ -124,6 +126,7 @@ class TextFile(Sequence[TextExample]):
     fields: Fields
     form: PromptFormat = PLAIN_PROMPTS
     most: int | None = None
+    remarks: tuple[str, ...] = ()
     kept: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     def __len__(self) -> int:
@@ -182,24 +185,29 @@ def load_examples(
       DataError: the file is missing or empty, or a record does not fit the table of this module.
     """
     fields = fields or {}
-    without_margin = 0
+    count = without_margin = 0
     paired = None
+    remarks = RecordRemarks(tokenizer)
 
     def check(record: Any) -> None:
-        nonlocal without_margin, paired
+        nonlocal count, without_margin, paired
         record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
         read_kind = "preferences" if paired else kind
-        normal = normal_record(text_columns(record, read_kind), read_kind)
+        columns = text_columns(record, read_kind)
+        normal = normal_record(columns, read_kind)
+        remarks.see(count, normal, usual=normal is columns)
+        count += 1
         without_margin += normal.get("margin") is None
 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+    lines = tuple(remarks.lines(records.where))
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
-        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form)
-    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form)
+        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form, remarks=lines)
+    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form, remarks=lines)
 
 
 def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:
@@ -215,17 +223,18 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
 
 
 def normal_record(record: Any, kind: str) -> dict[str, Any]:
-    """A record after `text_columns` with its messages and tools in their normal form.
+    """Check a record after `text_columns`; messages that are not as usual come out in their normal form.
 
     Raises:
       DataError: a field is missing or of the wrong type.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
-    normal = dict(record)
+    normal: dict[str, Any] = record if type(record) is dict else dict(record)
     for name in ("prompt",) if kind == "steps" else ("prompt", "messages", *TEXT_FIELDS[kind]):
-        if are_messages(normal.get(name)):
-            normal[name] = _normal_field(name, normal[name])
+        value = normal.get(name)
+        if type(value) is list and value and not are_usual(value):
+            normal = {**normal, name: _normal_field(name, value)}
     if kind == "demonstrations" and "messages" in normal:
         messages = normal["messages"]
         if not are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
@@ -335,10 +344,10 @@ def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) 
     """Texts of a formatted prompt and a completion."""
     if not isinstance(prompt, str):
         check_roles(prompt, template.tokenizer.chat_template)
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        return continued_texts(prompt, said, template)
+        replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return continued_texts(prompt, normal_messages(replies), template)
     if not isinstance(completion, str):
-        (message,) = completion
+        (message,) = normal_messages(completion)
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
             beside = ", ".join(sorted(set(message) - {"role", "content"})) or "parts"
             raise DataError(

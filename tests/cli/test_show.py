@@ -134,6 +134,8 @@ def test_pairs_have_their_shared_tokens_once(show):
         "--- rejected",
         "{+<|end|>+}",
     ]
+    _, out, _ = show("dpo --data=data.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"})
+    assert "  chosen and rejected are equal, which teaches nothing\n" in out
     _, out, _ = show("reward_model --data=data.jsonl", pair)
     assert "{+<pad>+}" in out and "trained is the model's number at the token that is appended" in out
     _, out, _ = show("kto --data=data.jsonl", pair)

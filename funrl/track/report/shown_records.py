@@ -12,7 +12,14 @@ from funrl.algos.core import Algorithm
 from funrl.data.columns import prompt_columns, rename_columns, text_columns
 from funrl.data.conversations import ChatTemplate, Text
 from funrl.data.json_lines import DataError
-from funrl.data.messages import are_messages, normal_changes, shown, unread_fields
+from funrl.data.messages import (
+    are_messages,
+    normal_changes,
+    normal_messages,
+    shown,
+    unread_fields,
+    without_arrow_nulls,
+)
 from funrl.data.pair_halves import halves_of
 from funrl.data.pictures import PICTURE_COLUMNS, with_picture_form
 from funrl.data.prompt_format import PICTURE_MARK, PromptFormat, tools_of
@@ -22,7 +29,6 @@ from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextExample,
-    normal_record,
     read_at_end,
     text_example,
 )
@@ -166,10 +172,11 @@ def stored_records(path: str, numbers: Sequence[int], count: int) -> list[Stored
     """Read records of a file; the others as in `shown_records`."""
     table = open_table(Path(path))
     records = {}
-    for place, columns in table.scan():
+    is_arrow = isinstance(table, TableRows) and table.is_arrow
+    for place, row in table.scan():
         if place + 1 in numbers or not numbers:
-            has_nulls = isinstance(table, TableRows) and table.is_arrow and table.rows[place] != columns
-            records[place + 1] = StoredRecord(table.where(place), columns, has_nulls)
+            columns = without_arrow_nulls(row) if is_arrow else row
+            records[place + 1] = StoredRecord(table.where(place), columns, has_nulls=columns != row)
         if len(records) == (len(numbers) or count):
             break
     missing = [number for number in numbers if number not in records]
@@ -188,15 +195,16 @@ def text_records(reader: RecordReader, record: StoredRecord) -> Iterator[ShownRe
         for half in halves_of(columns) if kind == "ratings" else [columns]:
             example = text_example(half, kind, reader.tokenizer, reader.form)._replace(source=record.where)
             given = text_columns(half, kind)
-            normal = normal_record(given, kind)
             used = _columns_read(given, kind)
             remarks = [NULLS] * record.has_nulls
             if "prompt" in given and columns.keys().isdisjoint({"prompt", "question"}):
                 remarks.append(f"the prompt is what its texts share: the first messages ({len(given['prompt'])})")
-            remarks += record_remarks(reader, {name: normal[name] for name in used}, given, rows=example.texts)
+            remarks += record_remarks(reader, given, used, rows=example.texts)
             further = ("tools", "margin", LABELS.get(kind), *PICTURE_COLUMNS)
             unread = [name for name in given if name not in (*used, *further)]
             remarks += [f"columns that nothing reads: {', '.join(unread)}"] * bool(unread)
+            if "chosen" in used and given["chosen"] == given["rejected"]:
+                remarks.append("chosen and rejected are equal, which teaches nothing")
             if kind == "demonstrations" and len(example.texts) > 1:
                 remarks.append("the chat template renders earlier turns otherwise later: each row trains other turns")
             yield show_texts(reader, example, remarks)
@@ -244,7 +252,7 @@ def prompt_record(reader: RecordReader, record: StoredRecord) -> ShownRecord:
     given = prompt_columns(rename_columns(record.columns, fields))
     remarks = [NULLS] * record.has_nulls
     text = Text(example.tokens, [False] * len(example.tokens))
-    remarks += record_remarks(reader, {"prompt": prompt.prompt}, given, rows=[text])
+    remarks += record_remarks(reader, given, ["prompt"], rows=[text])
     if prompt.prompt in [shot.prompt for shot in reader.form.shots]:
         remarks.append("left out: it is an example of --few_shot")
     if settings.environments.env is not None:
@@ -285,13 +293,13 @@ def fit_length(reader: RecordReader, example: FitExample) -> tuple[FitExample, l
 
 
 def record_remarks(
-    reader: RecordReader, normal: Mapping[str, Any], given: Mapping[str, Any], rows: Sequence[Text]
+    reader: RecordReader, given: Mapping[str, Any], names: Sequence[str], rows: Sequence[Text]
 ) -> list[str]:
     """Remarks on what the tokens lack of a record, or have otherwise.
 
     Args:
-      normal: the columns that are read, in their normal form.
       given: the record.
+      names: of its columns that are read.
       rows: its tokens.
     """
     tokenizer = reader.tokenizer
@@ -299,12 +307,14 @@ def record_remarks(
     remarks = []
     tokens = [token for row in rows for token in row.tokens]
     text = " ".join(reader.text(row.tokens) for row in rows)
-    chats = {name: value for name, value in normal.items() if are_messages(value) and isinstance(value[0], Mapping)}
+    columns = {name: given[name] for name in names}
+    lists = {name: value for name, value in columns.items() if are_messages(value)}
+    chats = {name: normal_messages(value) for name, value in lists.items() if isinstance(value[0], Mapping)}
     for name, messages in chats.items():
         for number, (before, message) in enumerate(zip(given[name], messages, strict=True), 1):
             changes = [*normal_changes(before, message), *_message_remarks(message, text, tokenizer)]
             remarks += [f"{name}, message {number} ({message['role']}): {change}" for change in changes]
-    words = {name: value for name, value in normal.items() if isinstance(value, str)}
+    words = {name: value for name, value in columns.items() if isinstance(value, str)}
     remarks += [
         f"{name} is not in the tokens word for word"
         for name, word in words.items()

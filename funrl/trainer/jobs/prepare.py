@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,13 +10,14 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.data.conversations import ChatTemplate
 from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
 from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.models import Model
+from funrl.models import Model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
 from funrl.models.model import ModelConfig
@@ -92,6 +94,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
+    model = with_turn_ends(model, tokenizer)
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -115,6 +118,22 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     texts = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
     steps = warmstart_steps(settings, texts, given)
     return text_job(settings, algorithm, roles, devices=devices, texts=texts, warmstart_steps=steps)
+
+
+def with_turn_ends(model: Model, tokenizer: Any) -> Model:
+    """The model with the marks that end a turn in its chat template, as GLM-4.5's do, among its tokens that end a text.
+
+    What is saved names them too. Templates that end turns themselves, by the end-of-text token or another one that the
+    model's files name, change nothing.
+    """
+    if tokenizer.chat_template is None:
+        return model
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ChatTemplate(tokenizer).next_marks()]
+    eos = model.config.special_tokens.eos
+    further = [token for token in ids if token not in eos and token < model.config.vocab]
+    if not further:
+        return model
+    return dataclasses.replace(model, config=with_fields(model.config, eos=(*eos, *further)))
 
 
 def form_of_pictures(settings: Settings, config: ModelConfig) -> PictureForm | None:
