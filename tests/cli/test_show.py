@@ -135,7 +135,7 @@ def test_pairs_have_their_shared_tokens_once(show):
         "{+<|end|>+}",
     ]
     _, out, _ = show("dpo --data=data.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"})
-    assert "  chosen and rejected are equal, which teaches nothing\n" in out
+    assert "  chosen and rejected are equal: there is nothing to learn\n" in out
     _, out, _ = show("reward_model --data=data.jsonl", pair)
     assert "{+<pad>+}" in out and "trained is the model's number at the token that is appended" in out
     _, out, _ = show("kto --data=data.jsonl", pair)

@@ -204,7 +204,7 @@ def text_records(reader: RecordReader, record: StoredRecord) -> Iterator[ShownRe
             unread = [name for name in given if name not in (*used, *further)]
             remarks += [f"columns that nothing reads: {', '.join(unread)}"] * bool(unread)
             if "chosen" in used and given["chosen"] == given["rejected"]:
-                remarks.append("chosen and rejected are equal, which teaches nothing")
+                remarks.append("chosen and rejected are equal: there is nothing to learn")
             if kind == "demonstrations" and len(example.texts) > 1:
                 remarks.append("the chat template renders earlier turns otherwise later: each row trains other turns")
             yield show_texts(reader, example, remarks)
