@@ -16,6 +16,7 @@ funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
+funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
 funrl compile grpo --mesh=dp4,tp4 --target=v5e:4x4
 funrl --help
@@ -61,6 +62,7 @@ MODULES = {
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",
+    "show": "funrl.cli.show:show_command",
 }
 
 
@@ -79,7 +81,7 @@ def _main(argv: list[str]) -> int:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
     try:
-        place = 2 if argv[1] == "doctor" else 1  # index of the experiment
+        place = 2 if argv[1] in ("doctor", "show") else 1  # index of the experiment
         if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
             argv.insert(place, _name_in_config(argv))
         name = argv[1]

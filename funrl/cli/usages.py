@@ -47,5 +47,9 @@ COMMANDS = {
         "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",
     ),
     "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
+    "show": SmallCommand(
+        "Records as trained",
+        "funrl show NAME|FILE [--flag=value ...] [--record=N,M] [--count=N] [--tokens] [--output=FILE]",
+    ),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
 }

@@ -89,6 +89,26 @@ def normal_message(message: Any) -> Message:
     return normal
 
 
+def normal_changes(given: Mapping[str, Any], normal: Message) -> list[str]:
+    """Differences between a message as it was given and its normal form, in words, for a reader of the record."""
+    changes = []
+    content = given.get("content")
+    if isinstance(content, list) and isinstance(normal["content"], str) and content:
+        is_text = text_of_parts(content) is not None
+        changes.append(f"{len(content)} parts of text are joined" if is_text else "its content is written as JSON")
+    elif content is not None and not isinstance(content, str | list):
+        changes.append("its content is written as JSON")
+    calls = [call.get("function") or call for call in given.get("tool_calls") or []]
+    decoded = sum(isinstance(call.get("arguments"), str) for call in calls)
+    changes += [f"the arguments of {decoded} call{'s' * (decoded > 1)} are decoded from JSON text"] * bool(decoded)
+    changes += [f"{name} is read as {THOUGHTS[0]}" for name in THOUGHTS[1:] if given.get(name)]
+    nulls = [name for name, value in given.items() if value is None and name != "content"]
+    changes += [f"fields that are null are left out: {', '.join(nulls)}"] * bool(nulls)
+    if normal.get(TRAIN) is False:
+        changes.append("not trained: weight 0" if given.get("weight") == 0 else "not trained: train false")
+    return changes
+
+
 def are_usual(messages: Sequence[Any]) -> bool:
     """True only of messages that `normal_messages` takes, with usual roles and fields; quick, for millions of records.
 

@@ -125,7 +125,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
       DataError: the file or a line of it cannot be read, or a library for its format is not installed.
     """
-    table = _table(Path(path))
+    table = open_table(Path(path))
     is_arrow = isinstance(table, TableRows) and table.is_arrow
     for place, record in table.scan():
         yield table.where(place), without_arrow_nulls(record) if is_arrow else record
@@ -147,7 +147,7 @@ def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
     Raises:
       DataError: the file cannot be read, or a record fails the check; the message names the first such record.
     """
-    table = _table(Path(path)).indexed()
+    table = open_table(Path(path)).indexed()
     places = array("q")
     for place, record in table.scan():
         try:
@@ -158,7 +158,8 @@ def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
     return Records(table, np.frombuffer(places, dtype=np.int64))
 
 
-def _table(path: Path) -> JsonLines | TableRows:
+def open_table(path: Path) -> JsonLines | TableRows:
+    """The rows of a file, or of a dataset by its name. Raises: DataError."""
     saved = _saved_folder(path)
     if saved is not None:
         return _dataset(path, lambda datasets: datasets.load_from_disk(str(saved)))

@@ -400,7 +400,7 @@ def text_batch(
       device: of the batch.
       steps: for a reader, set the mask after each trained token instead, so that there is a number for every step.
     """
-    read = _read_steps if steps else _read
+    read = _read_steps if steps else read_at_end
     rows_of_texts = [[read(text, pad) for text in x.texts] if reader else x.texts for x in examples]
     rows = [[i for text in texts for i in text.tokens] for texts in rows_of_texts]
     masks = [[i for text in texts for i in text.trained] for texts in rows_of_texts]
@@ -443,7 +443,7 @@ def shortened(example: TextExample, most: int) -> TextExample:
     return example._replace(texts=texts, labels=example.labels[: sum(texts[0].trained)])
 
 
-def _read(text: Text, pad: int) -> Text:
+def read_at_end(text: Text, pad: int) -> Text:
     """Remove trailing padding from a text, and append a token, the only trained one."""
     length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
     return Text([*text.tokens[:length], pad], [False] * length + [True])

@@ -304,7 +304,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
             f"--step_separator={settings.formatting.step_separator}: {kind} have no steps; leave it out"
         )
     reason = f"the model has {config.max_positions} positions"
-    most, reason, idle = _limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
+    most, reason, idle = token_limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
     if settings.examples.data is None and given.records is None:
         refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)._replace(remarks=idle)
@@ -326,7 +326,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
     return texts._replace(examples=train, heldout=held, remarks=remarks)
 
 
-def _limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[int, str, tuple[str, ...]]:
+def token_limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[int, str, tuple[str, ...]]:
     """Tokens that an example may have, why, and a remark where a flag changes nothing.
 
     Args:
@@ -456,7 +456,7 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     beyond = ", 1 of them to read the whole completion" if name in SCORING_ROLES else ""
     positions = models[name].config.max_positions
     reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
-    most, reason, idle = _limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
+    most, reason, idle = token_limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
     if most < 1:
         raise SettingsError(
             f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "
