@@ -139,7 +139,9 @@ def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
 
 
 def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
-    """Describe a function by its signature."""
+    """Describe a function by its signature. Raises: RewardError, it is a generator function."""
+    if any(map(_yields, (function, getattr(function, "__call__", None)))):  # noqa: B004
+        raise RewardError(f"the reward function {name} is a generator, as it has a yield: it must return its number")
     awaited = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     try:
         arguments = inspect.signature(function).parameters.values()
@@ -152,6 +154,10 @@ def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...],
     return RewardFunction(
         name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited=awaited, takes=takes, keywords=keywords, needs=needs
     )
+
+
+def _yields(function: Any) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def function_name(function: Reward) -> str:
@@ -326,9 +332,8 @@ def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcom
     if not reward.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        return failure_of(
-            reward, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", rest="", value=value
-        )
+        where = "in a dict under the name 'score'" if isinstance(value, Mapping) else "of float32: up to 3.4e38"
+        return failure_of(reward, row, f"gave {value!r}, a finite number is needed ({where})", rest="", value=value)
     return Score(number, entries) if entries else number
 
 

@@ -6,7 +6,8 @@ Each makes a function `(prompt, completion, **fields) -> float`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 
@@ -57,6 +58,14 @@ def within_length(
     """
     count = words(completion)
     return float((min_words is None or count >= min_words) and (max_words is None or count <= max_words))
+
+
+def check_length(fields: Mapping[str, Any]) -> None:
+    """Check the bounds of a record before anything is computed. Raises: ValueError, one is not a number."""
+    for name in ("min_words", "max_words"):
+        bound = fields.get(name)
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Real) or math.isnan(bound)):
+            raise ValueError(f"the field {name!r} is a number of words, not {bound!r}")
 
 
 def cosine_length(

@@ -1,0 +1,315 @@
+"""Whether two answers are the same, as a teacher would say: structures by ours, formulas by math-verify."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+import threading
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from funrl.rewards.mathematics.notation import LONGEST_ANSWER, Answer, read_answer, squeezed, tidy
+from funrl.rewards.mathematics.numbers import LARGEST_POWER, decimal_of, fraction_of
+from funrl.rewards.mathematics.units import Unit
+
+TIMEOUT_S = 3  # of reading a formula, and of one comparison
+FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates
+_PRECISION = 40  # digits of numbers that are not rational
+_NEGLIGIBLE = Fraction(1, 10**20)  # difference of two of them, relative to them
+_SIMPLE = r"\d+(?:\.\d+)?|\.\d+"
+_FRACTION = re.compile(rf"([-+]?)\s*\(?(?:\\frac\s*(?:\{{\s*([-+]?)({_SIMPLE})\s*\}}|(\d))\s*(?:\{{\s*({_SIMPLE})\s*\}}|(\d))|({_SIMPLE})\s*/\s*({_SIMPLE}))\)?")
+_MIXED = re.compile(r"([-+]?)\s*(\d+)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(?<=\s)(\d+)\s*/\s*(\d+))")
+_POWER = re.compile(rf"([-+]?(?:{_SIMPLE}))\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d))|([-+]?)10\s*\^\s*(?:\{{\s*([-+]?\d+)\s*\}}|(\d))")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
+_BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_ANGLE = re.compile(rf"({_SIMPLE})\s*\^\\circ")
+_TOO_LARGE = re.compile(r"\d{6,}\s*(?:!|\})*\s*!|\\d?t?binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
+_COUNTING = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty"
+).split()
+_ORDERING = (
+    "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth"
+).split()
+
+
+def same_answer(wanted: str, given: str) -> bool:
+    r"""True if a given answer is the right one.
+
+    - Numbers are compared exactly. A decimal of at least `FEWEST_DIGITS` significant digits may stand for a number that
+      rounds to it, as 0.333333 for 1/3.
+    - A unit may be left out; two units are compared, as 500 cm and 5 m. The per cent sign is such a unit: 50\% is 50,
+      and not 0.5.
+    - Pairs are ordered, sets and lists of solutions are not. An interval is its brackets and ends, and the inequality
+      that says the same. A pair of numbers may be an open interval.
+    - Formulas are equal as math-verify finds.
+
+    Args:
+      wanted: the right answer, without \boxed{}.
+      given: as long; what has more than `LONGEST_ANSWER` characters is only compared as a text.
+    """
+    if squeezed(wanted) == squeezed(given):
+        return bool(wanted.strip())
+    numbers = (decimal_of(wanted), decimal_of(given))
+    if numbers[0] is not None and numbers[0] == numbers[1]:
+        return True
+    if not wanted.strip() or max(len(wanted), len(given)) > LONGEST_ANSWER:
+        return False
+    return _same(_read(wanted), _read(given))
+
+
+@functools.lru_cache(maxsize=4096)
+def _read(text: str) -> Answer:
+    return read_answer(tidy(text))
+
+
+def _same(wanted: Answer, given: Answer) -> bool:
+    if _are_equations(wanted, given):
+        equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
+        return _same_formulas(*equations, Fraction(1))
+    kinds = {wanted.kind, given.kind}
+    if kinds <= {"formula", "words"}:
+        return _same_atoms(wanted, given)
+    if kinds == {"interval"}:
+        return wanted.text == given.text and _same_in_order(wanted.items, given.items)
+    if kinds == {"union"} or kinds == {"list"}:
+        return len(wanted.items) == len(given.items) and _same_in_any_order(wanted.items, given.items)
+    if kinds <= {"set", "list"}:
+        return _covers(wanted.items, given.items) and _covers(given.items, wanted.items)
+    if kinds <= {"tuple", "list"} or kinds == {"matrix"} or kinds == {"row"}:
+        return _same_in_order(wanted.items, given.items)
+    if kinds == {"tuple", "interval"}:
+        interval = wanted if wanted.kind == "interval" else given
+        return interval.text == "()" and _same_in_order(wanted.items, given.items)
+    if "formula" in kinds and kinds & {"set", "list"} and max(len(wanted.items), len(given.items)) == 1:
+        return _same(*(answer.items[0] if answer.items else answer for answer in (wanted, given)))
+    return False
+
+
+def _are_equations(wanted: Answer, given: Answer) -> bool:
+    """True of a = b and b = a, and of y = x + 1 and x - y + 1 = 0, but not of x = 5 and 5."""
+    if not wanted.kind == given.kind == "formula" or wanted.name == given.name:
+        return False
+    return all(answer.name or "=" in answer.text for answer in (wanted, given))
+
+
+def _same_in_order(wanted: Sequence[Answer], given: Sequence[Answer]) -> bool:
+    return len(wanted) == len(given) and all(map(_same, wanted, given))
+
+
+def _same_in_any_order(wanted: Sequence[Answer], given: Sequence[Answer]) -> bool:
+    rest = list(given)
+    for answer in wanted:
+        place = next((n for n, other in enumerate(rest) if _same(answer, other)), None)
+        if place is None:
+            return False
+        del rest[place]
+    return True
+
+
+def _covers(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
+    return all(any(_same(answer, other) for answer in answers) for other in others)
+
+
+def _same_atoms(wanted: Answer, given: Answer) -> bool:
+    """Compare words or formulas with their units."""
+    if squeezed(wanted.text).lower() == squeezed(given.text).lower() and "words" in (wanted.kind, given.kind):
+        return True
+    if wanted.kind == given.kind == "words":
+        return _parts_of_words(wanted.text) == _parts_of_words(given.text)
+    scale = _unit_ratio(wanted.unit, given.unit)
+    if scale is None:
+        return False
+    numbers = (number_in(wanted.text), number_in(given.text))
+    if numbers[0] is not None and numbers[1] is not None:
+        given_value = numbers[1] * scale
+        return numbers[0] == given_value or _rounds(given.text, numbers[0] / scale) or _rounds(wanted.text, given_value)
+    if "words" in (wanted.kind, given.kind):
+        return False
+    bases = (_BASE.fullmatch(wanted.text), _BASE.fullmatch(given.text))
+    if any(bases):
+        return _same_digits(wanted.text, given.text)
+    return _same_formulas(wanted.text, given.text, scale)
+
+
+def _parts_of_words(text: str) -> frozenset[str]:
+    """The things that words list."""
+    return frozenset(part.strip() for part in re.split(r",|;|\band\b|\bor\b", text) if part.strip())
+
+
+def _same_digits(wanted: str, given: str) -> bool:
+    """Compare numbers whose base is written; one of them may leave it out."""
+    (digits, base), (others, other) = ((text.partition("_")[0].strip(), re.sub(r"\D", "", text.partition("_")[2])) for text in (wanted, given))
+    return digits.lower() == others.lower() and (base == other or not base or not other)
+
+
+def _unit_ratio(wanted: Unit | None, given: Unit | None) -> Fraction | None:
+    """Factor from one unit to the other, 1 where one is left out; None: they measure different things."""
+    if wanted is None or given is None:
+        return Fraction(1)
+    return given.factor / wanted.factor if wanted.powers == given.powers else None
+
+
+def number_in(text: str) -> Fraction | None:
+    r"""The number that a tidy text is, exactly: 1,200.50, 3/4, \frac12, 1\frac{1}{2}, 2.5 \cdot 10^{-7}, 0.\overline{3}."""
+    text = text.strip().strip("{}").strip()
+    plain = decimal_of(text)
+    if plain is not None:
+        return fraction_of(plain)
+    lowered = text.lower()
+    for names in (_COUNTING, _ORDERING):
+        if lowered in names:
+            return Fraction(names.index(lowered))
+    for pattern, value in ((_FRACTION, _fraction), (_MIXED, _mixed), (_POWER, _power), (_REPEATING, _repeating)):
+        match = pattern.fullmatch(text)
+        if match is not None:
+            return value([group or "" for group in match.groups()])
+    return None
+
+
+def _fraction(groups: list[str]) -> Fraction | None:
+    sign, inner, *parts = groups
+    above, below = (part for part in parts if part)
+    return None if not Fraction(below) else _signed(sign, _signed(inner, Fraction(above) / Fraction(below)))
+
+
+def _mixed(groups: list[str]) -> Fraction | None:
+    sign, whole, *parts = groups
+    above, below = (int(part) for part in parts if part)
+    return None if not below else _signed(sign, int(whole) + Fraction(above, below))
+
+
+def _power(groups: list[str]) -> Fraction | None:
+    power = int(groups[1] or groups[2] or groups[4] or groups[5])
+    if abs(power) > LARGEST_POWER:
+        return None
+    return (Fraction(groups[0]) if groups[0] else _signed(groups[3], Fraction(1))) * Fraction(10) ** power
+
+
+def _repeating(groups: list[str]) -> Fraction:
+    sign, whole, first, period = groups
+    shift = 10 ** len(first)
+    return _signed(sign, Fraction(int((whole + first) or 0), shift) + Fraction(int(period), shift * (10 ** len(period) - 1)))
+
+
+def _signed(sign: str, number: Fraction) -> Fraction:
+    return -number if sign == "-" else number
+
+
+def _rounds(text: str, value: Fraction) -> bool:
+    """True if a text is a decimal of enough digits to which a number rounds."""
+    match = re.fullmatch(r"[-+]?\$?([\d,]*)\.(\d+)", text.strip())
+    if match is None or len((match[1] + match[2]).replace(",", "").lstrip("0")) < FEWEST_DIGITS:
+        return False
+    return round(value, len(match[2])) == number_in(text)
+
+
+def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
+    """Compare formulas as mathematics: `wanted` with `scale` times `given`."""
+    left = parsed_formula(wanted)
+    right = parsed_formula(given)
+    if left is None or right is None:
+        return False
+    number, other = _value(left), _value(right)
+    if number is None or other is None:
+        return scale == 1 and _equal(left, right)
+    gap = abs(number[0] - other[0] * scale) + abs(number[1] - other[1] * scale)
+    if number.exact and other.exact or number.imaginary or other.imaginary:
+        return gap <= (0 if number.exact and other.exact else _NEGLIGIBLE * (1 + abs(number.real)))
+    near = gap <= _NEGLIGIBLE * max(abs(number.real), abs(other.real))
+    return near or _rounds(given, number.real / scale) or _rounds(wanted, other.real * scale)
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed_formula(text: str) -> Any:
+    """The expression of a tidy formula, its decimals exact; None: math-verify cannot read it, or it is too large."""
+    import sympy
+    from math_verify import parse
+
+    if _TOO_LARGE.search(text) or re.search(r"(?<![_^\d])\d+ \d", text):
+        return None
+    text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text) if "\\" in text.replace("\\circ", "") else text
+    found = parse(rf"\boxed{{{text}}}", [_reading()], parsing_timeout=_timeout_s())
+    if not found or not hasattr(found[0], "free_symbols") or _digits(found[0]) > LARGEST_POWER:
+        return None
+    formula = found[0]
+    decimals = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
+    imaginary = {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
+    return formula.xreplace(decimals | imaginary) if decimals or imaginary else formula
+
+
+@functools.cache
+def _reading() -> Any:
+    """How math-verify reads a formula: units are ours, so that 5m is 5 times m."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    normalization = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
+    )
+    return LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=0)
+
+
+class _Value(NamedTuple):
+    """A number that a formula has, in `_PRECISION` digits unless it is exact."""
+
+    real: Fraction
+    imaginary: Fraction
+    exact: bool
+
+
+def _value(formula: Any) -> _Value | None:
+    """The number that a formula has; None: it has variables, or no finite value."""
+    import sympy
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+
+    if formula.free_symbols or not isinstance(formula, sympy.Expr):
+        return None
+    try:
+        number = timeout(_timeout_s())(lambda: _evaluated(formula))()
+        parts = [Fraction(str(part)) for part in number.as_real_imag()]
+    except (Exception, TimeoutException):  # what has no finite number is no fraction
+        return None
+    return _Value(parts[0], parts[1], bool(number.is_Rational))
+
+
+def _evaluated(formula: Any) -> Any:
+    import sympy
+
+    number = formula.doit()
+    return number if number.is_Rational else sympy.N(number, _PRECISION)
+
+
+def _digits(formula: Any) -> float:
+    """A bound on the digits of the numbers that a formula has or makes."""
+    import sympy
+
+    if isinstance(formula, sympy.Integer):
+        return 1.0 + abs(int(formula)).bit_length() * math.log10(2)
+    if isinstance(formula, sympy.Rational):
+        return _digits(sympy.Integer(formula.p)) + _digits(sympy.Integer(formula.q))
+    parts = [_digits(part) for part in getattr(formula, "args", ())]
+    if isinstance(formula, sympy.Pow) or isinstance(formula, (sympy.exp, sympy.factorial)):
+        power = formula.args[-1]
+        size = abs(float(power)) if power.is_Number else 1.0 if power.free_symbols else 10 ** min(parts[-1], 300.0)
+        digits = parts[0] if isinstance(formula, sympy.Pow) else math.log10(size + 10)
+        return max(digits * size, *parts)
+    return sum(parts) if parts else 1.0
+
+
+def _equal(wanted: Any, given: Any) -> bool:
+    """Compare expressions by math-verify."""
+    from math_verify import verify
+
+    return verify([wanted], [given], timeout_seconds=_timeout_s())
+
+
+def _timeout_s() -> Any:
+    """math-verify's timeouts are signals, which only the main thread can take: the pool's must do in others."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every formula that takes long
+    return TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
