@@ -9,6 +9,7 @@ import numpy as np
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)[ ]?\{")
 _FENCE = re.compile(r"`{3,}|~{3,}")
+MOST_FENCES = 1000  # of a text; one with more, as of a policy that repeats itself, has no blocks
 
 
 def final_answer(completion: str) -> str:
@@ -85,6 +86,8 @@ def last_fenced(text: str, word: str) -> str | None:
 
     Returns: the text of the block with line ends "\\n"; None where there is no such block.
     """
+    if text.count("```") + text.count("~~~") > MOST_FENCES:
+        return None
     text = text.replace("\r\n", "\n")
     named = None
     unnamed = None

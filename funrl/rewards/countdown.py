@@ -10,7 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 from funrl.rewards.answers import last_tagged
-from funrl.rewards.mathematics.numbers import answer_text, decimal_of
+from funrl.rewards.mathematics.numbers import decimal_of, right_answer_text
+from funrl.rewards.views import MARKS, read_as
 
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -21,6 +22,7 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 LONGEST_EXPRESSION = 500  # characters of an expression
 
 
+@read_as(MARKS)
 def countdown(
     prompt: str,
     completion: str,
@@ -68,7 +70,7 @@ def _game(target: Any, nums: Sequence[Any] | None, numbers: Sequence[Any] | None
     given = numbers if nums is None or not len(nums) else nums
     if given is None or isinstance(given, str) or not len(given):
         raise ValueError(f"one of the fields nums, numbers must hold a list of numbers, not {given!r}")
-    values = [decimal_of(answer_text(number)) for number in (target, *given)]
+    values = [decimal_of(right_answer_text(number)) for number in (target, *given)]
     bad = next((number for number, value in zip((target, *given), values, strict=True) if value is None), None)
     if bad is not None or None in values:
         raise ValueError(f"the target {target!r} and the numbers {list(given)!r} must be numbers; {bad!r} is not")

@@ -8,29 +8,34 @@ from typing import Any
 
 from funrl.rewards.answers import last_boxed
 from funrl.rewards.mathematics.judge import same_answer
-from funrl.rewards.mathematics.numbers import answer_text
+from funrl.rewards.mathematics.numbers import right_answer_text
 from funrl.rewards.verifiers import right_answer
+from funrl.rewards.views import ANSWER, read_as
 
-LAST_PART = 10_000  # characters, in which an answer without a box stands
+_LAST_PART = 5000  # characters, in which an answer without a box stands
 _STATED = re.compile(r"(?i)\banswer\b(?:\s+(?:is|are|equals)\b|\s*(?:is|=|:|\*\*)+)[\s:*]*")
 _FORMULA = re.compile(
-    r"\$\$([^$]+)\$\$|(?<![\\\d])\$((?:\\\$|[^$\n])+)\$|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]", re.DOTALL
+    r"\$\$([^$]+)\$\$|(?<![\\\d])\$((?:\\\$|[^$\n])+)\$|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]",
+    re.DOTALL,
 )
 _NUMBER = (
-    r"(?:(?<![\w.\\])[-+]|(?<![\w.]))[$\u20ac\u00a3]?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?(?:(?<=\d)|(?<!\d)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?(?<=\d)"
+    r"(?:(?<![\w.\\])[-+]|(?<![\w.]))[$\u20ac\u00a3]?(?:\d{1,3}(?:[, ]\d{3})+(?!\d)|\d+)?"
+    r"(?:(?<=\d)|(?<!\d)(?=\.\d))(?:\.\d+)?(?:[eE][-+]?\d+)?(?<=\d)"
 )
-_PLAIN = re.compile(
-    rf"{_NUMBER}(?:\s*[-+*/^]\s*\(?{_NUMBER}\)?)*(?:\s*(?:%|percent\b|(?:cm|mm|km|kg|ft|mph|km/h|m/s|meters?|hours?|minutes?|dollars?|cents?|degrees?)\b(?:\^\d)?))?"
-)
+_UNIT = r"(?:cm|mm|km|kg|ft|mph|km/h|m/s|meters?|hours?|minutes?|dollars?|cents?|degrees?)\b(?:\^\d)?"
+_PLAIN = re.compile(rf"{_NUMBER}(?:\s*[-+*/^]\s*\(?{_NUMBER}\)?)*(?:\s*(?:%|percent\b|{_UNIT}))?")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)|\n|$")
-_FORMULA_ALONE = re.compile(r"[^\n]{1,100}")
-_LONG_WORD = re.compile(r"(?<!\\)\b(?!(?:sin|cos|tan|sqrt|log|pi|infinity|inf|and|or)\b)[a-zA-Z]{3,}(?![a-zA-Z{])|\b(?:it|is|so|we|he|to|be)\b")
+_LONG_WORD = re.compile(
+    r"(?<!\\)\b(?!(?:sin|cos|tan|sqrt|log|pi|infinity|inf|and|or)\b)[a-zA-Z]{3,}(?![a-zA-Z{])"
+    r"|\b(?:it|is|so|we|he|to|be)\b"
+)
 
 
+@read_as(ANSWER)
 def math_answer(prompt: str, completion: str, **fields: Any) -> float:
     r"""1 if the completion's answer is equal to the right answer; see `same_answer`.
 
-    Its answer is the last \boxed{...} that is closed; else, in its last 10,000 characters, the formula or number after
+    Its answer is the last \boxed{...} that is closed; else, in its last 5,000 characters, the formula or number after
     the last "answer is", else the last formula in dollar signs or the last number. The right answer is that alone, or a
     solution with \boxed{...} or "#### ...". What cannot be read, or takes long to compare, is wrong.
 
@@ -45,6 +50,7 @@ def math_answer(prompt: str, completion: str, **fields: Any) -> float:
     return float(given is not None and same_answer(wanted, given))
 
 
+@read_as(ANSWER, example=r"\boxed{4}")
 def boxed_answer(prompt: str, completion: str, **fields: Any) -> float:
     r"""1 if the last \boxed{...} of the completion is equal to the right answer, and 0 without one.
 
@@ -64,7 +70,7 @@ def right_formula(fields: Mapping[str, Any]) -> str:
     Raises:
       ValueError: there is none, or it is neither text nor a number.
     """
-    answer = answer_text(right_answer(fields))
+    answer = right_answer_text(right_answer(fields))
     boxed = last_boxed(answer)
     formula = answer.rpartition("####")[2].strip() if boxed is None else boxed.strip()
     if not formula:
@@ -79,25 +85,26 @@ def check_formula(fields: Mapping[str, Any]) -> None:
 
 def stated_answer(completion: str) -> str | None:
     """The answer of a completion without a box, as in `math_answer`; None: there is none."""
-    text = completion[-LAST_PART:].strip()
+    text = completion[-_LAST_PART:].strip()
     if "\n" not in text and len(text) <= 100 and not _LONG_WORD.search(text) and "$" not in text:
         return text or None
-    stated = None
-    for stated in _STATED.finditer(text):
-        pass
-    if stated is not None:
-        end = _SENTENCE_END.search(text, stated.end())
-        rest = text[stated.end() : end.start() if end else len(text)].strip(" *")
-        first = _FORMULA.search(text, stated.end(), stated.end() + 500) if rest.startswith(("$", "\\(", "\\[")) or not rest else None
-        if first is not None:
-            return next(group for group in first.groups() if group is not None)
-        if 0 < len(rest) <= 100 and not _LONG_WORD.search(rest):
-            return rest
-        found = _answers_in(rest)
-        if found or rest:
-            return found[0][1] if found else rest[:100]
-    found = _answers_in(text)
-    return max(found)[1] if found else None
+    begin = max((match.end() for match in _STATED.finditer(text)), default=None)
+    stated = None if begin is None else _first_answer(text, begin)
+    found = [] if stated is not None else _answers_in(text)
+    return max(found)[1] if found else stated
+
+
+def _first_answer(text: str, begin: int) -> str | None:
+    """The answer at a place of a text: a formula, or the rest of the sentence, or the first number in that."""
+    end = _SENTENCE_END.search(text, begin)
+    rest = text[begin : len(text) if end is None else end.start()].strip(" *")
+    formula = _FORMULA.search(text, begin, begin + 500) if not rest or rest[0] in "$\\" else None
+    if formula is not None:
+        return next(group for group in formula.groups() if group is not None)
+    if len(rest) <= 100 and not _LONG_WORD.search(rest):
+        return rest or None
+    found = _answers_in(rest)
+    return found[0][1] if found else rest[:100]
 
 
 def _answers_in(text: str) -> list[tuple[int, str]]:

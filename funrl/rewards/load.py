@@ -83,7 +83,9 @@ def check_fields(
             if described.takes or not described.keywords:  # one written in C does not say
                 _check_call(text, described, names)
         if problem := _value_problem(described, record):
-            raise RewardError(f"--reward={text}: {source and f'{source}: '}{problem}; correct the record, or leave it out")
+            raise RewardError(
+                f"--reward={text}: {source and f'{source}: '}{problem}; correct the record, or leave it out"
+            )
 
 
 def _value_problem(reward: RewardFunction, record: Mapping[str, Any]) -> str:

@@ -47,9 +47,7 @@ VERIFIERS: Mapping[str, Verifier] = {
         f"{_HERE}.formulas:boxed_answer", (GOLD,), "math_verify", extra="math", check=f"{_HERE}.formulas:check_formula"
     ),
     "choice": Verifier(f"{_HERE}.verifiers:multiple_choice", (GOLD,), check=f"{_HERE}.verifiers:check_choice"),
-    "regex": Verifier(
-        f"{_HERE}.verifiers:matches_pattern", (("pattern",),), check=f"{_HERE}.verifiers:check_pattern"
-    ),
+    "regex": Verifier(f"{_HERE}.verifiers:matches_pattern", (("pattern",),), check=f"{_HERE}.verifiers:check_pattern"),
     "json": Verifier(
         f"{_HERE}.structure:json_schema", (), "jsonschema", extra="json", check=f"{_HERE}.structure:check_schema"
     ),

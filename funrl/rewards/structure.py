@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from funrl.rewards.answers import last_fenced
+from funrl.rewards.views import ANSWER, MARKS, read_as
 
 _TAGGED = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
+@read_as(MARKS, example="<think>a</think><answer>4</answer>")
 def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the completion is <think>...</think> and then <answer>...</answer>, each tag once and nothing around.
 
@@ -25,6 +27,7 @@ def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
     return float(once and _TAGGED.fullmatch(text) is not None)
 
 
+@read_as(ANSWER, example='{"a": [1]}')
 def json_schema(prompt: str, completion: str, *, schema: Any = None, **fields: Any) -> float:
     """1 if the completion is JSON that the schema of the field "schema" allows.
 

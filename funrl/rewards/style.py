@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
+from funrl.rewards.views import read_as, view_of
+
 
 def words(text: str) -> int:
     """Number of words in a text, separated by blanks."""
@@ -37,8 +39,9 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         tokens = completion.lower().split()
-        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-        return -penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+        grams = len(tokens) - n + 1
+        different = len(set(zip(*(tokens[i:] for i in range(n)), strict=False)))
+        return -penalty * (1 - different / grams) if grams > 0 else 0.0
 
     return reward
 
@@ -99,6 +102,7 @@ def cosine_length(
     if longest <= 0:
         raise ValueError(f"cosine_length(longest={longest}): it must be above 0")
 
+    @read_as(*view_of(right))
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         is_right = right(prompt, completion, **fields) > 0.5
         begin, end = right_range if is_right else wrong_range

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from funrl.rewards.answers import last_fenced
 from funrl.rewards.named import TESTS
 from funrl.rewards.sandbox import LIMITS, Limits, run_program
+from funrl.rewards.views import ANSWER, read_as
 
 
 class UnitTests(NamedTuple):
@@ -50,6 +51,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
       0.5
     """
 
+    @read_as(ANSWER)
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         check_tests(fields)
         tests = read_tests(fields)

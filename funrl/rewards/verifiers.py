@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from funrl.rewards.mathematics.numbers import answer_text, decimal_of, number_after, same_text_or_number
+from funrl.rewards.mathematics.numbers import decimal_of, number_after, right_answer_text, same_text_or_number
 from funrl.rewards.named import GOLD
 from funrl.rewards.patterns import compile_pattern, matches_anywhere
+from funrl.rewards.views import ANSWER, MARKS, read_as
+
+_LAST_PART = 10_000  # characters, in which a completion says what its answer is
 
 
 def right_answer(fields: Mapping[str, Any]) -> Any:
@@ -24,6 +27,7 @@ def right_answer(fields: Mapping[str, Any]) -> Any:
     return fields[name]
 
 
+@read_as(ANSWER)
 def exact_match(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the completion is the right answer, blanks around either aside.
 
@@ -39,9 +43,10 @@ def exact_match(prompt: str, completion: str, **fields: Any) -> float:
 
 def check_exact(fields: Mapping[str, Any]) -> None:
     """Check the right answer of a record before anything is computed. Raises: ValueError, as `exact_match`."""
-    answer_text(right_answer(fields))
+    right_answer_text(right_answer(fields))
 
 
+@read_as(ANSWER, example="#### 4")
 def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the number after the last "####" of the completion is that of the right answer.
 
@@ -63,18 +68,19 @@ def check_number(fields: Mapping[str, Any]) -> None:
 
 
 def _right_number(fields: Mapping[str, Any]) -> Decimal:
-    answer = answer_text(right_answer(fields))
+    answer = right_answer_text(right_answer(fields))
     wanted = number_after("####", answer) if "####" in answer else decimal_of(answer.replace(",", ""))
     if wanted is None:
         raise ValueError(f"there is no number in the right answer {answer[:200]!r}")
     return wanted
 
 
+@read_as(ANSWER)
 def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | None = None, **fields: Any) -> float:
     r"""1 if the completion chooses the right letter.
 
-    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)", else a letter that the completion
-    consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
+    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)" in its last 10,000 characters, else a
+    letter that it consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
 
     Args:
       choices: the texts to choose from, where the record has them. The right answer may then be one of these texts, or
@@ -88,7 +94,7 @@ def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | No
     wanted = _letter_of(right_answer(fields), () if choices is None else choices)
     # No two neighbouring parts of these patterns match the same text: they take time linear in the completion.
     boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])\)?[\s.}]", completion)
-    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
+    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion[-_LAST_PART:])
     first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
     letters = boxed[-1:] or ["".join(pair) for pair in stated[-1:]] or (["".join(first.groups(""))] if first else [])
     return float([letter.upper() for letter in letters] == [wanted])
@@ -100,6 +106,7 @@ def check_choice(fields: Mapping[str, Any]) -> None:
     _letter_of(right_answer(fields), () if choices is None else choices)
 
 
+@read_as(MARKS)
 def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any) -> float:
     """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
 
@@ -147,12 +154,12 @@ def matches(pattern: str, flags: int = 0) -> Callable[..., float]:
 
 def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
     """The letter of a right answer: itself, its place among the choices, or the place of its text."""
-    text = answer_text(answer).strip()
+    text = right_answer_text(answer).strip()
     place = None if isinstance(answer, (str, bool)) else decimal_of(text)
     if place is not None and place == int(place) and 0 <= place < (len(choices) or 26):
         return chr(ord("A") + int(place))
     if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
         return plain[1].upper()
-    if text in (texts := [answer_text(choice).strip() for choice in choices]):
+    if text in (texts := [right_answer_text(choice).strip() for choice in choices]):
         return chr(ord("A") + texts.index(text))
     raise ValueError(f"the right answer {answer!r} is no letter, nor one of the choices {list(choices)!r}")

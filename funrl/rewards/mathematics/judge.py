@@ -11,30 +11,38 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from funrl.rewards.mathematics.notation import LONGEST_ANSWER, Answer, read_answer, squeezed, tidy
+from funrl.rewards.mathematics.notation import LONGEST_READ_ANSWER, ReadAnswer, read_answer, squeezed, tidy
 from funrl.rewards.mathematics.numbers import LARGEST_POWER, decimal_of, fraction_of
 from funrl.rewards.mathematics.units import Unit
 
+LONGEST_FORMULA = 500  # characters that math-verify is given
 TIMEOUT_S = 3  # of reading a formula, and of one comparison
 FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates
 _PRECISION = 40  # digits of numbers that are not rational
 _NEGLIGIBLE = Fraction(1, 10**20)  # difference of two of them, relative to them
 _SIMPLE = r"\d+(?:\.\d+)?|\.\d+"
-_FRACTION = re.compile(rf"([-+]?)\s*\(?(?:\\frac\s*(?:\{{\s*([-+]?)({_SIMPLE})\s*\}}|(\d))\s*(?:\{{\s*({_SIMPLE})\s*\}}|(\d))|({_SIMPLE})\s*/\s*({_SIMPLE}))\)?")
-_MIXED = re.compile(r"([-+]?)\s*(\d+)\s*(?:\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(?<=\s)(\d+)\s*/\s*(\d+))")
-_POWER = re.compile(rf"([-+]?(?:{_SIMPLE}))\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*(?:\{{\s*([-+]?\d+)\s*\}}|([-+]?\d))|([-+]?)10\s*\^\s*(?:\{{\s*([-+]?\d+)\s*\}}|(\d))")
+_SHORT_FRACTION = r"\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"
+_FRACTION = re.compile(
+    rf"([-+]?)\s*\(?(?:\\frac\s*(?:\{{\s*([-+]?)({_SIMPLE})\s*\}}|(\d))\s*(?:\{{\s*({_SIMPLE})\s*\}}|(\d))"
+    rf"|({_SIMPLE})\s*/\s*({_SIMPLE}))\)?"
+)
+_MIXED = re.compile(rf"([-+]?)\s*(\d+)\s*(?:{_SHORT_FRACTION}|(?<=\s)(\d+)\s*/\s*(\d+))")
+_TEN = r"10\s*\^\s*(?:\{\s*([-+]?\d+)\s*\}|([-+]?\d))"
+_POWER = re.compile(rf"(?:([-+]?(?:{_SIMPLE}))\s*(?:\\times|\\cdot|\*|x)\s*|([-+]?)){_TEN}")
 _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?")
 _BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _ANGLE = re.compile(rf"({_SIMPLE})\s*\^\\circ")
 _TOO_LARGE = re.compile(r"\d{6,}\s*(?:!|\})*\s*!|\\d?t?binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
+_APART = re.compile(r"(?<![_^\d])\d+ \d")  # two numbers, not one
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
-).split()
+)
 _ORDERING = (
-    "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
-    "sixteenth seventeenth eighteenth nineteenth twentieth"
-).split()
+    "zeroth first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
+    "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
+)
+_WORDS = {word: n for words in (_COUNTING, _ORDERING) for n, word in enumerate(words.split())}
 
 
 def same_answer(wanted: str, given: str) -> bool:
@@ -50,24 +58,25 @@ def same_answer(wanted: str, given: str) -> bool:
 
     Args:
       wanted: the right answer, without \boxed{}.
-      given: as long; what has more than `LONGEST_ANSWER` characters is only compared as a text.
+      given: as long; what has more than `LONGEST_READ_ANSWER` characters is only compared as a text.
     """
-    if squeezed(wanted) == squeezed(given):
-        return bool(wanted.strip())
-    numbers = (decimal_of(wanted), decimal_of(given))
-    if numbers[0] is not None and numbers[0] == numbers[1]:
+    wanted, given = wanted.strip(), given.strip()
+    if wanted == given:
+        return bool(wanted)
+    number = decimal_of(wanted)
+    if number is not None and number == decimal_of(given):
         return True
-    if not wanted.strip() or max(len(wanted), len(given)) > LONGEST_ANSWER:
+    if not wanted or max(len(wanted), len(given)) > LONGEST_READ_ANSWER:
         return False
-    return _same(_read(wanted), _read(given))
+    return squeezed(wanted) == squeezed(given) or _same(_read(wanted), _read(given))
 
 
 @functools.lru_cache(maxsize=4096)
-def _read(text: str) -> Answer:
+def _read(text: str) -> ReadAnswer:
     return read_answer(tidy(text))
 
 
-def _same(wanted: Answer, given: Answer) -> bool:
+def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     if _are_equations(wanted, given):
         equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
         return _same_formulas(*equations, Fraction(1))
@@ -90,18 +99,18 @@ def _same(wanted: Answer, given: Answer) -> bool:
     return False
 
 
-def _are_equations(wanted: Answer, given: Answer) -> bool:
+def _are_equations(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     """True of a = b and b = a, and of y = x + 1 and x - y + 1 = 0, but not of x = 5 and 5."""
     if not wanted.kind == given.kind == "formula" or wanted.name == given.name:
         return False
     return all(answer.name or "=" in answer.text for answer in (wanted, given))
 
 
-def _same_in_order(wanted: Sequence[Answer], given: Sequence[Answer]) -> bool:
+def _same_in_order(wanted: Sequence[ReadAnswer], given: Sequence[ReadAnswer]) -> bool:
     return len(wanted) == len(given) and all(map(_same, wanted, given))
 
 
-def _same_in_any_order(wanted: Sequence[Answer], given: Sequence[Answer]) -> bool:
+def _same_in_any_order(wanted: Sequence[ReadAnswer], given: Sequence[ReadAnswer]) -> bool:
     rest = list(given)
     for answer in wanted:
         place = next((n for n, other in enumerate(rest) if _same(answer, other)), None)
@@ -111,11 +120,11 @@ def _same_in_any_order(wanted: Sequence[Answer], given: Sequence[Answer]) -> boo
     return True
 
 
-def _covers(answers: Sequence[Answer], others: Sequence[Answer]) -> bool:
+def _covers(answers: Sequence[ReadAnswer], others: Sequence[ReadAnswer]) -> bool:
     return all(any(_same(answer, other) for answer in answers) for other in others)
 
 
-def _same_atoms(wanted: Answer, given: Answer) -> bool:
+def _same_atoms(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     """Compare words or formulas with their units."""
     if squeezed(wanted.text).lower() == squeezed(given.text).lower() and "words" in (wanted.kind, given.kind):
         return True
@@ -143,8 +152,9 @@ def _parts_of_words(text: str) -> frozenset[str]:
 
 def _same_digits(wanted: str, given: str) -> bool:
     """Compare numbers whose base is written; one of them may leave it out."""
-    (digits, base), (others, other) = ((text.partition("_")[0].strip(), re.sub(r"\D", "", text.partition("_")[2])) for text in (wanted, given))
-    return digits.lower() == others.lower() and (base == other or not base or not other)
+    digits, _, base = re.sub(r"[\s{}]", "", wanted.lower()).partition("_")
+    others, _, other = re.sub(r"[\s{}]", "", given.lower()).partition("_")
+    return digits == others and (base == other or not base or not other)
 
 
 def _unit_ratio(wanted: Unit | None, given: Unit | None) -> Fraction | None:
@@ -155,15 +165,13 @@ def _unit_ratio(wanted: Unit | None, given: Unit | None) -> Fraction | None:
 
 
 def number_in(text: str) -> Fraction | None:
-    r"""The number that a tidy text is, exactly: 1,200.50, 3/4, \frac12, 1\frac{1}{2}, 2.5 \cdot 10^{-7}, 0.\overline{3}."""
+    r"""The number that a tidy text is, exactly: 1,200.50, 3/4, \frac12, 1\frac{1}{2}, 2.5 \cdot 10^{-7}, third."""
     text = text.strip().strip("{}").strip()
     plain = decimal_of(text)
     if plain is not None:
         return fraction_of(plain)
-    lowered = text.lower()
-    for names in (_COUNTING, _ORDERING):
-        if lowered in names:
-            return Fraction(names.index(lowered))
+    if text.lower() in _WORDS:
+        return Fraction(_WORDS[text.lower()])
     for pattern, value in ((_FRACTION, _fraction), (_MIXED, _mixed), (_POWER, _power), (_REPEATING, _repeating)):
         match = pattern.fullmatch(text)
         if match is not None:
@@ -184,16 +192,18 @@ def _mixed(groups: list[str]) -> Fraction | None:
 
 
 def _power(groups: list[str]) -> Fraction | None:
-    power = int(groups[1] or groups[2] or groups[4] or groups[5])
+    factor, sign, *powers = groups
+    power = int("".join(powers))
     if abs(power) > LARGEST_POWER:
         return None
-    return (Fraction(groups[0]) if groups[0] else _signed(groups[3], Fraction(1))) * Fraction(10) ** power
+    return (Fraction(factor) if factor else _signed(sign, Fraction(1))) * Fraction(10) ** power
 
 
 def _repeating(groups: list[str]) -> Fraction:
     sign, whole, first, period = groups
     shift = 10 ** len(first)
-    return _signed(sign, Fraction(int((whole + first) or 0), shift) + Fraction(int(period), shift * (10 ** len(period) - 1)))
+    repeated = Fraction(int(period), shift * (10 ** len(period) - 1))
+    return _signed(sign, Fraction(int((whole + first) or 0), shift) + repeated)
 
 
 def _signed(sign: str, number: Fraction) -> Fraction:
@@ -218,7 +228,7 @@ def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
     if number is None or other is None:
         return scale == 1 and _equal(left, right)
     gap = abs(number[0] - other[0] * scale) + abs(number[1] - other[1] * scale)
-    if number.exact and other.exact or number.imaginary or other.imaginary:
+    if (number.exact and other.exact) or number.imaginary or other.imaginary:
         return gap <= (0 if number.exact and other.exact else _NEGLIGIBLE * (1 + abs(number.real)))
     near = gap <= _NEGLIGIBLE * max(abs(number.real), abs(other.real))
     return near or _rounds(given, number.real / scale) or _rounds(wanted, other.real * scale)
@@ -230,7 +240,8 @@ def parsed_formula(text: str) -> Any:
     import sympy
     from math_verify import parse
 
-    if _TOO_LARGE.search(text) or re.search(r"(?<![_^\d])\d+ \d", text):
+    balanced = all(text.count(left) == text.count(right) for left, right in ("()", "{}"))
+    if len(text) > LONGEST_FORMULA or not balanced or _TOO_LARGE.search(text) or _APART.search(text):
         return None
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text) if "\\" in text.replace("\\circ", "") else text
     found = parse(rf"\boxed{{{text}}}", [_reading()], parsing_timeout=_timeout_s())
@@ -294,7 +305,7 @@ def _digits(formula: Any) -> float:
     if isinstance(formula, sympy.Rational):
         return _digits(sympy.Integer(formula.p)) + _digits(sympy.Integer(formula.q))
     parts = [_digits(part) for part in getattr(formula, "args", ())]
-    if isinstance(formula, sympy.Pow) or isinstance(formula, (sympy.exp, sympy.factorial)):
+    if isinstance(formula, (sympy.Pow, sympy.exp, sympy.factorial)):
         power = formula.args[-1]
         size = abs(float(power)) if power.is_Number else 1.0 if power.free_symbols else 10 ** min(parts[-1], 300.0)
         digits = parts[0] if isinstance(formula, sympy.Pow) else math.log10(size + 10)

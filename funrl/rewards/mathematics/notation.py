@@ -13,20 +13,21 @@ from typing import NamedTuple
 
 from funrl.rewards.mathematics.units import Unit, is_known, unit_of
 
-LONGEST_ANSWER = 2000  # characters; a longer one is only compared as a text
+LONGEST_READ_ANSWER = 2000  # characters; a longer one is only compared as a text
 _LETTERS = {
-    "\u2212": "-", "\u2013": "-", "\u2215": "/", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": r"\div ", "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ",
-    "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ ",
-    "\u00b1": r"\pm ", "\u221a": r"\sqrt ", "\u00b2": "^2", "\u00b3": "^3", "\u03b8": r"\theta ", "\u00a0": " ", "\u2009": " ",
-    "\u202f": " ", "\u2007": " ", "\u2019": "'", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}",
-    "\u2032": r"'", "\uff0c": ",", "\u2248": r"\approx ", "\u2003": " ", "\u2002": " ",
+    "\u2212": "-", "\u2013": "-", "\u2215": "/", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": r"\div ",
+    "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ",
+    "\u2265": r"\ge ", "\u2260": r"\ne ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+    "\u2205": r"\emptyset ", "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u221a": r"\sqrt ",
+    "\u00b2": "^2", "\u00b3": "^3", "\u03b8": r"\theta ", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}",
+    "\u00be": r"\frac{3}{4}", "\u2019": "'", "\u2032": "'", "\uff0c": ",", "\u2248": r"\approx ", "\u00a0": " ",
+    "\u2002": " ", "\u2003": " ", "\u2007": " ", "\u2009": " ", "\u202f": " ",
 }  # fmt: skip
 _RULES = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|Biggl?|Biggr?|middle)(?![a-zA-Z])\.?", ""),
     (r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|bm)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|textup)\*?\s*\{", r"\\text{"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf)|mbox|hbox|operatorname)\*?\s*\{", r"\\text{"),
     (r"\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|space|hspace\{[^{}]*\})(?![a-zA-Z])", " "),
     (r"\\!", ""),
     (r"(?<!\\)\\[,;: ]|~|&nbsp;", " "),
@@ -47,16 +48,25 @@ _RULES = [(re.compile(pattern), new) for pattern, new in (
     (r"\\(?:implies|Rightarrow|therefore|rightarrow|to)(?![a-zA-Z])", r" \\Rightarrow "),
     (r"\{,\}", "{,}"),
     (r"\*\*", "^"),
-    (r"\\infin(?![a-zA-Z])|(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])|(?<=-)(?:Infinity|Inf)(?![a-zA-Z])|^\+?Infinity$", r"\\infty "),
+    (r"\\infin(?![a-zA-Z])|(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+    (r"(?<=-)(?:Infinity|Inf)(?![a-zA-Z])|^\+?Infinity$", r"\\infty "),
 )]  # fmt: skip
 _BLANK_THOUSANDS = re.compile(r"(?<![\d.,^_}])([1-9]\d{0,2})((?: \d{3})+)(?![\d/]| \d)(?! *\\frac)")
 _BRACED_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3})((?:\{,\}\d{3})+)(?!\d)")
 _COMMA_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d|,\d)")
 _EXPONENT = re.compile(r"(?<![a-zA-Z\d.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,9})(?![\w.])")
-_NAME = re.compile(r"\s*(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?|[a-zA-Z]\([a-zA-Z, ]+\)|\([a-zA-Z\\, _0-9]+\)|\|?\\?[A-Za-z]{1,3}\|?|\\text\{[^{}]*\})\s*")
-_FUNCTIONS = r"sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|sqrt|lim|max|min|gcd|lcm|mod|det|frac|pi|theta|alpha|beta"
+_NAME = re.compile(
+    r"\s*(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?|[a-zA-Z]\([a-zA-Z, ]+\)|\([a-zA-Z\\, _0-9]+\)|\|?\\?[A-Za-z]{1,3}\|?"
+    r"|\\text\{[^{}]*\})\s*"
+)
+_FUNCTIONS = (
+    r"sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|sqrt|lim|max|min|gcd|lcm|mod|det|frac|pi|theta|alpha|beta"
+)
 _WORDS = re.compile(rf"[^\\{{}}=<>^_|]*(?<![a-zA-Z\\])(?!(?:{_FUNCTIONS}|infty)\b)[a-zA-Z]{{4,}}[^\\{{}}=<>^_|]*")
-_OR = re.compile(r"\\text\{[ ,]*(?:or|and)[ ,]*\}|\\text\{[ ,]*(?:or|and) |(?<![a-zA-Z\\])(?:or|and)(?![a-zA-Z])|\\lor(?![a-zA-Z])|\\vee(?![a-zA-Z])|;")
+_OR = re.compile(
+    r"\\text\{[ ,]*(?:or|and)[ ,]*\}|\\text\{[ ,]*(?:or|and) |(?<![a-zA-Z\\])(?:or|and)(?![a-zA-Z])"
+    r"|\\(?:lor|vee)(?![a-zA-Z])|;"
+)
 _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>")
 _ENVIRONMENT = re.compile(
     r"\\begin\{([pbvBV]?matrix|array|smallmatrix|cases)\}(?:\{[clr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}"
@@ -64,7 +74,7 @@ _ENVIRONMENT = re.compile(
 _CURRENCY = "US\\\\?\\$|USD|EUR|GBP|\\\\\\$|\\$|\u20ac|\u00a3|\u20b9|\u00a5"
 
 
-class Answer(NamedTuple):
+class ReadAnswer(NamedTuple):
     """An answer that is read.
 
     Attributes:
@@ -77,7 +87,7 @@ class Answer(NamedTuple):
 
     kind: str
     text: str = ""
-    items: tuple[Answer, ...] = ()
+    items: tuple[ReadAnswer, ...] = ()
     unit: Unit | None = None
     name: str = ""
 
@@ -102,8 +112,20 @@ def tidy(text: str) -> str:
     text = _outside_brackets(text.replace("{,}", ","))
     text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"(\d)\s*\^?\{?(?:\\text\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![a-zA-Z])", r"\1", text)
-    text = re.sub(r"^\s*(?:\\text\{)?\s*(?:the |my )?(?:final )?answer(?: is)?\s*[:=]?\s*(?:\}|(?=\W|\d))", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"^\s*(?:\\text\{)?\s*(?:approximately|about|around|roughly|exactly|option|choice)\b\s*\}?\s*(?=\S)", "", text, flags=re.IGNORECASE)
+    text = re.sub(
+        r"^\s*(?:\\text\{)?\s*(?:the |my )?(?:final )?answer(?: is)?\s*[:=]?\s*(?:\}|(?=\W|\d))",
+        "",
+        text,
+        flags=re.IGNORECASE,
+    )
+    text = re.sub(
+        r"^\s*(?:\\text\{)?\s*(?:approximately|about|around|roughly|exactly|option|choice)\b\s*\}?\s*(?=\S)",
+        "",
+        text,
+        flags=re.IGNORECASE,
+    )
+    if text.rstrip().endswith("}") and text.count("}") > text.count("{"):  # of words that were before the answer
+        text = text.rstrip()[:-1]
     return re.sub(r"\s+", " ", text).strip().strip("*").rstrip(".,;: ").strip()
 
 
@@ -112,13 +134,20 @@ def squeezed(text: str) -> str:
     return re.sub(r"\\text(?=\{)", "", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", re.sub(r"\s+", " ", text.strip())))
 
 
-def read_answer(text: str) -> Answer:
+def read_answer(text: str) -> ReadAnswer:
     """Read a tidy text."""
     text = re.sub(r"^\s*(?:=|\\approx|\\Rightarrow)\s*", "", text).strip()
     if "\\Rightarrow" in text:
         text = text.rpartition("\\Rightarrow")[2].strip()
-    if text.lower() in ("no solution", "no solutions", "\\text{no solution}", "\\text{no solutions}", "\\emptyset", "\\{\\}"):
-        return Answer("set")
+    if text.lower() in (
+        "no solution",
+        "no solutions",
+        "\\text{no solution}",
+        "\\text{no solutions}",
+        "\\emptyset",
+        "\\{\\}",
+    ):
+        return ReadAnswer("set")
     if re.fullmatch(r"(?:\\text\{)?(?:all )?(?:real numbers|reals)\}?", text.lower()) or text == "\\mathbb{R}":
         return _interval("()", "-\\infty", "\\infty")
     if "\\begin{" in text:
@@ -130,32 +159,34 @@ def read_answer(text: str) -> Answer:
     return _read_relation(text) or _read_parts(text) or _read_brackets(text) or _read_named(text) or read_atom(text)
 
 
-def _read_environment(text: str) -> Answer:
+def _read_environment(text: str) -> ReadAnswer:
     """A matrix of read cells, or the values of \\begin{cases}; another one is a formula."""
     match = _ENVIRONMENT.fullmatch(text)
     if match is None or match[1] in ("vmatrix", "Vmatrix"):
-        return Answer("formula", text)
+        return ReadAnswer("formula", text)
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?|\\cr(?![a-z])", match[2]) if row.strip()]
     if match[1] == "cases":
-        return Answer("formula", text) if "&" in match[2] else read_answer(", ".join(rows))
-    cells = [Answer("row", items=tuple(read_answer(cell.strip()) for cell in row.split("&"))) for row in rows]
-    return Answer("matrix", items=tuple(cells))
+        return ReadAnswer("formula", text) if "&" in match[2] else read_answer(", ".join(rows))
+    cells = [ReadAnswer("row", items=tuple(read_answer(cell.strip()) for cell in row.split("&"))) for row in rows]
+    return ReadAnswer("matrix", items=tuple(cells))
 
 
-def _interval(brackets: str, begin: str, end: str) -> Answer:
-    return Answer("interval", brackets, (read_atom(begin), read_atom(end)))
+def _interval(brackets: str, begin: str, end: str) -> ReadAnswer:
+    return ReadAnswer("interval", brackets, (read_atom(begin), read_atom(end)))
 
 
-def _read_parts(text: str) -> Answer | None:
+def _read_parts(text: str) -> ReadAnswer | None:
     """A list: parts with commas or "or" between, or the two values of a \\pm."""
     parts = [part for half in split_outside(text, _OR) for part in split_outside(half, re.compile(","))]
-    parts = [part.strip(" ,").removesuffix("}") if part.count("}") > part.count("{") else part.strip(" ,") for part in parts]
+    parts = [
+        part.strip(" ,").removesuffix("}") if part.count("}") > part.count("{") else part.strip(" ,") for part in parts
+    ]
     parts = [part for part in parts if part]
     if len(parts) < 2:
         if len(split_outside(text, re.compile(r"\\pm(?![a-zA-Z])"))) == 2 and text.count("\\pm") == 1:
             name = _NAME.match(text) if "=" in text else None
             items = tuple(read_answer(text.replace("\\pm", sign)) for sign in "+-")
-            return Answer("list", items=items) if name is None or items else None
+            return ReadAnswer("list", items=items) if name is None or items else None
         return None
     if _WORDS.fullmatch(text) and not any(letter.isdigit() for letter in text):
         return None  # a sentence
@@ -171,11 +202,11 @@ def _read_parts(text: str) -> Answer | None:
         items = [item._replace(name=names[0]) for item in items]  # x = 1, 3
     letters = {name.partition("_")[0] for name in names}
     if len(set(names)) == len(names) and len(letters) > 1:  # x = 1, y = 2
-        return Answer("tuple", text="named", items=tuple(sorted(items, key=lambda item: item.name)))
-    return Answer("list", items=tuple(items))
+        return ReadAnswer("tuple", text="named", items=tuple(sorted(items, key=lambda item: item.name)))
+    return ReadAnswer("list", items=tuple(items))
 
 
-def _intersection(items: Sequence[Answer]) -> Answer | None:
+def _intersection(items: Sequence[ReadAnswer]) -> ReadAnswer | None:
     """The interval of x > 1 and x <= 3; None: the items are not a lower and an upper bound."""
     ends = [tuple(end.text for end in item.items) for item in items]
     if len(items) != 2 or any(item.kind != "interval" for item in items):
@@ -183,15 +214,15 @@ def _intersection(items: Sequence[Answer]) -> Answer | None:
     lower, upper = items if ends[0][1] == "\\infty" else items[::-1]
     if lower.items[1].text != "\\infty" or upper.items[0].text != "-\\infty":
         return None
-    return Answer("interval", lower.text[0] + upper.text[1], (lower.items[0], upper.items[1]), name=lower.name)
+    return ReadAnswer("interval", lower.text[0] + upper.text[1], (lower.items[0], upper.items[1]), name=lower.name)
 
 
-def _union(items: Sequence[Answer]) -> Answer:
+def _union(items: Sequence[ReadAnswer]) -> ReadAnswer:
     parts = [part for item in items for part in (item.items if item.kind == "union" else (item,))]
-    return parts[0] if len(parts) == 1 else Answer("union", items=tuple(parts))
+    return parts[0] if len(parts) == 1 else ReadAnswer("union", items=tuple(parts))
 
 
-def _read_brackets(text: str) -> Answer | None:
+def _read_brackets(text: str) -> ReadAnswer | None:
     """A pair, a set, an interval, or a union; a formula in brackets alone is that formula."""
     cups = split_outside(text, re.compile(r"\\cup(?![a-zA-Z])|(?<=[\])])\s*U\s*(?=[\[(])"))
     if len(cups) > 1:
@@ -205,17 +236,17 @@ def _read_brackets(text: str) -> Answer | None:
         condition = re.split(r"\||:", inside, maxsplit=1)
         if len(condition) == 2 and _NAME.fullmatch(condition[0].partition("\\in")[0]):
             return read_answer(condition[1].strip())
-        return Answer("set", items=tuple(_items(parts)))
+        return ReadAnswer("set", items=tuple(_items(parts)))
     if len(parts) == 1:
         return read_answer(inside.strip()) if (left, right) in (("(", ")"), ("[", "]")) and inside.strip() else None
     if len(parts) == 2 and (left, right) != ("(", ")"):
         opened = "(" if left in ("]", "(") else "["
         closed = ")" if right in ("[", ")") else "]"
         return _interval(opened + closed, parts[0], parts[1])
-    return Answer("tuple" if left == "(" else "list", items=tuple(_items(parts)))
+    return ReadAnswer("tuple" if left == "(" else "list", items=tuple(_items(parts)))
 
 
-def _items(parts: Sequence[str]) -> list[Answer]:
+def _items(parts: Sequence[str]) -> list[ReadAnswer]:
     """Parts read, of which a \\pm is two."""
     items = [read_answer(part) for part in parts if part]
     return [part for item in items for part in (item.items if item.kind == "list" else (item,))]
@@ -241,14 +272,14 @@ def _enclosed(text: str) -> tuple[str, str, str] | None:
     return left, inside, right
 
 
-def _read_relation(text: str) -> Answer | None:
+def _read_relation(text: str) -> ReadAnswer | None:
     """An interval that inequalities of one variable describe: 1 < x <= 3, x > 2."""
     if len(split_outside(text, re.compile(","))) > 1 or len(split_outside(text, _OR)) > 1:
         return None
     unequal = [side.strip() for side in split_outside(text, re.compile(r"\\ne(?![a-zA-Z])"))]
     if len(unequal) == 2 and _is_variable(unequal[0]) and unequal[1]:
         below, above = _interval("()", "-\\infty", unequal[1]), _interval("()", unequal[1], "\\infty")
-        return Answer("union", items=(below, above))
+        return ReadAnswer("union", items=(below, above))
     sides = [side.strip() for side in split_outside(text, _RELATION)]
     signs = [sign.strip() for sign in _RELATION.findall(text)]
     if len(sides) != len(signs) + 1 or len(signs) not in (1, 2) or not all(sides):
@@ -258,7 +289,9 @@ def _read_relation(text: str) -> Answer | None:
     if len(signs) == 1 and _is_variable(sides[0]) and not _is_variable(sides[1]):
         less = signs[0] in ("<", "\\le")
         bracket = {"<": ")", "\\le": "]", ">": "(", "\\ge": "["}[signs[0]]
-        interval = _interval(f"({bracket}", "-\\infty", sides[1]) if less else _interval(f"{bracket})", sides[1], "\\infty")
+        interval = (
+            _interval(f"({bracket}", "-\\infty", sides[1]) if less else _interval(f"{bracket})", sides[1], "\\infty")
+        )
         return interval._replace(name=squeezed(sides[0]))
     if len(signs) != 2 or not _is_variable(sides[1]):
         return None
@@ -275,10 +308,12 @@ def _turned(sign: str) -> str:
 
 
 def _is_variable(text: str) -> bool:
-    return re.fullmatch(r"[a-zA-Z](?:_\{?\w+\}?)?|[a-zA-Z]\([a-z]\)|\\(?!infty|pi\b)[a-zA-Z]+", text.strip()) is not None
+    return (
+        re.fullmatch(r"[a-zA-Z](?:_\{?\w+\}?)?|[a-zA-Z]\([a-z]\)|\\(?!infty|pi\b)[a-zA-Z]+", text.strip()) is not None
+    )
 
 
-def _read_named(text: str) -> Answer | None:
+def _read_named(text: str) -> ReadAnswer | None:
     """The value in "x = 5" and "x \\in (1, 3)"."""
     for sign in (r"\\in(?![a-zA-Z])", r"(?<![<>!\\])=|\\approx"):
         parts = split_outside(text, re.compile(sign))
@@ -288,7 +323,7 @@ def _read_named(text: str) -> Answer | None:
     return None
 
 
-def read_atom(text: str) -> Answer:
+def read_atom(text: str) -> ReadAnswer:
     """Words, or a formula and its unit."""
     text = text.strip()
     money = re.match(rf"([-+]?)\s*({_CURRENCY})\s*(?=[\d.(\\])", text)
@@ -297,20 +332,20 @@ def read_atom(text: str) -> Answer:
         return inner._replace(unit=unit_of(money[2].removeprefix("\\")))
     percent = re.fullmatch(r"(.*?)\s*\\?%", text)
     if percent is not None:
-        return Answer("formula", percent[1], unit=unit_of("%"))
+        return ReadAnswer("formula", percent[1], unit=unit_of("%"))
     if "^\\circ" in text:
         angle = re.fullmatch(r"([^a-zA-Z]+|[^a-zA-Z]*\\frac[^a-zA-Z]+)\^\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?", text)
         if angle is not None:
-            return Answer("formula", angle[1].strip(), unit=unit_of(f"\u00b0{angle[2] or ''}"))
+            return ReadAnswer("formula", angle[1].strip(), unit=unit_of(f"\u00b0{angle[2] or ''}"))
     with_unit = _split_unit(text)
     if with_unit is not None:
-        return Answer("formula", with_unit[0], unit=unit_of(with_unit[1]))
+        return ReadAnswer("formula", with_unit[0], unit=unit_of(with_unit[1]))
     words = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
     if words != text and not re.search(r"[\\=^]", words) and re.search(r"[a-zA-Z]", words):
-        return Answer("words", _plain_words(words))
+        return ReadAnswer("words", _plain_words(words))
     if _WORDS.fullmatch(text) and not re.search(r"\d\s*[-+*/]\s*\d", text):
-        return Answer("words", _plain_words(text))
-    return Answer("formula", text)
+        return ReadAnswer("words", _plain_words(text))
+    return ReadAnswer("formula", text)
 
 
 def _split_unit(text: str) -> tuple[str, str] | None:

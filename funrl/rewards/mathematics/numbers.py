@@ -31,10 +31,10 @@ def number_after(mark: str, text: str) -> Decimal | None:
     return None if match is None else _decimal(match[1])
 
 
-def answer_text(answer: Any) -> str:
+def right_answer_text(answer: Any) -> str:
     """Text of a right answer: a text as it is, a number in digits without an exponent.
 
-    >>> [answer_text(x) for x in ("1/2", 72, 72.0, 1e-05, 1e22, Decimal("2.50"))]
+    >>> [right_answer_text(x) for x in ("1/2", 72, 72.0, 1e-05, 1e22, Decimal("2.50"))]
     ['1/2', '72', '72', '0.00001', '10000000000000000000000', '2.50']
 
     Raises:
@@ -44,7 +44,7 @@ def answer_text(answer: Any) -> str:
         return str(answer)
     answer = answer.item() if hasattr(answer, "item") and getattr(answer, "ndim", None) == 0 else answer
     if isinstance(answer, Rational) and not isinstance(answer, int) and answer.denominator != 1:
-        return f"{answer_text(answer.numerator)}/{answer_text(answer.denominator)}"
+        return f"{right_answer_text(answer.numerator)}/{right_answer_text(answer.denominator)}"
     if not isinstance(answer, (Real, Decimal)):
         raise ValueError(f"the right answer is {_shown(answer)}, neither text nor a number")
     number = Decimal(int(answer)) if isinstance(answer, Rational) else Decimal(str(answer))
@@ -60,9 +60,9 @@ def same_text_or_number(answer: Any, given: str) -> bool:
     An answer that is text is a number only as Python writes floats, "72.0" and "1e-05": a version 3.10 is not 3.1.
 
     Raises:
-      ValueError: as `answer_text`.
+      ValueError: as `right_answer_text`.
     """
-    wanted = answer_text(answer).strip()
+    wanted = right_answer_text(answer).strip()
     given = given.strip()
     if given == wanted:
         return True
@@ -73,7 +73,8 @@ def same_text_or_number(answer: Any, given: str) -> bool:
 
 def fraction_of(number: Decimal) -> Fraction | None:
     """A decimal as a fraction; None beyond `LARGEST_POWER`."""
-    return Fraction(number) if abs(number.adjusted()) <= LARGEST_POWER and len(number.as_tuple().digits) <= LARGEST_POWER else None
+    size = max(abs(number.adjusted()), len(number.as_tuple().digits))
+    return Fraction(number) if size <= LARGEST_POWER else None
 
 
 def _decimal(text: str) -> Decimal | None:

@@ -6,41 +6,39 @@ import re
 from fractions import Fraction
 from typing import NamedTuple
 
-PERCENT = "percent"
-_LENGTHS = {
-    "nm": Fraction(1, 10**9), "mm millimeter millimetre": Fraction(1, 1000), "cm centimeter centimetre": Fraction(1, 100),
-    "dm decimeter decimetre": Fraction(1, 10), "m meter metre": 1, "km kilometer kilometre": 1000,
-    "in inch inches": Fraction(254, 10000), "ft foot feet": Fraction(3048, 10000), "yd yard": Fraction(9144, 10000),
-    "mi mile": Fraction(1609344, 1000),
+_UNITS = {  # of each base unit: names and how many of it they are; names match with and without a final s
+    "length": {
+        "nm": "1e-9", "mm millimeter millimetre": "0.001", "cm centimeter centimetre": "0.01", "m meter metre": "1",
+        "dm decimeter decimetre": "0.1", "km kilometer kilometre": "1000", "in inch inches": "0.0254",
+        "ft foot feet": "0.3048", "yd yard": "0.9144", "mi mile": "1609.344",
+    },
+    "time": {
+        "ms millisecond": "0.001", "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400",
+        "week wk": "604800",
+    },
+    "month": {"month mo": "1", "year yr": "12"},
+    "mass": {
+        "mg milligram": "1e-6", "g gram": "0.001", "kg kilogram": "1", "lb lbs pound": "0.45359237",
+        "oz ounce": "0.028349523125", "tonne": "1000",
+    },
+    "volume": {"ml milliliter millilitre": "0.001", "l liter litre": "1", "gal gallon": "3.785411784"},
+    "dollar": {"$ \\$ us$ us\\$ dollar usd": "1", "cent \u00a2": "0.01"},
+    "euro": {"\u20ac euro eur": "1"},
+    "sterling": {"\u00a3 gbp": "1"},
+    "rupee": {"\u20b9 rupee": "1"},
+    "yen": {"\u00a5 yen": "1"},
+    "degree": {"\u00b0 degree deg": "1"},
+    "radian": {"rad radian": "1"},
+    "kelvin": {"k kelvin": "1"},
+    "celsius": {"\u00b0c celsius": "1"},
+    "fahrenheit": {"\u00b0f fahrenheit": "1"},
+    "newton": {"n newton": "1"},
+    "joule": {"j joule": "1", "kj kilojoule": "1000"},
+    "watt": {"w watt": "1", "kw kilowatt": "1000"},
+    "volt": {"v volt": "1"},
+    "hertz": {"hz hertz": "1"},
+    "percent": {"% percent percentage pct percentage_point": "1"},
 }  # fmt: skip
-_TIMES = {
-    "ms millisecond": Fraction(1, 1000), "s sec second": 1, "min minute": 60, "h hr hour": 3600, "day": 86400,
-    "week wk": 604800,
-}  # fmt: skip
-_MASSES = {
-    "mg milligram": Fraction(1, 10**6), "g gram": Fraction(1, 1000), "kg kilogram": 1, "lb lbs pound": Fraction(45359237, 10**8),
-    "oz ounce": Fraction(45359237, 16 * 10**8), "tonne": 1000,
-}  # fmt: skip
-_OTHERS = {
-    "volume": {"ml milliliter millilitre": Fraction(1, 1000), "l liter litre": 1, "gal gallon": Fraction(3785411784, 10**9)},
-    "dollar": {"$ \\$ dollar usd": 1, "cent \u00a2": Fraction(1, 100)},
-    "euro": {"\u20ac euro eur": 1},
-    "pound sterling": {"\u00a3 gbp": 1},
-    "rupee": {"\u20b9 rupee": 1},
-    "yen": {"\u00a5 yen": 1},
-    "month": {"month mo": 1, "year yr": 12},
-    "degree": {"\u00b0 degree deg": 1},
-    "radian": {"rad radian": 1},
-    "kelvin": {"k kelvin": 1},
-    "celsius": {"\u00b0c celsius": 1},
-    "fahrenheit": {"\u00b0f fahrenheit": 1},
-    "newton": {"n newton": 1},
-    "joule": {"j joule": 1, "kj kilojoule": 1000},
-    "watt": {"w watt": 1, "kw kilowatt": 1000},
-    "volt": {"v volt": 1},
-    "hertz": {"hz hertz": 1},
-    PERCENT: {"% percent percentage pct per_cent percentage_point": 1},
-}
 _SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
 _NO_UNIT = ("unit", "", "in_total", "total")
 
@@ -57,18 +55,12 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
-def _known_units() -> dict[str, tuple[str, Fraction]]:
-    """Base unit and factor of each name."""
-    tables = {"length": _LENGTHS, "time": _TIMES, "mass": _MASSES, **_OTHERS}
-    known = {}
-    for base, lines in tables.items():
-        for names, factor in lines.items():
-            for name in names.split():
-                known[name] = (base, Fraction(factor))
-    return known
-
-
-_KNOWN = _known_units()
+_KNOWN = {
+    name: (base, Fraction(factor))
+    for base, lines in _UNITS.items()
+    for names, factor in lines.items()
+    for name in names.split()
+}
 
 
 def unit_of(text: str) -> Unit | None:

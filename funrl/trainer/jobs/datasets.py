@@ -274,8 +274,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
         raise SettingsError(
             f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
-            "be ended, and there are no "
-            "workers; give --reward_workers=1 or more"
+            "be ended, and there are no workers; give --reward_workers=1 or more"
         )
 
 

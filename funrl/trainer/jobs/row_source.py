@@ -23,6 +23,7 @@ from funrl.data.supervised import text_batch
 from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
+from funrl.environments.answer_rewards import CompletionReader
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
@@ -327,6 +328,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,
+        read=CompletionReader(chat_of(job), job.stop).read,
     )
 
 

@@ -27,6 +27,7 @@ from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
 from funrl.rewards.call import Completed, RewardError
 from funrl.rewards.pool import Pool
+from funrl.rewards.views import TEXT
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
@@ -107,6 +108,8 @@ class RewardedEngine(NamedTuple):
       on_error: "stop" raises if a reward function fails; otherwise the row is marked as failed.
       note: receives a remark if reward functions failed.
       proof: of the engine's weights, settled while it generates; None: they are not proved, or not meanwhile.
+      read: (name of `TEXT_VIEWS`, tokens of the prompt, those of the completion) -> text; None: all functions read the
+        text without special tokens.
     """
 
     engine: Engine
@@ -118,6 +121,7 @@ class RewardedEngine(NamedTuple):
     on_error: str = "stop"
     note: Callable[[str], None] = lambda message: None
     proof: SyncProof | None = None
+    read: Callable[[str, Sequence[int], Sequence[int]], str] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -312,6 +316,8 @@ def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples
     decode = engine.decode
     opening = functools.cache(lambda token: decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
+    names = {function.view.name for function in engine.pool.functions} - {TEXT}
+    read = engine.read
 
     def completed(completion: Completion) -> Completed:
         example = examples[completion.number // samples]
@@ -319,7 +325,8 @@ def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples
         text = text_after(opening(before), before, completion.written, decode=decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
-        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages)
+        views = {} if read is None else {name: read(name, example.tokens, completion.written) for name in names}
+        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
 
     return PendingRewards(engine.pool, completed, samples)
 
