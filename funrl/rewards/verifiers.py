@@ -156,7 +156,7 @@ def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
     """The letter of a right answer: itself, its place among the choices, or the place of its text."""
     text = right_answer_text(answer).strip()
     place = None if isinstance(answer, (str, bool)) else decimal_of(text)
-    if place is not None and place == int(place) and 0 <= place < (len(choices) or 26):
+    if place is not None and 0 <= place < (len(choices) or 26) and place == int(place):
         return chr(ord("A") + int(place))
     if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
         return plain[1].upper()

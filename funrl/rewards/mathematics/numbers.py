@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from decimal import Context, Decimal, InvalidOperation
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from numbers import Rational, Real
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 _LOOSE = re.compile(r"\s*([-+]?\$?(?:\d[\d,]*+(?:\.\d+)?+|\.\d+)(?:[eE][-+]?\d+)?)")
 _NUMBER = re.compile(r"[-+]?\$?(?:[1-9]\d{0,2}(?:,\d{3})++(?:\.\d*)?|\d++(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 LARGEST_POWER = 5000  # of ten, beyond which a number is not expanded
-_WHOLE = Context(prec=10**6, Emax=10**9, Emin=-(10**9))
 _WRITTEN = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -79,7 +78,7 @@ def fraction_of(number: Decimal) -> Fraction | None:
 
 def _decimal(text: str) -> Decimal | None:
     try:
-        return _WHOLE.create_decimal(re.sub(r"[$,]", "", text))
+        return Decimal(re.sub(r"[$,]", "", text))
     except InvalidOperation:  # an exponent of too many digits
         return None
 
