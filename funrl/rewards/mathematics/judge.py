@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from funrl.rewards.mathematics.units import Unit
 LONGEST_FORMULA = 500  # characters that math-verify is given
 TIMEOUT_S = 3  # of reading a formula, and of one comparison
 FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates
+_LARGEST_EXPONENT = 300.0  # decimal, of a float
 _PRECISION = 40  # digits of numbers that are not rational
 _NEGLIGIBLE = Fraction(1, 10**20)  # difference of two of them, relative to them
 _SIMPLE = r"\d+(?:\.\d+)?|\.\d+"
@@ -33,7 +34,7 @@ _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}
 _BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _ANGLE = re.compile(rf"({_SIMPLE})\s*\^\\circ")
 _TOO_LARGE = re.compile(r"\d{6,}\s*(?:!|\})*\s*!|\\d?t?binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
-_APART = re.compile(r"(?<![_^\d])\d+ \d")  # two numbers, not one
+_APART = re.compile(r"(?<![_^\d])\d+ \d|(?<![\d.])0\d")  # two numbers, not one
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
@@ -68,7 +69,10 @@ def same_answer(wanted: str, given: str) -> bool:
         return True
     if not wanted or max(len(wanted), len(given)) > LONGEST_READ_ANSWER:
         return False
-    return squeezed(wanted) == squeezed(given) or _same(_read(wanted), _read(given))
+    try:
+        return squeezed(wanted) == squeezed(given) or _same(_read(wanted), _read(given))
+    except RecursionError:  # brackets in brackets
+        return False
 
 
 @functools.lru_cache(maxsize=4096)
@@ -220,49 +224,65 @@ def _rounds(text: str, value: Fraction) -> bool:
 
 def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
     """Compare formulas as mathematics: `wanted` with `scale` times `given`."""
-    left = parsed_formula(wanted)
-    right = parsed_formula(given)
-    if left is None or right is None:
+    try:
+        left = parsed_formula(wanted)
+        right = parsed_formula(given)
+        if left is None or right is None:
+            return False
+        number, other = _value(left), _value(right)
+        if number is None or other is None:
+            infinite = any(formula.is_infinite for formula in (left, right) if not formula.free_symbols)
+            return scale == 1 and (left == right if infinite else _equal(left, right))
+    except Exception:  # of sympy, on a formula that may be anything
         return False
-    number, other = _value(left), _value(right)
-    if number is None or other is None:
-        return scale == 1 and _equal(left, right)
-    gap = abs(number[0] - other[0] * scale) + abs(number[1] - other[1] * scale)
-    if (number.exact and other.exact) or number.imaginary or other.imaginary:
-        return gap <= (0 if number.exact and other.exact else _NEGLIGIBLE * (1 + abs(number.real)))
+    gap = abs(number.real - other.real * scale) + abs(number.imaginary - other.imaginary * scale)
+    if number.exact and other.exact:
+        return gap == 0
+    if number.imaginary or other.imaginary:
+        return gap <= _NEGLIGIBLE * (abs(number.real) + abs(number.imaginary))
     near = gap <= _NEGLIGIBLE * max(abs(number.real), abs(other.real))
     return near or _rounds(given, number.real / scale) or _rounds(wanted, other.real * scale)
 
 
 @functools.lru_cache(maxsize=1024)
 def parsed_formula(text: str) -> Any:
-    """The expression of a tidy formula, its decimals exact; None: math-verify cannot read it, or it is too large."""
+    """The expression of a tidy formula, its decimals exact; None: it is too large. Raises: what math-verify does."""
     import sympy
-    from math_verify import parse
 
     balanced = all(text.count(left) == text.count(right) for left, right in ("()", "{}"))
     if len(text) > LONGEST_FORMULA or not balanced or _TOO_LARGE.search(text) or _APART.search(text):
         return None
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text) if "\\" in text.replace("\\circ", "") else text
-    found = parse(rf"\boxed{{{text}}}", [_reading()], parsing_timeout=_timeout_s())
-    if not found or not hasattr(found[0], "free_symbols") or _digits(found[0]) > LARGEST_POWER:
+    formula = _within_time(lambda: _parsed(text))
+    if not hasattr(formula, "free_symbols") or _digits(formula) > LARGEST_POWER:
         return None
-    formula = found[0]
     decimals = {number: sympy.Rational(str(number)) for number in formula.atoms(sympy.Float)}
     imaginary = {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
     return formula.xreplace(decimals | imaginary) if decimals or imaginary else formula
 
 
-@functools.cache
-def _reading() -> Any:
-    """How math-verify reads a formula: units are ours, so that 5m is 5 times m."""
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import LatexExtractionConfig
+def _parsed(text: str) -> Any:
+    """Parse all of a formula: math-verify's own `parse` falls back to any fraction in a text that it cannot read."""
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, latex2sympy, normalize_latex
+    from math_verify.grader import should_treat_as_complex
 
-    normalization = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="last", equations=False
-    )
-    return LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=0)
+    config = NormalizationConfig(
+        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+    )  # units are ours, so that 5m is 5 times m
+    normal = normalize_latex(text, config=config)
+    is_real = not should_treat_as_complex(normal)
+    return latex2sympy(normal, is_real=is_real, convert_degrees=False, normalization_config=None)
+
+
+def _within_time(work: Callable[[], Any]) -> Any:
+    """The result of work. Raises: TimeoutError, as does math-verify's timeout, which is no Exception."""
+    from math_verify.errors import TimeoutException
+    from math_verify.utils import timeout
+
+    try:
+        return timeout(_timeout_s())(work)()
+    except TimeoutException:
+        raise TimeoutError(f"a formula took more than {TIMEOUT_S} s") from None
 
 
 class _Value(NamedTuple):
@@ -276,17 +296,14 @@ class _Value(NamedTuple):
 def _value(formula: Any) -> _Value | None:
     """The number that a formula has; None: it has variables, or no finite value."""
     import sympy
-    from math_verify.errors import TimeoutException
-    from math_verify.utils import timeout
 
     if formula.free_symbols or not isinstance(formula, sympy.Expr):
         return None
-    try:
-        number = timeout(_timeout_s())(lambda: _evaluated(formula))()
-        parts = [Fraction(str(part)) for part in number.as_real_imag()]
-    except (Exception, TimeoutException):  # what has no finite number is no fraction
+    number = _within_time(lambda: _evaluated(formula))
+    if not number.is_number or not number.is_finite:
         return None
-    return _Value(parts[0], parts[1], bool(number.is_Rational))
+    real, imaginary = (Fraction(str(part)) for part in number.as_real_imag())
+    return _Value(real, imaginary, bool(number.is_Rational))
 
 
 def _evaluated(formula: Any) -> Any:
@@ -306,8 +323,9 @@ def _digits(formula: Any) -> float:
         return _digits(sympy.Integer(formula.p)) + _digits(sympy.Integer(formula.q))
     parts = [_digits(part) for part in getattr(formula, "args", ())]
     if isinstance(formula, (sympy.Pow, sympy.exp, sympy.factorial)):
-        power = formula.args[-1]
-        size = abs(float(power)) if power.is_Number else 1.0 if power.free_symbols else 10 ** min(parts[-1], 300.0)
+        power: Any = formula.args[-1]
+        known = power.is_Number and parts[-1] < _LARGEST_EXPONENT
+        size = abs(float(power)) if known else 1.0 if power.free_symbols else 10 ** min(parts[-1], _LARGEST_EXPONENT)
         digits = parts[0] if isinstance(formula, sympy.Pow) else math.log10(size + 10)
         return max(digits * size, *parts)
     return sum(parts) if parts else 1.0

@@ -42,11 +42,11 @@ def right_answer_text(answer: Any) -> str:
     if isinstance(answer, (str, bool)):
         return str(answer)
     answer = answer.item() if hasattr(answer, "item") and getattr(answer, "ndim", None) == 0 else answer
-    if isinstance(answer, Rational) and not isinstance(answer, int) and answer.denominator != 1:
+    if isinstance(answer, Rational) and answer.denominator != 1:
         return f"{right_answer_text(answer.numerator)}/{right_answer_text(answer.denominator)}"
     if not isinstance(answer, (Real, Decimal)):
         raise ValueError(f"the right answer is {_shown(answer)}, neither text nor a number")
-    number = Decimal(int(answer)) if isinstance(answer, Rational) else Decimal(str(answer))
+    number = Decimal(int(answer.numerator)) if isinstance(answer, Rational) else Decimal(str(answer))
     if not number.is_finite():
         raise ValueError(f"the right answer is {answer}, not a finite number")
     whole = isinstance(answer, float) and number == number.to_integral_value()
