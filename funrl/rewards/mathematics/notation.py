@@ -96,7 +96,7 @@ def tidy(text: str) -> str:
     r"""A text in one notation.
 
     >>> tidy(r"$\dfrac{1}{2}$."), tidy(r"10\,000"), tidy("1e-05"), tidy("5 \u2264 x")
-    ('\\frac{1}{2}', '10000', '1 \\cdot 10^{-05}', '5 \\le  x')
+    ('\\frac{1}{2}', '10000', '1 \\cdot 10^{-05}', '5 \\le x')
     """
     text = "".join(_LETTERS.get(letter, letter) for letter in text).strip().rstrip(".")
     text = text.strip("$") if text.endswith("$") and not text.endswith("\\$") else text

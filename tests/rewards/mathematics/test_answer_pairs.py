@@ -1,5 +1,8 @@
 """What a teacher says of an answer: given answer, right answer, verdict. Each pair was judged by thought."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from funrl.rewards.formulas import boxed_answer, math_answer
@@ -234,3 +237,19 @@ def test_a_verdict_is_that_of_a_teacher(kind):
             wrong.append(line)
         assert boxed_answer("", text, answer=wanted) == math_answer("", text, answer=rf"So \boxed{{{wanted}}}."), line
     assert not wrong
+
+
+def test_the_table_of_the_page_holds():
+    pytest.importorskip("math_verify")
+    page = (
+        (Path(__file__).parents[3] / "docs/rewards.md")
+        .read_text()
+        .partition("## Formulas")[2]
+        .partition("## Programs")[0]
+    )
+    rows = re.findall(r"^\| (`.*) \|$", page, re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        (wanted,), right, wrong, _ = (re.findall("`([^`]+)`", cell) for cell in row.split(" | "))
+        assert {math_answer("", rf"\boxed{{{text}}}", answer=wanted) for text in right} == {1.0}, row
+        assert {math_answer("", rf"\boxed{{{text}}}", answer=wanted) for text in wrong} == {0.0}, row
