@@ -6,6 +6,8 @@ import re
 
 import numpy as np
 
+from funrl.rewards.mathematics.numbers import decimal_of
+
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)[ ]?\{")
 _FENCE = re.compile(r"`{3,}|~{3,}")
@@ -33,7 +35,7 @@ def final_answer(completion: str) -> str:
         _, mark, rest = completion.rpartition("####")
         answer = (rest.strip().splitlines() or [""])[0] if mark else completion
     answer = answer.strip()
-    return re.sub(r"[$,]", "", answer) if re.fullmatch(r"[-+]?\$?[\d,]+(\.\d+)?", answer) else answer
+    return answer if decimal_of(answer) is None else re.sub(r"[$,]", "", answer)
 
 
 def last_tagged(text: str) -> str | None:

@@ -78,8 +78,10 @@ def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     block = last_fenced(completion, r"(python|py)[\d.]*")
     program = completion if block is None else block
     entry = fields.get("entry_point")
+    if entry is None:
+        return program
     definition = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(str(entry))}\b"
-    lacks = entry is not None and not re.search(definition, program, re.MULTILINE)
+    lacks = str(entry) not in program or not re.search(definition, program, re.MULTILINE)
     return prompt + program if lacks else program
 
 

@@ -70,6 +70,10 @@ def test_braces_of_sets_do_not_close_a_box():
     assert final_answer(r"\boxed{3} \boxed{4") == "3" and final_answer(r"so \boxed{ 4") == "4"
 
 
+def test_lists_are_no_numbers_of_a_vote():
+    assert [final_answer(text) for text in ("1,200", "$1200", "1,2", "12")] == ["1200", "1200", "1,2", "12"]
+
+
 def degenerate_texts(length=100_000):
     pieces = (
         *(
