@@ -34,6 +34,7 @@ _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}
 _BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _ANGLE = re.compile(rf"({_SIMPLE})\s*\^\\circ")
 _TOO_LARGE = re.compile(r"\d{6,}\s*(?:!|\})*\s*!|\\d?t?binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
+_TOTAL = re.compile(r"[a-zA-Z](?:\s*[-+]?\s*[a-zA-Z])+\s*=\s*([^=]+)")  # a + b = 5, where 5 is wanted
 _APART = re.compile(r"(?<![_^\d])\d+ \d|(?<![\d.])0\d")  # two numbers, not one
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -81,10 +82,9 @@ def _read(text: str) -> ReadAnswer:
 
 
 def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
-    if _are_equations(wanted, given):
-        equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
-        return _same_formulas(*equations, Fraction(1))
     kinds = {wanted.kind, given.kind}
+    if kinds == {"formula"}:
+        return _same_values(wanted, given)
     if kinds <= {"formula", "words"}:
         return _same_atoms(wanted, given)
     if kinds == {"interval"}:
@@ -103,11 +103,15 @@ def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     return False
 
 
-def _are_equations(wanted: ReadAnswer, given: ReadAnswer) -> bool:
-    """True of a = b and b = a, and of y = x + 1 and x - y + 1 = 0, but not of x = 5 and 5."""
-    if not wanted.kind == given.kind == "formula" or wanted.name == given.name:
-        return False
-    return all(answer.name or "=" in answer.text for answer in (wanted, given))
+def _same_values(wanted: ReadAnswer, given: ReadAnswer) -> bool:
+    """Compare formulas, of which some are equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
+    if wanted.name != given.name and all(answer.name or "=" in answer.text for answer in (wanted, given)):
+        equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
+        return _same_formulas(*equations, Fraction(1))
+    if "=" in wanted.text:
+        return "=" in given.text and _same_atoms(wanted, given)
+    total = _TOTAL.fullmatch(given.text)
+    return _same_atoms(wanted, given if total is None else read_answer(total[1]))
 
 
 def _same_in_order(wanted: Sequence[ReadAnswer], given: Sequence[ReadAnswer]) -> bool:
@@ -143,6 +147,8 @@ def _same_atoms(wanted: ReadAnswer, given: ReadAnswer) -> bool:
         return numbers[0] == given_value or _rounds(given.text, numbers[0] / scale) or _rounds(wanted.text, given_value)
     if "words" in (wanted.kind, given.kind):
         return False
+    if scale == 1 and squeezed(wanted.text) == squeezed(given.text):
+        return True
     bases = (_BASE.fullmatch(wanted.text), _BASE.fullmatch(given.text))
     if any(bases):
         return _same_digits(wanted.text, given.text)
@@ -224,6 +230,8 @@ def _rounds(text: str, value: Fraction) -> bool:
 
 def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
     """Compare formulas as mathematics: `wanted` with `scale` times `given`."""
+    import sympy
+
     try:
         left = parsed_formula(wanted)
         right = parsed_formula(given)
@@ -231,8 +239,11 @@ def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
             return False
         number, other = _value(left), _value(right)
         if number is None or other is None:
-            infinite = any(formula.is_infinite for formula in (left, right) if not formula.free_symbols)
-            return scale == 1 and (left == right if infinite else _equal(left, right))
+            endless = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+            infinite = [formula.doit() for formula in (left, right) if not formula.free_symbols]
+            if any(formula in endless for formula in infinite):
+                return infinite in ([sympy.oo] * 2, [-sympy.oo] * 2)
+            return scale == 1 and _equal(left, right)
     except Exception:  # of sympy, on a formula that may be anything
         return False
     gap = abs(number.real - other.real * scale) + abs(number.imaginary - other.imaginary * scale)

@@ -56,8 +56,8 @@ _BRACED_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3})((?:\{,\}\d{3})+)(?!\d)")
 _COMMA_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d|,\d)")
 _EXPONENT = re.compile(r"(?<![a-zA-Z\d.\\])(\d+(?:\.\d*)?|\.\d+)[eE]([-+]?\d{1,9})(?![\w.])")
 _NAME = re.compile(
-    r"\s*(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?|[a-zA-Z]\([a-zA-Z, ]+\)|\([a-zA-Z\\, _0-9]+\)|\|?\\?[A-Za-z]{1,3}\|?"
-    r"|\\text\{[^{}]*\})\s*"
+    r"\s*(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?|[a-zA-Z]\([^()=]+\)|\([a-zA-Z\\, _0-9]+\)|\|?\\?[A-Za-z]{1,3}\|?"
+    r"|\\text\{[^{}]*\}|\\(?:angle|triangle) ?[A-Z]+|\\overline ?\{[A-Z]+\})\s*"
 )
 _FUNCTIONS = (
     r"sin|cos|tan|cot|sec|csc|log|ln|exp|arcsin|arccos|arctan|sqrt|lim|max|min|gcd|lcm|mod|det|frac|pi|theta|alpha|beta"
@@ -71,6 +71,13 @@ _RELATION = re.compile(r"\\le(?![a-zA-Z])|\\ge(?![a-zA-Z])|<|>")
 _ENVIRONMENT = re.compile(
     r"\\begin\{([pbvBV]?matrix|array|smallmatrix|cases)\}(?:\{[clr|]*\})?((?:(?!\\begin).)*)\\end\{\1\}"
 )
+_PREFIX = re.compile(
+    r"(?i)^\s*(?:\\text\{)?\s*(?:(?:the |my )?(?:final )?answer(?: is)?\s*[:=]?\s*(?:\}|(?=\W|\d))"
+    r"|(?:approximately|about|around|roughly|exactly|option|choice)\b\s*\}?\s*(?=\S))"
+)
+_AFTERNOON = re.compile(r"(?i)\b([ap])\.\s?m\.?(?![a-z])")
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"(\d)\s*(?:\\text\{{)?\s*({'|'.join(_SCALES)})\b(?:\s*\}}|(\s+[a-z]+\s*)\}}|)")
 _CURRENCY = "US\\\\?\\$|USD|EUR|GBP|\\\\\\$|\\$|\u20ac|\u00a3|\u20b9|\u00a5"
 
 
@@ -112,18 +119,9 @@ def tidy(text: str) -> str:
     text = _outside_brackets(text.replace("{,}", ","))
     text = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub(r"(\d)\s*\^?\{?(?:\\text\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}(?![a-zA-Z])", r"\1", text)
-    text = re.sub(
-        r"^\s*(?:\\text\{)?\s*(?:the |my )?(?:final )?answer(?: is)?\s*[:=]?\s*(?:\}|(?=\W|\d))",
-        "",
-        text,
-        flags=re.IGNORECASE,
-    )
-    text = re.sub(
-        r"^\s*(?:\\text\{)?\s*(?:approximately|about|around|roughly|exactly|option|choice)\b\s*\}?\s*(?=\S)",
-        "",
-        text,
-        flags=re.IGNORECASE,
-    )
+    text = _AFTERNOON.sub(r"\1m", text)
+    text = _SCALE.sub(lambda match: rf"{match[1]} \cdot 10^{{{_SCALES[match[2]]}}} {match[3] or ''}", text)
+    text = _PREFIX.sub("", text, count=2)
     if text.rstrip().endswith("}") and text.count("}") > text.count("{"):  # of words that were before the answer
         text = text.rstrip()[:-1]
     return re.sub(r"\s+", " ", text).strip().strip("*").rstrip(".,;: ").strip()
@@ -150,6 +148,8 @@ def read_answer(text: str) -> ReadAnswer:
         return ReadAnswer("set")
     if re.fullmatch(r"(?:\\text\{)?(?:all )?(?:real numbers|reals)\}?", text.lower()) or text == "\\mathbb{R}":
         return _interval("()", "-\\infty", "\\infty")
+    if re.fullmatch(r"\{[^{}\\]*,[^{}]*\}", text):  # {1, 3}
+        text = f"\\{text[:-1]}\\}}"
     if "\\begin{" in text:
         return _read_environment(text)
     outward = re.fullmatch(r"([(\[\]])([^()\[\],;]+)[,;]([^()\[\],;]+)([)\[\]])", text)
@@ -282,6 +282,9 @@ def _read_relation(text: str) -> ReadAnswer | None:
         return ReadAnswer("union", items=(below, above))
     sides = [side.strip() for side in split_outside(text, _RELATION)]
     signs = [sign.strip() for sign in _RELATION.findall(text)]
+    size = re.fullmatch(r"\|\s*([a-zA-Z])\s*\|", sides[0])
+    if size is not None and len(sides) == 2 and signs[0] in ("<", "\\le") and sides[1]:  # |x| < 3
+        return _read_relation(f"-{sides[1]} {signs[0]} {size[1]} {signs[0]} {sides[1]}")
     if len(sides) != len(signs) + 1 or len(signs) not in (1, 2) or not all(sides):
         return None
     if len(signs) == 1 and _is_variable(sides[1]):
@@ -320,6 +323,8 @@ def _read_named(text: str) -> ReadAnswer | None:
         if len(parts) >= 2 and parts[-1].strip() and _NAME.fullmatch(parts[0]):
             name = squeezed(parts[0]).removeprefix("{").removesuffix("}")
             return read_answer(parts[-1].strip())._replace(name=name)
+        if len(parts) == 2 and parts[0].strip() and _is_variable(parts[1]) and "in" not in sign:  # 5 = x
+            return read_answer(parts[0].strip())._replace(name=squeezed(parts[1]))
     return None
 
 

@@ -16,6 +16,8 @@ _UNITS = {  # of each base unit: names and how many of it they are; names match 
         "ms millisecond": "0.001", "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400",
         "week wk": "604800",
     },
+    "am": {"am": "1"},
+    "pm": {"pm": "1"},
     "month": {"month mo": "1", "year yr": "12"},
     "mass": {
         "mg milligram": "1e-6", "g gram": "0.001", "kg kilogram": "1", "lb lbs pound": "0.45359237",

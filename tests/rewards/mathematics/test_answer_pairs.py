@@ -9,6 +9,9 @@ from funrl.rewards.formulas import boxed_answer, math_answer
 
 PAIRS = {
     "numbers": r"""
+1.5 million || 1500000 || 1
+2 billion || 2 million || 0
+33.33\% || 33\frac13\% || 0
 10000 || 10\,000 || 1
 0 || 10\,000 || 0
 10\,000 || 10000 || 1
@@ -98,6 +101,15 @@ e^{i\pi} || -1 || 1
 101_2 || 101_3 || 0
 """,
     "formulas and equations": r"""
+3=x || 3 || 1
+m+n = 47 || 47 || 1
+3 || x+y=3 || 0
+f(2)=5 || 5 || 1
+P(X > 2) = 0.5 || \frac12 || 1
+\angle ABC = 45^\circ || 45 || 1
+x = 2+3 = 5 || 5 || 1
+2\infty || \pi || 0
+x<\frac{1}{2}+ || \frac{1}{2} || 0
 x^2+2x+1 || (x+1)^2 || 1
 x^2+2x || (x+1)^2 || 0
 a^2+b^2 || (a+b)^2 || 0
@@ -119,6 +131,12 @@ y = x + 1 || x - y + 1 = 0 || 1
 x+y=3 || x+y=4 || 0
 """,
     "units and per cents": r"""
+5\mathrm{~cm} || 5 cm || 1
+3 \times 10^{8} \text{ m/s} || 300000 \text{ km/s} || 1
+5 \text{ million dollars} || \$5,000,000 || 1
+3:00 \text{ p.m.} || 3:00 PM || 1
+3:00 PM || 4:00 PM || 0
+3:00 PM || 3:00 AM || 0
 50\% || 50\% || 1
 50 || 50\% || 1
 50\% || 50 || 1
@@ -157,6 +175,9 @@ third || 3 || 1
 five || 5 || 1
 """,
     "pairs, sets and lists": r"""
+{1,3} || \{3,1\} || 1
+{1,3} || (1,3) || 0
+\{\text{red}, \text{blue}\} || \{\text{blue},\text{red}\} || 1
 (1,3) || (1, 3) || 1
 (3,1) || (1,3) || 0
 \{1,3\} || (1,3) || 0
@@ -190,6 +211,10 @@ x=2, y=1 || (1,2) || 0
 \begin{vmatrix}1&2\\3&4\end{vmatrix} || -2 || 1
 """,
     "intervals": r"""
+|x|\le 2 || [-2,2] || 1
+|x|<2 || [-2,2] || 0
+(-oo ; 3) || (-\infty,3) || 1
+-\infty < x < \infty || \mathbb{R} || 1
 (1,2] || [1,2) || 0
 [1,3] || (1,3) || 0
 [1, 2] || \{1,2\} || 0
