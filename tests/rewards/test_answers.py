@@ -7,7 +7,7 @@ import pytest
 
 from funrl.rewards.answers import final_answer, last_boxed, last_fenced, last_tagged
 from funrl.rewards.countdown import countdown
-from funrl.rewards.formulas import math_answer
+from funrl.rewards.formulas import boxed_answer, math_answer
 from funrl.rewards.structure import json_schema, think_then_answer
 from funrl.rewards.style import repetition
 from funrl.rewards.unit_tests import program_of
@@ -107,6 +107,7 @@ def degenerate_texts(length=100_000):
     )
     texts = {piece: (piece * (length // len(piece) + 1))[:length] for piece in pieces}
     texts["box"] = "\\boxed{" + texts["9"] + "}"
+    texts["letters"] = "\\boxed{" + "a " * 240 + "}"
     texts["number"] = "#### " + texts["9,"]
     return texts
 
@@ -117,6 +118,7 @@ SCANS = {
     "exact": lambda text: exact_match("", text, answer=72.0),
     "gsm8k": lambda text: gsm8k("", text, answer=72),
     "math": lambda text: math_answer("", text, answer="72"),
+    "boxed": lambda text: boxed_answer("", text, answer="x+1"),
     "choice": lambda text: multiple_choice("", text, answer="B"),
     "format": lambda text: think_then_answer("", "<think>" + text),
     "json": lambda text: json_schema("", text),

@@ -15,7 +15,6 @@ from funrl.rewards.mathematics.notation import LONGEST_READ_ANSWER, ReadAnswer, 
 from funrl.rewards.mathematics.numbers import LARGEST_POWER, decimal_of, fraction_of
 from funrl.rewards.mathematics.units import Unit
 
-LONGEST_FORMULA = 500  # characters that math-verify is given
 TIMEOUT_S = 3  # of reading a formula, and of one comparison
 FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates
 _LARGEST_EXPONENT = 300.0  # decimal, of a float
@@ -34,7 +33,7 @@ _REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}
 _BASE = re.compile(r"([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
 _ANGLE = re.compile(rf"({_SIMPLE})\s*\^\\circ")
 _TOO_LARGE = re.compile(r"\d{6,}\s*(?:!|\})*\s*!|\\d?t?binom\s*\{\s*\d{5,}|\d{5,}\s*\\choose")
-_TOTAL = re.compile(r"[a-zA-Z](?:\s*[-+]?\s*[a-zA-Z])+\s*=\s*([^=]+)")  # a + b = 5, where 5 is wanted
+_TOTAL = re.compile(r"[a-zA-Z](?: ?(?:[-+] ?)?[a-zA-Z])+ ?= ?([^=]+)")  # a + b = 5, where 5 is wanted
 _APART = re.compile(r"(?<![_^\d])\d+ \d|(?<![\d.])0\d")  # two numbers, not one
 _COUNTING = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
@@ -261,7 +260,7 @@ def parsed_formula(text: str) -> Any:
     import sympy
 
     balanced = all(text.count(left) == text.count(right) for left, right in ("()", "{}"))
-    if len(text) > LONGEST_FORMULA or not balanced or _TOO_LARGE.search(text) or _APART.search(text):
+    if not balanced or _TOO_LARGE.search(text) or _APART.search(text):
         return None
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", text) if "\\" in text.replace("\\circ", "") else text
     formula = _within_time(lambda: _parsed(text))

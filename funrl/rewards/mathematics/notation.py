@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from funrl.rewards.mathematics.units import Unit, is_known, unit_of
 
-LONGEST_READ_ANSWER = 2000  # characters; a longer one is only compared as a text
+LONGEST_READ_ANSWER = 500  # characters; a longer one is only compared as a text
 _LETTERS = {
     "\u2212": "-", "\u2013": "-", "\u2215": "/", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": r"\div ",
     "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ",
