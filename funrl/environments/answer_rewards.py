@@ -1,9 +1,9 @@
-"""What reward functions read of a reply, and rewards of one answer in an episode by a function of any form."""
+"""Views of a reply for reward functions, and rewards of one answer in an episode by a function of any form."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funrl.environments.chat import TemplateChat, continued_text
@@ -59,6 +59,10 @@ class CompletionReader:
         self.chat = chat
         self.tokenizer: Any = chat.tokenizer
         self._ends = {*stop, self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+
+    def views(self, names: Iterable[str], before: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
+        """Views of a completion by name, as `read` gives each."""
+        return {name: self.read(name, before, tokens) for name in names}
 
     def read(self, name: str, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Read a completion.

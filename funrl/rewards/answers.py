@@ -1,4 +1,4 @@
-"""Where a completion's answer stands: its last box, tag, fenced block, or line. All take time linear in the text."""
+"""The place of a completion's answer: its last box, tag, fenced block, or line, in time linear in the text."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _line_end(text: str, begin: int) -> int:
 
 
 def _closing(text: str, begin: int, opening: str) -> tuple[int, int]:
-    """Where a block ends, and where the text goes on after its closing fence."""
+    """The end of a block, and the place after its closing fence."""
     position = begin
     while (place := text.find(opening, position)) >= 0:
         position = _line_end(text, place)

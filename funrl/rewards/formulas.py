@@ -90,8 +90,8 @@ def stated_answer(completion: str) -> str | None:
         return text or None
     begin = max((match.end() for match in _STATED.finditer(text)), default=None)
     stated = None if begin is None else _first_answer(text, begin)
-    found = [] if stated is not None else _answers_in(text)
-    return max(found)[1] if found else stated
+    answers = [] if stated is not None else _answers_in(text)
+    return max(answers)[1] if answers else stated
 
 
 def _first_answer(text: str, begin: int) -> str | None:
@@ -103,13 +103,15 @@ def _first_answer(text: str, begin: int) -> str | None:
         return next(group for group in formula.groups() if group is not None)
     if len(rest) <= 100 and not _LONG_WORD.search(rest):
         return rest or None
-    found = _answers_in(rest)
-    return found[0][1] if found else rest[:100]
+    answers = _answers_in(rest)
+    return answers[0][1] if answers else rest[:100]
 
 
 def _answers_in(text: str) -> list[tuple[int, str]]:
     """Ends and texts of formulas and numbers, those in formulas left out."""
-    formulas = [(match.end(), next(g for g in match.groups() if g is not None)) for match in _FORMULA.finditer(text)]
+    formulas = [
+        (match.end(), next(group for group in match.groups() if group is not None)) for match in _FORMULA.finditer(text)
+    ]
     plain = _FORMULA.sub(lambda match: " " * len(match[0]), text)
     numbers = [(match.end(), match[0]) for match in _PLAIN.finditer(plain)]
-    return sorted([*formulas, *numbers], key=lambda found: found[0]) if formulas else numbers
+    return sorted([*formulas, *numbers], key=lambda answer: answer[0]) if formulas else numbers

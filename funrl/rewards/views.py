@@ -1,4 +1,4 @@
-"""What a reward function reads of a completion: its text, its text with special tokens, or its answer alone."""
+"""Views of a completion for reward functions: its text, its text with special tokens, or its answer alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT_VIEWS = {
 
 
 class TextView(NamedTuple):
-    """What a function reads.
+    """View of a completion that a function reads.
 
     Attributes:
       name: one of `TEXT_VIEWS`.
@@ -55,7 +55,7 @@ def read_as(name: str, example: str = "") -> Callable[[Callable[..., Any]], Call
 
 
 def view_of(function: Callable[..., Any]) -> TextView:
-    """What a function reads, as `read_as` says it; of a partial what its function reads."""
+    """View that a function reads, as `read_as` says it; of a partial that of its function."""
     given = getattr(function, "view", None)
     if given is None and hasattr(function, "func"):
         given = getattr(function.func, "view", None)

@@ -1,4 +1,4 @@
-"""What reward functions read of a reply: its text, its special tokens, or its answer."""
+"""Views of a reply for reward functions: its text, its special tokens, or its answer."""
 
 import pytest
 from family_templates import FAMILIES, Family, byte_tokenizer, tokenizer_of

@@ -1,4 +1,4 @@
-"""Where a completion's answer stands: boxes, tags and fenced blocks."""
+"""The place of a completion's answer: boxes, tags and fenced blocks."""
 
 import re
 import time

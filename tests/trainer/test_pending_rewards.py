@@ -107,7 +107,9 @@ def test_a_function_reads_what_it_asks_for():
     engine = RewardedEngine(
         ScriptedEngine(lambda request: [8]), single(), lambda ids: "x" * len(ids), Pool([marked, plain]), (1, 2)
     )
-    engine = engine._replace(read=lambda name, before, tokens: f"{name} of {[7, *tokens]} after {list(before)}")
+    engine = engine._replace(
+        read=lambda names, *ids: {name: f"{name} of {[7, *ids[1]]} after {ids[0]}" for name in names}
+    )
     done = rollout(engine, [Example([1], "p", {})], Sampling(max_new_tokens=1), 0)
     assert done.score.tolist() == [3.0]
 

@@ -1,4 +1,4 @@
-"""Whether two answers are the same, as a teacher would say: structures by ours, formulas by math-verify."""
+"""Comparison of two answers, with the verdict of a teacher: structures by ours, formulas by math-verify."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def same_answer(wanted: str, given: str) -> bool:
       wanted: the right answer, without \boxed{}.
       given: as long; what has more than `LONGEST_READ_ANSWER` characters is only compared as a text.
     """
-    wanted, given = wanted.strip(), given.strip()
+    wanted = wanted.strip()
+    given = given.strip()
     if wanted == given:
         return bool(wanted)
     number = decimal_of(wanted)
@@ -106,7 +107,7 @@ def _same_values(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     """Compare formulas, of which some are equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
     if wanted.name != given.name and all(answer.name or "=" in answer.text for answer in (wanted, given)):
         equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
-        return _same_formulas(*equations, Fraction(1))
+        return _same_formulas(equations[0], equations[1], Fraction(1))
     if "=" in wanted.text:
         return "=" in given.text and _same_atoms(wanted, given)
     total = _TOTAL.fullmatch(given.text)
@@ -236,7 +237,8 @@ def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
         right = parsed_formula(given)
         if left is None or right is None:
             return False
-        number, other = _value(left), _value(right)
+        number = _value(left)
+        other = _value(right)
         if number is None or other is None:
             endless = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
             infinite = [formula.doit() for formula in (left, right) if not formula.free_symbols]

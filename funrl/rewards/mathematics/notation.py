@@ -15,42 +15,75 @@ from funrl.rewards.mathematics.units import Unit, is_known, unit_of
 
 LONGEST_READ_ANSWER = 500  # characters; a longer one is only compared as a text
 _LETTERS = {
-    "\u2212": "-", "\u2013": "-", "\u2215": "/", "\u2044": "/", "\u00d7": r"\times ", "\u00f7": r"\div ",
-    "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ",
-    "\u2265": r"\ge ", "\u2260": r"\ne ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
-    "\u2205": r"\emptyset ", "\u211d": r"\mathbb{R}", "\u00b0": r"^\circ ", "\u00b1": r"\pm ", "\u221a": r"\sqrt ",
-    "\u00b2": "^2", "\u00b3": "^3", "\u03b8": r"\theta ", "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}",
-    "\u00be": r"\frac{3}{4}", "\u2019": "'", "\u2032": "'", "\uff0c": ",", "\u2248": r"\approx ", "\u00a0": " ",
-    "\u2002": " ", "\u2003": " ", "\u2007": " ", "\u2009": " ", "\u202f": " ",
-}  # fmt: skip
-_RULES = [(re.compile(pattern), new) for pattern, new in (
-    (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|Biggl?|Biggr?|middle)(?![a-zA-Z])\.?", ""),
-    (r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|bm)(?![a-zA-Z])", ""),
-    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf)|mbox|hbox|operatorname)\*?\s*\{", r"\\text{"),
-    (r"\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|space|hspace\{[^{}]*\})(?![a-zA-Z])", " "),
-    (r"\\!", ""),
-    (r"(?<!\\)\\[,;: ]|~|&nbsp;", " "),
-    (r"\\(?:leqslant|leq|leqq|le)(?![a-zA-Z])|<=|=<", r"\\le "),
-    (r"\\(?:geqslant|geq|geqq|ge)(?![a-zA-Z])|>=", r"\\ge "),
-    (r"\\lt(?![a-zA-Z])|&lt;", "<"),
-    (r"\\gt(?![a-zA-Z])|&gt;", ">"),
-    (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
-    (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"),
-    (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-    (r"\\(?:langle)(?![a-zA-Z])", "("),
-    (r"\\(?:rangle)(?![a-zA-Z])", ")"),
-    (r"\\(?:vert|mid|lvert|rvert)(?![a-zA-Z])", "|"),
-    (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
-    (r"\\(?:Reals|R)(?![a-zA-Z])|\\mathbb\s+R", r"\\mathbb{R}"),
-    (r"\\bigcup(?![a-zA-Z])", r"\\cup"),
-    (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{?\s*\\circ\s*\}?|\^\s*o(?![a-zA-Z])", r"^\\circ "),
-    (r"\\(?:implies|Rightarrow|therefore|rightarrow|to)(?![a-zA-Z])", r" \\Rightarrow "),
-    (r"\{,\}", "{,}"),
-    (r"\*\*", "^"),
-    (r"\\infin(?![a-zA-Z])|(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
-    (r"(?<=-)(?:Infinity|Inf)(?![a-zA-Z])|^\+?Infinity$", r"\\infty "),
-)]  # fmt: skip
+    "\u2212": "-",
+    "\u2013": "-",
+    "\u2215": "/",
+    "\u2044": "/",
+    "\u00d7": r"\times ",
+    "\u00f7": r"\div ",
+    "\u00b7": r"\cdot ",
+    "\u22c5": r"\cdot ",
+    "\u03c0": r"\pi ",
+    "\u221e": r"\infty ",
+    "\u2264": r"\le ",
+    "\u2265": r"\ge ",
+    "\u2260": r"\ne ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u2208": r"\in ",
+    "\u2205": r"\emptyset ",
+    "\u211d": r"\mathbb{R}",
+    "\u00b0": r"^\circ ",
+    "\u00b1": r"\pm ",
+    "\u221a": r"\sqrt ",
+    "\u00b2": "^2",
+    "\u00b3": "^3",
+    "\u03b8": r"\theta ",
+    "\u00bd": r"\frac{1}{2}",
+    "\u00bc": r"\frac{1}{4}",
+    "\u00be": r"\frac{3}{4}",
+    "\u2019": "'",
+    "\u2032": "'",
+    "\uff0c": ",",
+    "\u2248": r"\approx ",
+    "\u00a0": " ",
+    "\u2002": " ",
+    "\u2003": " ",
+    "\u2007": " ",
+    "\u2009": " ",
+    "\u202f": " ",
+}
+_RULES = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|Biggl?|Biggr?|middle)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|bm)(?![a-zA-Z])", ""),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf)|mbox|hbox|operatorname)\*?\s*\{", r"\\text{"),
+        (r"\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|space|hspace\{[^{}]*\})(?![a-zA-Z])", " "),
+        (r"\\!", ""),
+        (r"(?<!\\)\\[,;: ]|~|&nbsp;", " "),
+        (r"\\(?:leqslant|leq|leqq|le)(?![a-zA-Z])|<=|=<", r"\\le "),
+        (r"\\(?:geqslant|geq|geqq|ge)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\lt(?![a-zA-Z])|&lt;", "<"),
+        (r"\\gt(?![a-zA-Z])|&gt;", ">"),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\(?:lbrace|lbrack)(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:langle)(?![a-zA-Z])", "("),
+        (r"\\(?:rangle)(?![a-zA-Z])", ")"),
+        (r"\\(?:vert|mid|lvert|rvert)(?![a-zA-Z])", "|"),
+        (r"\\(?:varnothing)(?![a-zA-Z])", r"\\emptyset"),
+        (r"\\(?:Reals|R)(?![a-zA-Z])|\\mathbb\s+R", r"\\mathbb{R}"),
+        (r"\\bigcup(?![a-zA-Z])", r"\\cup"),
+        (r"\\degree(?:s)?(?![a-zA-Z])|\^\s*\{?\s*\\circ\s*\}?|\^\s*o(?![a-zA-Z])", r"^\\circ "),
+        (r"\\(?:implies|Rightarrow|therefore|rightarrow|to)(?![a-zA-Z])", r" \\Rightarrow "),
+        (r"\{,\}", "{,}"),
+        (r"\*\*", "^"),
+        (r"\\infin(?![a-zA-Z])|(?<![a-zA-Z\\])(?:infinity|inf|oo)(?![a-zA-Z])", r"\\infty "),
+        (r"(?<=-)(?:Infinity|Inf)(?![a-zA-Z])|^\+?Infinity$", r"\\infty "),
+    )
+]
 _BLANK_THOUSANDS = re.compile(r"(?<![\d.,^_}])([1-9]\d{0,2})((?: \d{3})+)(?![\d/]| \d)(?! *\\frac)")
 _BRACED_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3})((?:\{,\}\d{3})+)(?!\d)")
 _COMMA_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})((?:,\d{3})+)(?!\d|,\d)")
@@ -278,7 +311,8 @@ def _read_relation(text: str) -> ReadAnswer | None:
         return None
     unequal = [side.strip() for side in split_outside(text, re.compile(r"\\ne(?![a-zA-Z])"))]
     if len(unequal) == 2 and _is_variable(unequal[0]) and unequal[1]:
-        below, above = _interval("()", "-\\infty", unequal[1]), _interval("()", unequal[1], "\\infty")
+        below = _interval("()", "-\\infty", unequal[1])
+        above = _interval("()", unequal[1], "\\infty")
         return ReadAnswer("union", items=(below, above))
     sides = [side.strip() for side in split_outside(text, _RELATION)]
     signs = [sign.strip() for sign in _RELATION.findall(text)]
@@ -288,7 +322,8 @@ def _read_relation(text: str) -> ReadAnswer | None:
     if len(sides) != len(signs) + 1 or len(signs) not in (1, 2) or not all(sides):
         return None
     if len(signs) == 1 and _is_variable(sides[1]):
-        sides, signs = sides[::-1], [_turned(signs[0])]
+        sides = sides[::-1]
+        signs = [_turned(signs[0])]
     if len(signs) == 1 and _is_variable(sides[0]) and not _is_variable(sides[1]):
         less = signs[0] in ("<", "\\le")
         bracket = {"<": ")", "\\le": "]", ">": "(", "\\ge": "["}[signs[0]]
@@ -299,7 +334,8 @@ def _read_relation(text: str) -> ReadAnswer | None:
     if len(signs) != 2 or not _is_variable(sides[1]):
         return None
     if signs[0] in (">", "\\ge"):
-        sides, signs = sides[::-1], [_turned(sign) for sign in signs[::-1]]
+        sides = sides[::-1]
+        signs = [_turned(sign) for sign in signs[::-1]]
     if not {*signs} <= {"<", "\\le"}:
         return None
     brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")

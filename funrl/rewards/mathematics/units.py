@@ -8,20 +8,35 @@ from typing import NamedTuple
 
 _UNITS = {  # of each base unit: names and how many of it they are; names match with and without a final s
     "length": {
-        "nm": "1e-9", "mm millimeter millimetre": "0.001", "cm centimeter centimetre": "0.01", "m meter metre": "1",
-        "dm decimeter decimetre": "0.1", "km kilometer kilometre": "1000", "in inch inches": "0.0254",
-        "ft foot feet": "0.3048", "yd yard": "0.9144", "mi mile": "1609.344",
+        "nm": "1e-9",
+        "mm millimeter millimetre": "0.001",
+        "cm centimeter centimetre": "0.01",
+        "m meter metre": "1",
+        "dm decimeter decimetre": "0.1",
+        "km kilometer kilometre": "1000",
+        "in inch inches": "0.0254",
+        "ft foot feet": "0.3048",
+        "yd yard": "0.9144",
+        "mi mile": "1609.344",
     },
     "time": {
-        "ms millisecond": "0.001", "s sec second": "1", "min minute": "60", "h hr hour": "3600", "day": "86400",
+        "ms millisecond": "0.001",
+        "s sec second": "1",
+        "min minute": "60",
+        "h hr hour": "3600",
+        "day": "86400",
         "week wk": "604800",
     },
     "am": {"am": "1"},
     "pm": {"pm": "1"},
     "month": {"month mo": "1", "year yr": "12"},
     "mass": {
-        "mg milligram": "1e-6", "g gram": "0.001", "kg kilogram": "1", "lb lbs pound": "0.45359237",
-        "oz ounce": "0.028349523125", "tonne": "1000",
+        "mg milligram": "1e-6",
+        "g gram": "0.001",
+        "kg kilogram": "1",
+        "lb lbs pound": "0.45359237",
+        "oz ounce": "0.028349523125",
+        "tonne": "1000",
     },
     "volume": {"ml milliliter millilitre": "0.001", "l liter litre": "1", "gal gallon": "3.785411784"},
     "dollar": {"$ \\$ us$ us\\$ dollar usd": "1", "cent \u00a2": "0.01"},
@@ -40,7 +55,7 @@ _UNITS = {  # of each base unit: names and how many of it they are; names match 
     "volt": {"v volt": "1"},
     "hertz": {"hz hertz": "1"},
     "percent": {"% percent percentage pct percentage_point": "1"},
-}  # fmt: skip
+}
 _SPEEDS = {"mph": "mile/hour", "kph": "km/hour", "kmh": "km/hour"}
 _NO_UNIT = ("unit", "", "in_total", "total")
 
@@ -91,8 +106,8 @@ def unit_of(text: str) -> Unit | None:
         base, scale = _base_of(name)
         powers[base] = powers.get(base, 0) + sign * power
         factor *= scale ** (sign * power)
-    found = tuple(sorted((base, power) for base, power in powers.items() if power))
-    return Unit(found, factor) if found else None
+    base_powers = tuple(sorted((base, power) for base, power in powers.items() if power))
+    return Unit(base_powers, factor) if base_powers else None
 
 
 def is_known(text: str) -> bool:

@@ -328,7 +328,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,
-        read=CompletionReader(chat_of(job), job.stop).read,
+        read=CompletionReader(chat_of(job), job.stop).views,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a teacher says of an answer: given answer, right answer, verdict. Each pair was judged by thought."""
+"""Verdicts of a teacher: given answer, right answer, verdict. Each pair was judged by thought."""
 
 import re
 from pathlib import Path
