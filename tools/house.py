@@ -69,6 +69,7 @@ INSIDE = {
         "huggingface/vision_configs",
     ),
     "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
+    "rewards": ("mathematics", OWN),
     "environments": ("forms", OWN, "hosting", "builtin"),
     "xla": ("operators", OWN),
     "trainer": (

@@ -197,9 +197,10 @@ def rewarded_task(
     """Prompts with the rewards that are given or that the flags name."""
     named = () if settings.rewards.reward is None else load_rewards(settings.rewards.reward)
     rewards = named if given.rewards is None else given.rewards
+    fields = [example.fields for example in (*train, *heldout)]
+    sources = [example.source for example in (*train, *heldout)]
     for reward in rewards:
-        fields = [e.fields for e in (*train, *heldout)]
-        check_fields(settings.rewards.reward or function_name(reward), reward, fields)
+        check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
     return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
@@ -284,8 +285,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
         raise SettingsError(
             f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
-            "be ended, and there are no "
-            "workers; give --reward_workers=1 or more"
+            "be ended, and there are no workers; give --reward_workers=1 or more"
         )
 
 

@@ -14,6 +14,7 @@ from funrl.data.conversations import ChatTemplate
 from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
+from funrl.environments.answer_rewards import check_readings
 from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
@@ -111,6 +112,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     devices = Devices(sizes, generating, device)
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
+        if not task.embedded:
+            check_readings(task.rewards, tokenizer)
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
         steps = warmstart_steps(settings, task, given)

@@ -16,6 +16,7 @@ from funrl.data.pictures import picture_form_of
 from funrl.data.prompt_format import PromptFormat, read_tools, template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
+from funrl.environments.answer_rewards import CompletionReader
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
@@ -318,6 +319,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,
+        read=CompletionReader(chat_of(job), job.stop).views,
     )
 
 
