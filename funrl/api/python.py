@@ -64,6 +64,7 @@ from funrl.track.report.page import write_report
 from funrl.track.report.run_files import ReportError
 from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
+from funrl.trainer.env_check import check_first_episode
 from funrl.trainer.inference import read_stored_model, stored_picture_form, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
@@ -300,6 +301,7 @@ def train(
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         _say_changes(job, expanded(str(chosen.run.run_dir)))
+    check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
 
 

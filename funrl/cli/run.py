@@ -91,6 +91,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
             inputs = _inputs(command) if first else {}
             if command.settings.run.resume:
                 _say(_check_resume(command, inputs), first)
+            _check_episode(command)
             if first:
                 run_dir = str(owned.enter_context(_owned(command, name)).path)
         except (ValueError, OSError, ImportError) as error:
@@ -190,6 +191,12 @@ def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
     folder = expanded(str(command.settings.run.run_dir))
     check_can_go_on(folder)
     return check_resume(_with_inputs(_job(command), inputs), folder)
+
+
+def _check_episode(command: Command) -> None:
+    from funrl.trainer.env_check import check_first_episode
+
+    check_first_episode(_job(command))
 
 
 def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:

@@ -56,7 +56,7 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.curriculum import CurriculumError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.sources.selection import FilterError
+from funrl.trainer.sources.selection import FilterError, check_usable, never_usable
 from funrl.trainer.sources.source import Source, closed_at_end, is_skipped
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
@@ -147,7 +147,8 @@ def train_loop(
         if trainer.folder is not None:
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
-        if outcome.stopped is None and not (outcome.error and state.step == 0):
+        nothing = state.step == 0 or never_usable(state.source, state.step)
+        if outcome.stopped is None and not (outcome.error and nothing):
             role = parts.roles[job.main_role]
             with heartbeat.phase("finish"):
                 params = role.whole(state.roles[job.main_role].params, trainer.frozen)
@@ -206,6 +207,7 @@ def run_steps(
                 stopped = step
                 break
         evaluator.settled()
+        check_usable(state.source, state.step)
         settle_proof(parts)
     except ENDING as error:
         failure = error
