@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.rollout.episodes import Message
+from funrl.rollout.sampling_parameters import SMALLEST_TEMPERATURE
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -183,8 +184,8 @@ class Body:
         if fields.get("top_p") == 0:
             fields["top_p"] = 1e-9
         if temperature is not None:
-            fields["greedy"] = temperature == 0
-            if temperature == 0:
+            fields["greedy"] = temperature < SMALLEST_TEMPERATURE
+            if fields["greedy"]:
                 del fields["temperature"]
         return fields
 
