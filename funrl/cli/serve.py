@@ -112,4 +112,4 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
         )
 
     with awake(engine), stops_when_asked():  # so that the other ranks compute until the first has ended its connections
-        run_beside(engine, parts.generator.mesh, main)
+        run_beside(engine, parts.generator.mesh, main, lasting=True)

@@ -101,7 +101,9 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
             task.cancel()
             await asyncio.wait({task}, timeout=CLEAN_UP_S)
             raise
-    return failed_episode(f"the environment took longer than {clock.limit_s:g} s (--env_timeout) between two calls of the policy")
+    return failed_episode(
+        f"the environment took longer than {clock.limit_s:g} s (--env_timeout) between two calls of the policy"
+    )
 
 
 def failed_episode(problem: str) -> Episode:
