@@ -72,6 +72,7 @@ class Ask:
       ids_as_text: whether log-probabilities name tokens as "token_id:7".
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
+      size: bytes of its body.
       reasoning: whether the client wants what the policy thinks, apart from the content; None: it does not say, and
         gets it so where calls are read, else in the content.
     """
@@ -93,6 +94,7 @@ class Ask:
     ids_as_text: bool = False
     stream: bool = False
     usage: bool = False
+    size: int = 0
     reasoning: bool | None = None
 
 
@@ -290,5 +292,9 @@ def _arguments(given: Any, field: str) -> dict[str, Any]:
 
 def _short(value: Any) -> str:
     """A value as JSON, cut off."""
-    text = json.dumps(value)
+    text = ""
+    for part in json.JSONEncoder().iterencode(value[:100] if isinstance(value, str | list) else value):
+        text += part
+        if len(text) > 100:
+            break
     return text if len(text) <= 100 else text[:97] + "..."

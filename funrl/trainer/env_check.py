@@ -40,10 +40,11 @@ def check_first_episode(job: Job) -> None:
     Raises:
       SettingsError: it fails, each time that --episode_retries allows.
     """
-    environment = job.task.environment if isinstance(job, RLJob) else None
-    if environment is None or job.task.embedded or job.settings.environments.env_check == "off" or read_environment():
+    if not isinstance(job, RLJob) or job.task.environment is None or job.task.embedded or read_environment():
         return
-    assert isinstance(job, RLJob)
+    if job.settings.environments.env_check == "off":
+        return
+    environment = job.task.environment
     setup = episode_setup(job, environment)
     limits = setup.limits._replace(turns=min(setup.limits.turns, TRIAL_TURNS))
     examples = job.task.prompts or job.task.heldout
