@@ -90,7 +90,7 @@ class PromptBound(NamedTuple):
           encode: text -> token ids.
         """
         self.check_tokens(len(ask.tokens))
-        if not self.length or ask.size <= MANY * self.length:
+        if not self.length or ask.size <= self.length * min(MANY, self.longest or MANY):
             return
         texts = texts_of(ask)
         size = sum(len(x) if x.isascii() else len(x.encode("utf-8", "surrogatepass")) for x in texts)
