@@ -30,7 +30,7 @@ def bodies(text, stream=False):
     return [
         ("/v1/chat/completions", {"messages": user} | more),
         ("/v1/completions", {"prompt": text} | more),
-        ("/v1/messages", {"messages": user, "max_tokens": 5} | more),
+        ("/v1/messages", {"messages": user, "max_tokens": 200} | more),
         ("/v1/responses", {"input": text} | more),
     ]
 
@@ -91,7 +91,7 @@ def test_a_temperature_that_float32_has_not_is_greedy(temperature):
     assert Body({"temperature": temperature}).sampling() == {"greedy": True}
     assert Body({"temperature": 1e-4}).sampling() == {"temperature": 1e-4, "greedy": False}
     if temperature:
-        with pytest.raises(ValueError, match="temperature is .*, it must be above 0 and at least 1e-05"):
+        with pytest.raises(ValueError, match=r"temperature is .*, it must be above 0 and at least 1e-05"):
             Sampling(temperature=temperature)
 
 
