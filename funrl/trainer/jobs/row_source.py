@@ -45,7 +45,7 @@ from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
-from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.settings.settings import Settings, scoring_budget
 from funrl.trainer.sources.completion_scores import (
     Rescore,
     RewardModel,
@@ -96,9 +96,15 @@ def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
             yield None
             return
         workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
-        timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
+        timeout_s = reward_timeout_of(settings)
         most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
         yield stack.enter_context(open_pool(rewards, workers, timeout_s, most))
+
+
+def reward_timeout_of(settings: Settings) -> float:
+    """Seconds that a reward function may take in a worker."""
+    seconds = settings.rewards.reward_timeout
+    return REWARD_TIMEOUT_S if seconds is None else seconds
 
 
 def runs_episodes(job: RLJob, rank: int) -> bool:
