@@ -146,8 +146,16 @@ def template_arguments(text: str) -> dict[str, Any]:
 
 
 def read_tools(path: str) -> tuple[Any, ...]:
-    """Read tools from a JSON file, a list of schemas. Raises: DataError."""
-    return tuple(_tools(text_of_file(path)))
+    """Read tools from a JSON file, a list of schemas with names. Raises: DataError."""
+    tools = _tools(text_of_file(path))
+    if not tools:
+        raise DataError(f"{path}: it has no tool, and does nothing; leave it out")
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            shown = json.dumps(tool)[:200]
+            raise DataError(f'{path}: tool {number} is {shown}; {{"function": {{"name": ...}}}} is needed')
+    return tuple(tools)
 
 
 def text_of_file(path: str) -> str:
