@@ -13,7 +13,7 @@ from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
-ENVIRONMENTS = '''
+ENVIRONMENTS = """
 import time
 
 class Works:
@@ -77,7 +77,7 @@ class NotAnEpisode:
 def raises(): raise RuntimeError("no database")
 
 TOOLS = [1, 2]
-'''
+"""
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 NEVER = {  # name: what the line says
     "OnlyMessages": r"OnlyMessages.reset returned \[\{'role': 'user', 'content': '1'\}\]; return \(messages, tools\)",
