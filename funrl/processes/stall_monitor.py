@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from funrl.processes.heartbeat import NOBODY, NOT_BEGUN, RUNNING, Order, Sign
 
-REWARD = "reward"  # phase in which a rank waits for a user's function
+REWARD_PHASE = "reward"  # phase in which a rank waits for a user's function
 NAMED = 4  # ranks that a line names; the others it counts
 GAP_S = 10.0  # more between two polls is time in which the monitor itself was stopped
 TIMED_OUT = 0.9  # part of the timeout after which a collective that fails has waited in vain
@@ -75,7 +75,7 @@ class StallMonitor:
         why = ", which does not answer: it is stopped, swapped out or in a call that holds it" if silent else ""
         if silent and self.stalled_s is not None:
             why += f"; after {duration(self.stalled_s)} without an answer the run ends (--stalled_after)"
-        rewarding = all(running[rank].phase == REWARD for rank in ranks if rank in running)
+        rewarding = all(running[rank].phase == REWARD_PHASE for rank in ranks if rank in running)
         alone = rewarding and not any(sign.waiting for sign in running.values())
         ending = self.reward if alone and self.reward else self.ending
         return f"no progress for {still_s:.0f} s: the run waits for {named_ranks(ranks, signs)}{why}{ending}"

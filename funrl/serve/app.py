@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from funrl.serve import chat_completions, connections, generate, messages, responses
-from funrl.serve.aside import Aside, read_json
+from funrl.serve.aside import Aside, decode_json
 from funrl.serve.asks import Ask, BadRequest, Body
 from funrl.serve.history import request_digest
 from funrl.serve.session import DecodeIds, Exchange, Session, replies_again
@@ -285,7 +285,7 @@ async def _read_body(request: Request, check: Callable[[int], None]) -> tuple[li
 
 def _json(body: bytes) -> Any:
     try:
-        return read_json(body)
+        return decode_json(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from funrl.environments.calls import call
 
 _T = TypeVar("_T")
-LARGE = 1 << 15  # bytes of a request; smaller ones take milliseconds
+ASIDE_BYTES = 1 << 15  # bytes of a request; smaller ones take milliseconds
 
 
 class Aside:
@@ -31,7 +31,7 @@ class Aside:
         Args:
           size: bytes of the request.
         """
-        if size < LARGE:
+        if size < ASIDE_BYTES:
             return function(*args)
         async with self._turn:
             return await call(function, *args)
@@ -45,8 +45,8 @@ class _PythonDecoder(json.JSONDecoder):
         self.scan_once = py_make_scanner(self)
 
 
-def read_json(body: bytes) -> Any:
+def decode_json(body: bytes) -> Any:
     """The value of a body. Raises: ValueError, RecursionError, it is no JSON."""
-    if len(body) < LARGE:
+    if len(body) < ASIDE_BYTES:
         return json.loads(body)
     return _PythonDecoder().decode(body.decode(json.detect_encoding(body), "surrogatepass"))

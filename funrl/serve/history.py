@@ -14,7 +14,7 @@ from funrl.serve.asks import Ask
 
 ESCAPE = 6  # bytes of JSON for a byte of text, as in "\\u0061"
 MANY = 16  # bytes a token, more than any text has
-PART = 1 << 16  # characters that are tokenised together to count them
+PART_CHARACTERS = 1 << 16  # characters that are tokenised together to count them
 BESIDE_TEXT = 1 << 20  # bytes of a body that are no text of the prompt
 
 
@@ -51,7 +51,7 @@ def _add(digest: Any, message: Message) -> bytes:
     return digest.digest()
 
 
-def texts_of(ask: Ask) -> list[str]:
+def rendered_texts(ask: Ask) -> list[str]:
     """The texts that a template renders of a request: without thoughts of earlier turns, which templates leave out."""
     texts = [ask.text, json.dumps(ask.tools)] if ask.tools else [ask.text]
     for message in ask.messages:
@@ -92,7 +92,7 @@ class PromptBound(NamedTuple):
         self.check_tokens(len(ask.tokens))
         if not self.length or ask.size <= self.length * min(MANY, self.longest or MANY):
             return
-        texts = texts_of(ask)
+        texts = rendered_texts(ask)
         size = sum(len(x) if x.isascii() else len(x.encode("utf-8", "surrogatepass")) for x in texts)
         if self.longest and size > self.length * self.longest:
             raise self._beyond(f"the texts have {size} bytes")
@@ -100,8 +100,8 @@ class PromptBound(NamedTuple):
             return
         count = 0
         for text in texts:
-            for begin in range(0, len(text), PART):
-                count += len(encode(text[begin : begin + PART]))
+            for begin in range(0, len(text), PART_CHARACTERS):
+                count += len(encode(text[begin : begin + PART_CHARACTERS]))
                 if count > 2 * self.length:  # where a text is cut it may have a token more
                     raise self._beyond(f"the texts have more than {count} tokens")
 

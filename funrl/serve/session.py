@@ -33,7 +33,7 @@ from funrl.serve.history import History, PromptBound
 from funrl.serve.pictures import seen_messages
 
 KEPT_PICTURE_BYTES = 1 << 30  # of pictures in the exchanges that a server of a model remembers
-NOT_FINITE = (
+UNSAMPLED = (
     "the model's logits are not finite for this request, so no reply can be sampled: its weights are damaged, or the "
     "numbers of this prompt overflow in its dtype"
 )
@@ -244,7 +244,7 @@ class Session:
             self.limit = limit.status
             raise _beyond(limit) from limit
         except LogitsError as error:
-            raise BadRequest(NOT_FINITE, status=500, code="server_error") from error
+            raise BadRequest(UNSAMPLED, status=500, code="server_error") from error
         except ValueError as error:
             raise _refused(error) from error
         exchanges = []

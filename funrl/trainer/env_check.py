@@ -52,7 +52,7 @@ def check_first_episode(job: Job) -> None:
     reply = trial_reply(job)
     for _ in range(1 + limits.retries):
         begin = time.monotonic()
-        problem = trial_problem(own, examples[0], reply, policy_setup(setup, job.sampling), limits)
+        problem = episode_failure(own, examples[0], reply, policy_setup(setup, job.sampling), limits)
         if not problem:
             return
         if time.monotonic() - begin > limits.environment_s:
@@ -74,7 +74,7 @@ def trial_reply(job: RLJob) -> list[int]:
     return [*text, *job.stop[:1]] or [0]
 
 
-def trial_problem(
+def episode_failure(
     environment: Environment, example: Example, reply: Sequence[int], setup: PolicySetup, limits: EpisodeLimits
 ) -> str:
     """Reason why an episode failed, in a line; ""."""

@@ -52,7 +52,7 @@ def test_generators_join_a_run_and_one_of_them_leaves(tmp_path):
 def test_a_run_that_is_not_there_yet_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(join, "RUN_LOOK_S", 0.01)
     for wait_s, said in ((0.02, True), (0.0, False)):
-        with pytest.raises(ValueError, match="not the config.json of a run: No such file"):
+        with pytest.raises(ValueError, match=r"config\.json of a run: No such file"):
             join.joining_job(str(tmp_path / "gone"), "dp1", wait_s)
         assert (f"for {tmp_path / 'gone' / 'config.json'}, which a run writes" in capsys.readouterr().err) is said
 

@@ -15,9 +15,9 @@ from funrl.models import decoder_model, with_fields
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import LimitReached
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.serve.aside import LARGE, read_json
+from funrl.serve.aside import ASIDE_BYTES, decode_json
 from funrl.serve.asks import Ask, BadRequest, Body
-from funrl.serve.history import PART, PromptBound
+from funrl.serve.history import PART_CHARACTERS, PromptBound
 
 pytestmark = needs_clients
 BAD = TOKENIZER.encode("#")[0]
@@ -111,7 +111,7 @@ class WaitingChat(TemplateChat):
 
 def test_others_are_served_while_a_text_is_tokenised():
     chat = WaitingChat()
-    body = {"messages": [{"role": "user", "content": "a" * 10}], "metadata": {"padding": " " * LARGE}}
+    body = {"messages": [{"role": "user", "content": "a" * 10}], "metadata": {"padding": " " * ASIDE_BYTES}}
 
     async def program(endpoint):
         large = asyncio.ensure_future(ask(endpoint, body=body))
@@ -159,18 +159,18 @@ def test_a_text_of_many_tokens_is_tokenised_in_parts_only():
     bound = PromptBound(length=1000, longest=10_000, sees=False)
     with pytest.raises(LimitReached, match="more than 65536 tokens"):
         bound.check(Ask(text="a" * 5_000_000, size=5_000_000), encode)
-    assert encoded == [PART]
+    assert encoded == [PART_CHARACTERS]
     bound.check(Ask(text="a" * 15_000, size=15_000), encode)
-    assert encoded == [PART]
+    assert encoded == [PART_CHARACTERS]
 
 
 @pytest.mark.parametrize("value", [{"a": [1, -2.5, None, True, "\N{GRINNING FACE} \\ \n"]}, "text", [[]], {"": {}}])
 def test_large_json_reads_as_small(value):
-    padded = json.dumps({"padding": "x" * LARGE, "value": value})
+    padded = json.dumps({"padding": "x" * ASIDE_BYTES, "value": value})
     for text in (padded.encode(), padded.encode("utf-16"), b"\xef\xbb\xbf" + padded.encode()):
-        assert read_json(text)["value"] == value
+        assert decode_json(text)["value"] == value
     with pytest.raises(ValueError):
-        read_json(padded.encode()[:-1])
+        decode_json(padded.encode()[:-1])
 
 
 def test_a_value_in_an_error_is_cut():
