@@ -1,4 +1,4 @@
-"""What the data sets of reasoning-gym pay for texts that answer nothing.
+"""Scores that the data sets of reasoning-gym give to texts that answer nothing.
 
     pip install 'funrl[environments]'
     python tools/reasoning_scores.py

@@ -1,4 +1,4 @@
-"""How long the ranks of a job wait: for each other, and for reward functions."""
+"""Limits of the waiting of a job's ranks: for each other, and for reward functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from funrl.processes.stall_monitor import duration
 from funrl.processes.watch import Waiting
 from funrl.trainer.jobs.datasets import has_workers
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import reward_timeout_of
+from funrl.trainer.settings.settings import reward_timeout_of
 
 
 def waiting_of(job: Job) -> Waiting:

@@ -45,7 +45,7 @@ from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
-from funrl.trainer.settings.settings import Settings, scoring_budget
+from funrl.trainer.settings.settings import reward_timeout_of, scoring_budget
 from funrl.trainer.sources.completion_scores import (
     Rescore,
     RewardModel,
@@ -74,7 +74,6 @@ from funrl.trainer.steps.step_rows import Rows, rows_of
 FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
-REWARD_TIMEOUT_S = 600.0  # where no flag says
 
 
 @contextlib.contextmanager
@@ -99,12 +98,6 @@ def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
         timeout_s = reward_timeout_of(settings)
         most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
         yield stack.enter_context(open_pool(rewards, workers, timeout_s, most))
-
-
-def reward_timeout_of(settings: Settings) -> float:
-    """Seconds that a reward function may take in a worker."""
-    seconds = settings.rewards.reward_timeout
-    return REWARD_TIMEOUT_S if seconds is None else seconds
 
 
 def runs_episodes(job: RLJob, rank: int) -> bool:

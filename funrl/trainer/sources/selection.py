@@ -188,19 +188,19 @@ def count_empty(
     return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
 
 
-def never_usable(state: Any, steps: int) -> bool:
-    """True if no step of a run so far had a usable episode.
+def nothing_learned(state: Any, steps: int) -> bool:
+    """True if a run has done no step, or none with a usable episode.
 
     Args:
       state: of a source.
       steps: of the run.
     """
-    return steps > 0 and isinstance(state, Mapping) and state.get("empty_steps", 0) >= steps
+    return isinstance(state, Mapping) and state.get("empty_steps", 0) >= steps if steps else True
 
 
 def check_usable(state: Any, steps: int) -> None:
-    """Raise RewardError if no step of a run that ends had a usable episode. Args: as of `never_usable`."""
-    if never_usable(state, steps):
+    """Raise RewardError if no step of a run that ends had a usable episode. Args: as of `nothing_learned`."""
+    if steps and nothing_learned(state, steps):
         raise RewardError(
             f"none of the run's {steps} steps had an episode that can be trained on: see the remarks on failed "
             "episodes, and try the environment with funrl generate --env"
