@@ -43,6 +43,7 @@ class SharedKeywords(TypedDict, total=False):
     episode_turns: WholeValue
     episode_tokens: WholeValue | None
     env_timeout: NumberValue
+    env_check: TextValue
     episode_retries: WholeValue
     env_workers: WholeValue
     max_waiting: WholeValue

@@ -87,6 +87,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "backend": "trainer/test_lowered_runs.py::test_a_run_in_jax_has_the_numbers_of_one_in_torch",
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
     "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
+    "env_check": "trainer/test_env_check.py::test_one_that_works_is_tried_without_a_trace",
     "timeout": "processes/test_heartbeat.py::test_a_rank_that_is_stopped_is_named_and_so_is_the_flag",
     "heartbeat": "api/test_python.py::test_a_reward_that_takes_long_is_told_after_a_heartbeat",
     "empty_filter": "trainer/test_empty_filter.py::test_a_skipped_step_changes_no_weight_and_is_said",

@@ -33,7 +33,7 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.environments.builtin.load import environment_arguments, environment_from
+from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
 from funrl.environments.hosting.hosted import hosted_environment
 from funrl.foreign.load import named_environment
@@ -146,7 +146,7 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
 def prompts_of_environment(environment: Environment, settings: Settings, given: Given) -> Sequence[Mapping[str, Any]]:
     """An environment's own prompts. Raises: SettingsError, it has none."""
     if isinstance(environment, PromptingEnvironment):
-        return environment.prompts(settings.run.seed)
+        return made(lambda: environment.prompts(settings.run.seed), "prompts()")
     what = environment_flag(settings, given.objects)
     raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
 
