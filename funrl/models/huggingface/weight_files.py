@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 TABLE_LIMIT = 100_000_000  # bytes of a table, as in safetensors
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -25,11 +26,15 @@ ITEM_BYTES = {
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file of JSON holds. Raises: ModelError, naming the file."""
+    """The object that a file of JSON holds; an infinity may be {"__float__": "Infinity"}, as transformers 5 writes it.
+
+    Raises:
+      ModelError: naming the file.
+    """
     if not file.is_file():
         raise ModelError(f"{file} is missing")
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(), object_hook=_special_float)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from None
     except RecursionError:
@@ -39,6 +44,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
     return raw
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """The float that transformers has written as an object; any other object as it is."""
+    text = fields.get("__float__") if len(fields) == 1 else None
+    return float(text) if text in SPECIAL_FLOATS else fields
 
 
 def weight_tables(folder: Path) -> dict[Path, dict[str, Any]]:
