@@ -375,7 +375,7 @@ def _init(
 ) -> trees.Tree:
     """Random weights, whole: normal with variance 1 / D and embeddings 0.02, vectors the weights of norms or 0.
 
-    Buffers have the numbers of a new module. The others are drawn in float32, so every dtype begins with the same model.
+    Buffers have the numbers of a new module. The others are drawn in float32: every dtype begins with the same model.
     """
     buffers = _buffers(skeleton(config, CPU, False))
 
