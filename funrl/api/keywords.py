@@ -72,6 +72,7 @@ class TrainKeywords(SharedKeywords, total=False):
     resize_vocab: TruthValue
     teacher: TextValue | None
     teacher_top_k: WholeValue
+    save_dtype: TextValue
     backend: TextValue
     task: TextValue
     data: TextValue | None

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtype
 from funrl.trainer.checkpoints.base_model import base_directory, check_base, lora_in
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.checkpoints.weight_digests import weight_digests
+from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import TOKENIZER_FILES
 from funrl.trainer.storage.shard_server import CheckpointError
 from funrl.trainer.storage.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
@@ -38,9 +39,9 @@ MODEL_FILES = re.compile(
 )  # files of a model, its tokenizer or its adapters
 
 
-def write_outline(folder: str | Path, model: Model, tokenizer: Any) -> None:
+def write_outline(folder: str | Path, model: Model, job: Job) -> None:
     """Write config and tokenizer of the model of a run beside its checkpoints."""
-    hf.write(Path(folder) / OUTLINE, model, (), tokenizer=tokenizer)
+    hf.write(Path(folder) / OUTLINE, model, (), tokenizer=job.tokenizer, dtype=job.save_dtype)
 
 
 def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
@@ -77,6 +78,8 @@ def export_checkpoint(
     to: str | Path | None = None,
     adapter: bool = False,
     overwrite: bool = False,
+    *,
+    save_dtype: str | None = None,
 ) -> Exported:
     """Write a Hugging Face directory of a checkpoint; one file of weights at a time is in memory.
 
@@ -89,6 +92,7 @@ def export_checkpoint(
       to: the directory; None: model-step-N in that of the run, or adapter-step-N.
       adapter: write adapters alone, as PEFT has them.
       overwrite: a model, or a part of one, that is in `to` may be lost; other files there stay.
+      save_dtype: of the weights; None: that in which the run saves its model.
 
     Raises:
       CheckpointError: there is no such checkpoint, it cannot be read, its base has changed, or `to` holds a model.
@@ -96,28 +100,37 @@ def export_checkpoint(
     record = checkpoint_of(run_dir, step)
     if adapter and lora_in(record.facts) is None:
         raise CheckpointError(f"--adapter: {record.path} holds all weights and no adapters; leave it out")
+    if adapter and save_dtype is not None:
+        raise CheckpointError(f"--save_dtype={save_dtype}: adapters are saved as they were trained; leave it out")
     name = f"{'adapter' if adapter else 'model'}-step-{record.facts['step']}"
     target = Path(run_dir) / name if to is None else Path(to)
     _check_target(target, record, Path(run_dir), overwrite=overwrite or to is None)
     draft = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.partial")
     try:
-        _write_files(record, draft, adapter)
+        if adapter:
+            _write_adapters(record, draft)
+        else:
+            _write_model(record, draft, save_dtype)
         _take_places(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Exported(target, record.facts["step"])
 
 
-def _write_files(record: Recorded, folder: Path, adapter: bool) -> None:
-    """Write a model, or adapters alone, to a directory of its own."""
+def _write_model(record: Recorded, folder: Path, dtype: str | None) -> None:
+    """Write a model to a directory of its own, in a dtype; None: in that of the outline."""
+    outline = record.path.parent / OUTLINE
+    model = hf.load_model(outline)
+    shutil.copytree(outline, folder)  # the tokenizer as it is
+    hf.write(folder, model, _named_weights(record, model), dtype=dtype or model.config.source.dtype)
+
+
+def _write_adapters(record: Recorded, folder: Path) -> None:
+    """Write adapters alone to a directory of their own."""
     outline = record.path.parent / OUTLINE
     lora = lora_in(record.facts)
-    model = hf.load_model(outline)
-    if not adapter or lora is None:
-        shutil.copytree(outline, folder)  # the tokenizer as it is
-        hf.write(folder, model, _named_weights(record, model))
-        return
-    adapted = with_lora(model, lora)
+    assert lora is not None
+    adapted = with_lora(hf.load_model(outline), lora)
     trained = trained_part(adapted, adapted.shapes)
     own = dict(stored_weights_of(record, trained, None, layouts={}, mesh=single()))
     shutil.copytree(outline, folder, ignore=shutil.ignore_patterns("config.json", GENERATION))

@@ -158,7 +158,7 @@ class RecoverableState:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._write(state, folder)
             if self.replica.mesh.rank == 0:
-                write_outline(folder, self.saver.model, self.saver.job.tokenizer)
+                write_outline(folder, self.saver.model, self.saver.job)
         except (OSError, CheckpointError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             return f"{problem}nor can the state after step {state.step} be saved in {folder}: {error}"

@@ -375,7 +375,7 @@ class Saver:
         snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh)
         if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
             try:
-                write_outline(self.folder, self.model, self.job.tokenizer)
+                write_outline(self.folder, self.model, self.job)
             except OSError as error:
                 raise CheckpointError(_explained(self.folder, str(error))) from error
         nbytes = snapshot.own.nbytes
