@@ -140,6 +140,7 @@ class TrainKeywords(SharedKeywords, total=False):
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue
+    adapter: TextValue | None
     router_aux_coef: NumberValue
     router_z_coef: NumberValue
     router_bias_rate: NumberValue

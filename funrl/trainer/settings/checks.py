@@ -102,7 +102,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_sharding,
         check_sequence_parallel,
         check_split_residual,
-        _check_lora,
+        check_lora,
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
@@ -373,7 +373,8 @@ def _check_minibatches(settings: Settings) -> None:
         )
 
 
-def _check_lora(settings: Settings) -> None:
+def check_lora(settings: Settings) -> None:
+    """Check what cannot be with adapters. Raises: SettingsError."""
     if settings.adapters.lora_rank is None:
         return
     if settings.optimization.optimizer == "muon":
