@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -25,11 +26,17 @@ from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtype
 from funrl.trainer.checkpoints.base_model import base_directory, check_base, lora_in
-from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
+from funrl.trainer.checkpoints.checkpoint import (
+    Recorded,
+    complete_checkpoints,
+    incomplete_checkpoints,
+    recorded,
+    step_of,
+)
 from funrl.trainer.checkpoints.weight_digests import weight_digests
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import TOKENIZER_FILES
-from funrl.trainer.storage.shard_server import CheckpointError
+from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, DamagedError
 from funrl.trainer.storage.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
 OUTLINE = "model"  # beside the checkpoints: what a Hugging Face directory has but the weights
@@ -39,9 +46,37 @@ MODEL_FILES = re.compile(
 )  # files of a model, its tokenizer or its adapters
 
 
-def write_outline(folder: str | Path, model: Model, job: Job) -> None:
-    """Write config and tokenizer of the model of a run beside its checkpoints."""
+def write_outline(folder: str | Path, model: Model, job: Job) -> dict[str, str]:
+    """Write config and tokenizer of the model of a run beside its checkpoints; return the digests of the files."""
     hf.write(Path(folder) / OUTLINE, model, (), tokenizer=job.tokenizer, dtype=job.save_dtype)
+    return outline_digests(folder)
+
+
+def outline_digests(folder: str | Path) -> dict[str, str]:
+    """Digests of the files of a model's outline beside checkpoints, by name; other files there are left out."""
+    files = sorted((Path(folder) / OUTLINE).glob("*"))
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.is_file() and MODEL_FILES.fullmatch(file.name)
+    }
+
+
+def check_outline(record: Recorded) -> None:
+    """Compare the outline beside a checkpoint with its record; those of earlier versions have none of it.
+
+    Raises:
+      DamagedError: a file is missing, changed or added.
+    """
+    known = record.facts.get("outline")
+    if not known:
+        return
+    folder = record.path.parent
+    found = outline_digests(folder)
+    for name in sorted(known.keys() | found.keys()):
+        if known.get(name) != found.get(name):
+            what = "it is missing" if name not in found else "its checksum is wrong" if name in known else "it is new"
+            raise DamagedError(f"{folder / OUTLINE / name}: {what}")
 
 
 def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
@@ -52,17 +87,27 @@ def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
       step: its step; None: the newest.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
+      CheckpointError: there is none, or it or the outline beside it is damaged.
     """
     folder = Path(run_dir) / "checkpoints"
     paths = complete_checkpoints(folder)
+    damaged = incomplete_checkpoints(folder)
+    if (step is None and damaged) or step in map(step_of, damaged):
+        path = damaged[-1] if step is None else folder / f"step-{step}"
+        others = f"; --step takes another: {', '.join(map(str, paths))}" if paths else ""
+        raise DamagedError(f"{path / COMPLETE}: it is missing{others}")
     if not paths:
         end = Path(run_dir) / "model"
         rest = f"; the model at its end is {end}" if (end / "config.json").is_file() else ""
         raise CheckpointError(f"{run_dir} has no checkpoint; --save_every makes some{rest}")
     if step is not None and step not in paths:
         raise CheckpointError(f"--step={step}: {run_dir} has checkpoints of steps {', '.join(map(str, paths))}")
-    return recorded(paths[max(paths) if step is None else step])
+    record = recorded(paths[max(paths) if step is None else step])
+    try:
+        check_outline(record)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; --resume of the run writes it anew") from error
+    return record
 
 
 class Exported(NamedTuple):
