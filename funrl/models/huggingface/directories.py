@@ -29,7 +29,7 @@ from funrl.models.huggingface.generation_config import GENERATION, with_generati
 from funrl.models.huggingface.left_out import is_redundant
 from funrl.models.huggingface.mxfp4_files import MXFP4, whole_entries
 from funrl.models.huggingface.names import UNEMBED, by_expert, fused, names_of, places_in_files
-from funrl.models.huggingface.peft_files import ADAPTER_CONFIG, MERGE, is_adapter
+from funrl.models.huggingface.peft_files import ADAPTER_CONFIG, MERGE_ADVICE, is_adapter
 from funrl.models.huggingface.resize import extended, is_of_vocabulary
 from funrl.models.huggingface.weight_files import read_json, weight_tables, write_weight_files
 from funrl.models.huggingface.weight_slices import check_tied, read_part, tensor_slices
@@ -402,7 +402,7 @@ def _directory(path: str | Path) -> Path:
         raise ModelError(f"{folder} is not a directory, nor the name of a model in the local Hugging Face cache")
     if is_adapter(folder):
         base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-        raise ModelError(f"{folder} holds adapters alone, for the base {base}; {MERGE}")
+        raise ModelError(f"{folder} holds adapters alone, for the base {base}; {MERGE_ADVICE}")
     if not any(folder.iterdir()):
         raise ModelError(f"{folder} is empty; a model directory has config.json and *.safetensors")
     return folder

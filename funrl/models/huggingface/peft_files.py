@@ -35,11 +35,11 @@ PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_dora", "use_qalora", "lora_bias"), (False, None)),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "layer_replication", "target_parameters"), (None, [])),
 }
-MERGE = "merge it with peft's merge_and_unload() and give the saved model"
+MERGE_ADVICE = "merge it with peft's merge_and_unload() and give the saved model"
 
 
 class PeftAdapter(NamedTuple):
-    """What a directory with adapters says of them.
+    """Description of the adapters of a directory.
 
     Attributes:
       base: directory or name of the model that they stand on; "" if it is not said.
@@ -220,7 +220,7 @@ def describe_adapter(path: str | Path) -> PeftAdapter:
     for name, values in PLAIN_LORA.items():
         if raw.get(name) not in values:
             wrong = f"{name} is {raw.get(name)!r}, supported is {values[0]!r}"
-            raise ModelError(f"{folder / ADAPTER_CONFIG}: {wrong}; {MERGE}")
+            raise ModelError(f"{folder / ADAPTER_CONFIG}: {wrong}; {MERGE_ADVICE}")
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     base = raw.get("base_model_name_or_path")
     if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
@@ -247,7 +247,7 @@ def _check_patterns(folder: Path, raw: Mapping[str, Any]) -> None:
         if alpha * raw["r"] != raw["lora_alpha"] * rank:
             raise ModelError(
                 f"{folder / ADAPTER_CONFIG}: {module} has alpha {alpha} and rank {rank}, other modules have "
-                f"{raw['lora_alpha']} and {raw['r']}; one ratio of them is supported; {MERGE}"
+                f"{raw['lora_alpha']} and {raw['r']}; one ratio of them is supported; {MERGE_ADVICE}"
             )
 
 
@@ -305,6 +305,8 @@ def _split_fused(model: Model, tensors: dict[str, Tensor]) -> None:
                 used = [i for i, group in enumerate(groups) if block[:, group].any()]
                 own = number if len(groups) == len(ends) else (used or [0])[0]
                 if set(used) - {own}:
-                    raise ModelError(f"the adapter of {layer + end} has rank {len(a)}, supported is {rank}; {MERGE}")
+                    raise ModelError(
+                        f"the adapter of {layer + end} has rank {len(a)}, supported is {rank}; {MERGE_ADVICE}"
+                    )
                 tensors[layer + part + first] = a[groups[own]]
                 tensors[layer + part + second] = block[:, groups[own]]

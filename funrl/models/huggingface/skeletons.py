@@ -275,7 +275,7 @@ def names_in_files(one: Skeleton, wanted: Collection[str], found: Collection[str
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
-    """What the files of a module hold, by its names: parameters, and buffers that are saved with them.
+    """Tensors of the files of a module, by its names: parameters, and buffers that are saved with them.
 
     Args:
       module: a layer; or a model, whose layers are left out.

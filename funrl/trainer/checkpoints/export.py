@@ -72,10 +72,10 @@ def check_outline(record: Recorded) -> None:
     if not known:
         return
     folder = record.path.parent
-    found = outline_digests(folder)
-    for name in sorted(known.keys() | found.keys()):
-        if known.get(name) != found.get(name):
-            what = "it is missing" if name not in found else "its checksum is wrong" if name in known else "it is new"
+    digests = outline_digests(folder)
+    for name in sorted(known.keys() | digests.keys()):
+        if known.get(name) != digests.get(name):
+            what = "it is missing" if name not in digests else "its checksum is wrong" if name in known else "it is new"
             raise DamagedError(f"{folder / OUTLINE / name}: {what}")
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.models.huggingface import directories as hf
-from funrl.models.huggingface.peft_files import MERGE, PeftAdapter, describe_adapter, is_adapter
+from funrl.models.huggingface.peft_files import MERGE_ADVICE, PeftAdapter, describe_adapter, is_adapter
 from funrl.trainer.checkpoints.checkpoint import Recorded
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
-from funrl.trainer.settings.checks import check_lora
+from funrl.trainer.settings.checks import check_adapter_flags
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags, with_flags
@@ -59,7 +59,7 @@ def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel
         if is_adapter(folder):
             raise SettingsError(
                 f"{model} holds adapters alone, for the base {describe_adapter(folder).base}; give the directory of "
-                f"their run, or its model/, or {MERGE}"
+                f"their run, or its model/, or {MERGE_ADVICE}"
             )
         if step is not None:
             raise SettingsError(f"--step={step}: {model} is not the directory of a run")
@@ -112,7 +112,7 @@ def _with_adapter(settings: Settings) -> Settings:
     with blaming("adapter"):
         described = describe_adapter(hf.find_directory(folder))
     settings = with_flags(settings, **_lora_flags(settings, folder, described))
-    check_lora(settings)
+    check_adapter_flags(settings)
     return settings
 
 
@@ -127,7 +127,7 @@ def _base_of(adapter: str) -> str:
         what = "adapters too" if folder.exists() else "neither a directory here nor a model in the local cache"
     raise SettingsError(
         f"{adapter} holds adapters for the base {base or 'that they were made on'}, which is {what}; give "
-        f"--model=BASE --adapter={adapter}, or {MERGE}"
+        f"--model=BASE --adapter={adapter}, or {MERGE_ADVICE}"
     )
 
 
