@@ -73,6 +73,7 @@ class TrainKeywords(SharedKeywords, total=False):
     resize_vocab: TruthValue
     teacher: TextValue | None
     teacher_top_k: WholeValue
+    save_dtype: TextValue
     backend: TextValue
     task: TextValue
     data: TextValue | None
@@ -140,6 +141,7 @@ class TrainKeywords(SharedKeywords, total=False):
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue
+    adapter: TextValue | None
     router_aux_coef: NumberValue
     router_z_coef: NumberValue
     router_bias_rate: NumberValue

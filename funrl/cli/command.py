@@ -179,7 +179,7 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
 
 def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: frozenset[str]) -> None:
     """Refuse names of TRL and verl; the error gives ours. Raises: SettingsError."""
-    known = dict.fromkeys([*common.values, *arguments])
+    known = dict.fromkeys([*common.values, *arguments]) | dict(settings_flags())
     context = NameContext({}, common.values, arguments, source.rpartition(":")[2])
     try:
         check_names(names_given(common.unknown), known, context)

@@ -49,7 +49,8 @@ from funrl.flags.arguments import (
     recipe_names,
 )
 from funrl.processes.output import lasting_output
-from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, one_of
+from funrl.trainer.settings.models import SAVED_DTYPES
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags
@@ -142,7 +143,7 @@ def _name_in_config(argv: Sequence[str]) -> str:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter] [--overwrite]`; return the exit status."""
+    """Run `funrl export RUN`, whose usage line is in `COMMANDS`; return the exit status."""
     own = [
         Flag("step", None, int, optional=True, text="step of the checkpoint", bounds=(at_least(0),)),
         Flag("to", None, str, optional=True, text="the directory to write"),
@@ -154,6 +155,15 @@ def export(argv: Sequence[str]) -> int:
             text="export only the adapters, in PEFT's format, instead of merged weights",
         ),
         Flag("overwrite", False, bool, optional=False, text="replace a model in --to"),
+        Flag(
+            "save_dtype",
+            None,
+            str,
+            optional=True,
+            text="dtype of the weights",
+            bounds=(one_of(*SAVED_DTYPES),),
+            chosen="that in which the run saves its model",
+        ),
     ]
     (run,), line = read_words(own, argv, COMMANDS["export"].usage)
     from funrl.trainer.checkpoints.export import export_checkpoint

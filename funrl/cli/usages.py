@@ -24,7 +24,8 @@ COMMANDS = {
     "generate": SmallCommand("Completions", USAGES["generate"]),
     "serve": SmallCommand("A model behind an HTTP endpoint", USAGES["serve"]),
     "export": SmallCommand(
-        "Export of a checkpoint as a model", "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--overwrite]"
+        "Export of a checkpoint as a model",
+        "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--save_dtype=DTYPE] [--overwrite]",
     ),
     "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
     "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),

@@ -167,7 +167,7 @@ def open_table(path: Path) -> JsonLines | TableRows:
     if wanted is not None:
         return _dataset(path, lambda datasets: load_cached(datasets, wanted))
     if path.suffix == ".parquet":
-        return _dataset(path, lambda datasets: datasets.load_dataset("parquet", data_files=str(path), split=TRAIN))
+        return _dataset(path, lambda datasets: _parquet_rows(datasets, path))
     if path.suffix not in (".csv", ".json"):
         return JsonLines(path)
     try:
@@ -180,6 +180,14 @@ def open_table(path: Path) -> JsonLines | TableRows:
         return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parse_json(content))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
+
+
+def _parquet_rows(datasets: Any, path: Path) -> Any:
+    """Rows of a parquet file; of one without any, which `datasets` fails on, none."""
+    metadata = importlib.import_module("pyarrow.parquet").read_metadata(path)
+    if not metadata.num_rows:
+        return datasets.Dataset.from_dict({})
+    return datasets.load_dataset("parquet", data_files=str(path), split=TRAIN)
 
 
 def _csv_rows(content: bytes) -> list[dict[str, str]]:

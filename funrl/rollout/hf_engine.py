@@ -76,8 +76,8 @@ class HFEngine:
         held = self.model.state_dict()
         names = self.weights.names
         return (
-            (there, held[stored.name][slice(*stored.rows)])
-            for (there, _), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
+            (there, held[stored.name][slice(*stored.rows)] if shape else held[stored.name])
+            for (there, shape), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
         )
 
     def check(self, requests: Sequence[Request]) -> None:

@@ -79,6 +79,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "router_bias_rate": "trainer/test_router_bias.py::test_an_uneven_router_becomes_even",
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
+    "adapter": "cli/test_adapter_models.py::test_a_run_goes_on_with_an_adapter",
+    "save_dtype": "trainer/test_save_dtype.py::test_a_model_is_saved_as_it_came_or_as_the_flag_says",
     "grad_reduce_dtype": "trainer/test_layouts.py::"
     "test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it",
     "split_residual": "cost/test_dry_ranks.py::test_tensor_ranks_hold_a_share_and_talk",

@@ -21,6 +21,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.model import ModelConfig
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.tasks.embedded import embedded_task
@@ -222,6 +223,9 @@ def _common_fields(
     if pad is None:
         pad = stop[0] if stop else 0
     lora = lora_of(settings, model)
+    if settings.adapters.adapter is not None:
+        with blaming("adapter"):
+            read_adapter(settings.adapters.adapter, models[main_role_of(models, algorithm)])
     return {
         "settings": settings,
         "sizes": devices.sizes,
