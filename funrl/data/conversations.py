@@ -17,6 +17,7 @@ writes the reply and the token that ends it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -121,7 +122,7 @@ class ChatTemplate(NamedTuple):
             reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply}"
         elif not thoughts and END_THINK not in str(message.get("content")):
             reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
-        elif thoughts.strip() not in reply and END_THINK in str(self.tokenizer.chat_template):
+        elif thoughts.strip() not in reply and self._may_think():
             reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply}"
         return Turn(prompt, *self._ended(reply))
 
@@ -154,15 +155,21 @@ class ChatTemplate(NamedTuple):
         whole = self.render([*history, message], opens=False).text
         if whole.startswith(prompt):
             return whole[len(prompt) :]
-        pairs = enumerate(zip(prompt, whole, strict=False))
-        shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
+        shared = len(os.path.commonprefix([prompt, whole]))
         if not history or shared < len(self.render(history, opens=False).text):
             return None
+        marks = re.finditer(f"{THINK}|{END_THINK}", prompt)
+        shared = next((mark.start() for mark in marks if mark.start() < shared < mark.end()), shared)
         # The prompt ends with what a finished turn lacks, such as opened or empty thoughts.
         reply = whole[shared:]
         content = str(message.get("content")).rpartition(END_THINK)[2].strip()
         thinks = THINK in prompt[shared:] or END_THINK in prompt[shared:]
         return reply if thinks or (content and reply.lstrip().startswith(content)) else None
+
+    def _may_think(self) -> bool:
+        """True if the template knows thoughts, and does not close them where a turn opens, as DeepSeek-V3.1's does."""
+        knows = END_THINK in str(self.tokenizer.chat_template)
+        return knows and not self.render(QUESTION, opens=True).text.rstrip().endswith(END_THINK)
 
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
