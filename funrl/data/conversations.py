@@ -17,7 +17,6 @@ writes the reply and the token that ends it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
@@ -155,7 +154,8 @@ class ChatTemplate(NamedTuple):
         whole = self.render([*history, message], opens=False).text
         if whole.startswith(prompt):
             return whole[len(prompt) :]
-        shared = len(os.path.commonprefix([prompt, whole]))
+        pairs = enumerate(zip(prompt, whole, strict=False))
+        shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
         if not history or shared < len(self.render(history, opens=False).text):
             return None
         marks = re.finditer(f"{THINK}|{END_THINK}", prompt)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from chat_templates import TEMPLATES, tokenizer_of
-from drawn_conversations import TOOLS, drawn_conversations
+from drawn_conversations import TOOLS, Drawn, drawn_conversations
 from selection import quick
 
 from funrl.data.conversations import QUESTION, ChatTemplate
@@ -97,7 +97,9 @@ def without_drops(message, form, opens_thoughts=False):
     return content, thoughts, calls[:1] if "more_calls" in form.drops else calls
 
 
-DEEPSEEK_CALL = re.compile("<\uff5ctool\u2581call\u2581begin\uff5c>(.*?)<\uff5ctool\u2581sep\uff5c>(.*?)<\uff5ctool", re.DOTALL)
+DEEPSEEK_CALL = re.compile(
+    "<\uff5ctool\u2581call\u2581begin\uff5c>(.*?)<\uff5ctool\u2581sep\uff5c>(.*?)<\uff5ctool", re.DOTALL
+)
 
 
 def read(chat, turn):
@@ -142,3 +144,98 @@ def test_a_turn_is_trained_as_a_policy_samples_it(name, count):
             assert context is None or turn.context == context, (conversation.number, place)
             rendered = ChatTemplate(tokenizer, tools).render(messages[:place], opens=True).text
             assert tokenizer.decode(turn.context) == rendered, (conversation.number, place)
+
+
+def last_turn(texts, tokenizer, ends):
+    turn = sampled_turns(texts, tokenizer, ends)[-1]
+    return tokenizer.decode(turn.context), turn.tokens
+
+
+@pytest.mark.parametrize("count", quick([FEW, 100], [FEW]))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_recipe_trains_a_reply_as_a_conversation_does(name, count):
+    """`prompt` and `completion`; `chosen` and `rejected`; ratings; and a reward model, which reads the same tokens."""
+    form, tokenizer = TEMPLATES[name], tokenizer_of(name)
+    for conversation in drawn(name, count, without={"in_a_row"}):
+        record = read_record(conversation)
+        *prompt, reply = record["messages"]
+        shared = {"prompt": prompt, "tools": record.get("tools")}
+        whole = text_example(record, "demonstrations", tokenizer).texts
+        (completed,) = text_example({**shared, "completion": [reply]}, "demonstrations", tokenizer).texts
+        assert last_turn([completed], tokenizer, form.ends) == last_turn(whole, tokenizer, form.ends)
+        other = [{"role": "assistant", "content": "no"}]
+        pair = text_example({**shared, "chosen": [reply], "rejected": other}, "preferences", tokenizer).texts
+        (rejected,) = text_example({**shared, "completion": other}, "demonstrations", tokenizer).texts
+        assert pair == (completed, rejected)
+        conversations = {"chosen": [*prompt, reply], "rejected": [*prompt, *other], "tools": record.get("tools")}
+        if reply != other[0]:
+            assert text_example(conversations, "preferences", tokenizer).texts == pair
+        (rated,) = text_example({**shared, "completion": [reply], "label": True}, "ratings", tokenizer).texts
+        assert rated == completed
+
+
+def as_column(conversation, arguments, parts):
+    """A record whose values have one type in a column, as Arrow demands.
+
+    Args:
+      conversation: drawn.
+      arguments: function of the arguments of a call.
+      parts: whether contents are lists of parts.
+    """
+    record: Any = {"messages": json.loads(json.dumps(conversation.messages)), "tools": json.dumps(conversation.tools)}
+    for message in record["messages"]:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = arguments(call["function"]["arguments"])
+        if parts:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+    return record
+
+
+FILES = ("jsonl", "json", "parquet", "saved")
+
+
+def write(records, folder, kind):
+    """Write records to a file or folder of a kind."""
+    path = folder / f"records.{kind}"
+    if kind in ("jsonl", "json"):
+        lines = [json.dumps(record) for record in records]
+        path.write_text("\n".join(lines) if kind == "jsonl" else f"[{', '.join(lines)}]")
+        return path
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_list(records)
+    table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
+    return path
+
+
+def sorted_arguments(arguments):
+    """Arguments in the order of the column, which has one for all rows."""
+    return {key: sorted_arguments(x) if isinstance(x, dict) else x for key, x in sorted(arguments.items())}
+
+
+COLUMNS = {"objects": (sorted_arguments, False), "text": (json.dumps, False), "parts": (sorted_arguments, True)}
+
+
+# Every key, sorted: a column has them in the order in which they appear.
+ARGUMENTS = {"l": ["x"], "n": 1, "s": "x", "unit": "C", "where": {"city": "x", "days": 1}}
+CALL = {"type": "function", "id": "c000x0000", "function": {"name": "find", "arguments": ARGUMENTS}}
+FIRST_MESSAGES = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "reasoning_content": "x", "tool_calls": [CALL]},
+]
+FIRST_ROW = Drawn(-1, "plain", FIRST_MESSAGES, TOOLS, {})
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+@pytest.mark.parametrize("name", quick(["qwen3", "gpt_oss", "glm_4_5", "ministral_3"], ["qwen3"]))
+def test_every_kind_of_file_trains_the_same_tokens(name, columns, tmp_path):
+    tokenizer = tokenizer_of(name)
+    conversations = drawn(name, 30)
+    records = [as_column(conversation, *COLUMNS[columns]) for conversation in conversations]
+    records.insert(0, as_column(FIRST_ROW, *COLUMNS[columns]))
+    wanted = [text_example(record, "demonstrations", tokenizer).texts for record in records]
+    if columns == "text":  # which keeps the order of arguments
+        plain = [{"messages": x.messages, "tools": x.tools} for x in conversations]
+        assert wanted[1:] == [text_example(record, "demonstrations", tokenizer).texts for record in plain]
+    for kind in FILES:
+        examples = load_examples(write(records, tmp_path, kind), "demonstrations", tokenizer)
+        assert [example.texts for example in examples] == wanted, kind
