@@ -86,6 +86,10 @@ class TextExample(NamedTuple):
     source: str = ""
     owned: tuple[OwnedLines, ...] = ()
 
+    def has_several_rows(self) -> bool:
+        """True of rows of a conversation, whose prompts differ; the texts of a pair or triple share theirs."""
+        return len({tuple(text.tokens[: text.trained.index(True)]) for text in self.texts}) > 1
+
 
 @dataclass(eq=False)
 class KeptTexts:
@@ -423,11 +427,10 @@ def shortened(example: TextExample, most: int) -> TextExample:
     lengths = [len(text.tokens) for text in example.texts]
     if max(lengths) <= most:
         return example
-    prompts = [text.trained.index(True) for text in example.texts]
-    if len(set(prompts)) > 1:  # rows of a conversation, each of its own
+    if example.has_several_rows():  # each is cut by itself
         rows = [shortened(TextExample((text,)), most).texts[0] for text in example.texts]
         return example._replace(texts=tuple(rows))
-    prompt = prompts[0]
+    prompt = example.texts[0].trained.index(True)
     rest = max(lengths) - prompt
     begin = prompt - min(prompt, most - rest if rest < most else most // 2)
     texts = tuple(Text(text.tokens[begin:][:most], text.trained[begin:][:most]) for text in example.texts)
