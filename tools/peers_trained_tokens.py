@@ -177,7 +177,7 @@ class Warnings(logging.Handler):
 
 
 def result_of(make: Callable[[], Iterator[tuple[str, list[int], list[bool]]]], names: str, tokenizer: Any) -> Any:
-    """What a library makes of a record: its texts, or its error; and what it warns of.
+    """Texts that a library makes of a record, or its error; and its warnings.
 
     Args:
       make: gives (name, tokens, trained) of each text.
@@ -213,7 +213,7 @@ def as_spans(tokenizer: Any, tokens: list[int], trained: list[bool]) -> dict[str
 
 
 def trl_results(tokenizer: Any, records: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-    """What TRL makes of a record, by name of the way: "sft", "sft_assistant_only", "dpo"."""
+    """TRL's results for a record, by name of the way: "sft", "sft_assistant_only", "dpo"."""
     if "chosen" in records[0]:
         return {"dpo": result_of(lambda: trl_pair(tokenizer, records, folder), "trl", tokenizer)}
     ways = {"sft": False, "sft_assistant_only": True}
@@ -291,7 +291,7 @@ def tiny_model(tokenizer: Any) -> Any:
 
 
 def verl_results(tokenizer: Any, records: list[dict[str, Any]], folder: str) -> dict[str, Any]:
-    """What verl makes of a record, by name of the way: "sft", "sft_ignoring_mismatch"."""
+    """verl's results for a record, by name of the way: "sft", "sft_ignoring_mismatch"."""
     record = records[0]
     if "chosen" in record or (isinstance(record.get("prompt", ""), str) and "messages" not in record):
         return {}  # it has no such format

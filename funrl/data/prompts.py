@@ -15,7 +15,7 @@ from funrl.data.order import places_in_order
 from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of, reading_of
 from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
-from funrl.data.records import FORMATS, read_records, source_problem
+from funrl.data.records import FORMATS, read_records, rows_of, source_problem
 from funrl.data.tokenizer import TokenizerError
 
 if TYPE_CHECKING:  # it imports torch
@@ -98,7 +98,7 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     """
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
-    return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(records, 1)]
+    return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(rows_of(records), 1)]
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:

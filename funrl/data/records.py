@@ -130,6 +130,12 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
         yield table.where(place), record
 
 
+def rows_of(records: Sequence[Any]) -> Sequence[Any]:
+    """Records in memory; those of a data set of `datasets` without the nulls that Arrow adds."""
+    is_arrow = type(records).__module__.partition(".")[0] == "datasets"
+    return [without_arrow_nulls(row) for row in records] if is_arrow else records
+
+
 def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
     """Open a file and check every record once. Records are held in memory only if the format needs it.
 

@@ -52,6 +52,7 @@ from funrl.data.pictures import expand_placeholders, flags_after, picture_form_o
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
+from funrl.data.record_remarks import RecordRemarks
 from funrl.data.records import FORMATS, Records, open_records
 from funrl.data.tokenizer import TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
@@ -118,6 +119,7 @@ class TextFile(Sequence[TextExample]):
       fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
       most: bound on the tokens of a text, which is `shortened` beyond; None: no bound.
+      remarks: on the records, for the log.
       kept: texts that are tokenized already; views of the file share it.
     """
 
@@ -128,6 +130,7 @@ class TextFile(Sequence[TextExample]):
     fields: Fields
     form: PromptFormat = PLAIN_PROMPTS
     most: int | None = None
+    remarks: tuple[str, ...] = ()
     kept: KeptTexts = dataclasses.field(default_factory=KeptTexts)
 
     def __len__(self) -> int:
@@ -186,24 +189,28 @@ def load_examples(
       DataError: the file is missing or empty, or a record does not fit the table of this module.
     """
     fields = fields or {}
-    without_margin = 0
+    count = without_margin = 0
     paired = None
+    remarks = RecordRemarks(tokenizer)
 
     def check(record: Any) -> None:
-        nonlocal without_margin, paired
+        nonlocal count, without_margin, paired
         record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
         read_kind = "preferences" if paired else kind
         normal = normal_record(text_columns(record, read_kind), read_kind)
+        remarks.see(count, normal)
+        count += 1
         without_margin += normal.get("margin") is None
 
     records = open_records(path, check)
     if not len(records):
         raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+    lines = tuple(remarks.lines(records.where))
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
-        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form)
-    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form)
+        return TextFile(halves, kind, tokenizer, has_margin=False, fields={}, form=form, remarks=lines)
+    return TextFile(records, kind, tokenizer, has_margin=not without_margin, fields=fields, form=form, remarks=lines)
 
 
 def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Sequence[TextExample]:

@@ -133,7 +133,8 @@ def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
 
 def has_own_begin(tokenizer: Any, text: str) -> bool:
     """True if a text begins with the begin-of-text token, as a rendered chat does."""
-    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+    begin = getattr(tokenizer, "bos_token", None)
+    return bool(begin) and text.startswith(begin)
 
 
 class RenderedChat(NamedTuple):
@@ -174,8 +175,14 @@ def render_chat(
 
     template = str(tokenizer.chat_template)
     presented = [present(message, template) for message in messages]
+    if _reads_parts_only(tokenizer):
+        presented = [_in_parts(message) for message in presented]
     shown = [message if message.get("role") in TRUSTED else hidden(message) for message in presented]
-    rendered = framed(chat_text(tokenizer, shown, tools, arguments=arguments, **more), tokenizer)
+    try:
+        rendered = chat_text(tokenizer, shown, tools, arguments=arguments, **more)
+    except TypeError:  # of a template that joins arguments to a text, as DeepSeek-R1's does
+        rendered = chat_text(tokenizer, [_with_text_arguments(x) for x in shown], tools, arguments=arguments, **more)
+    rendered = framed(rendered, tokenizer)
     if not words:
         return RenderedChat(rendered)
     texts = {place: word for word, place in words.items()}
@@ -203,6 +210,41 @@ def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
         message = {**message, **{name: message[THOUGHTS[0]] for name in THOUGHTS if mentions(template, name)}}
     return {name: value for name, value in message.items() if name != TRAIN} if TRAIN in message else message
+
+
+_PARTS: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+def _reads_parts_only(tokenizer: Any) -> bool:
+    """True of a template that leaves out contents that are texts, and reads those in parts, as LLaVA's do."""
+    template, known = _PARTS.get(tokenizer, (None, False))
+    if template is None or template != tokenizer.chat_template:
+
+        def shows(message: Mapping[str, Any]) -> bool:
+            try:
+                return "FUNRL-TEXT" in chat_text(tokenizer, [message])
+            except Exception:  # templates may raise anything
+                return False
+
+        message = {"role": "user", "content": "FUNRL-TEXT"}
+        known = not shows(message) and shows(_in_parts(message))
+        _PARTS[tokenizer] = (tokenizer.chat_template, known)
+    return known
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    texts = [{**x, "arguments": json.dumps(x["arguments"], ensure_ascii=False)} for x in functions]
+    calls = [{**call, "function": x} for call, x in zip(message["tool_calls"], texts, strict=True)]
+    return {**message, "tool_calls": calls}
 
 
 def inline_thoughts(message: Mapping[str, Any]) -> str:

@@ -155,7 +155,7 @@ def test_an_environment_of_another_framework_takes_no_prompts_with_pictures(fold
 
 def test_rows_whose_placeholders_are_not_those_of_their_pictures_are_refused_on_the_host(folder):
     job = job_of(folder, sft, data=str(folder / "texts.jsonl"))
-    example = next(x for x in job.task.examples if not x.owned.empty)
+    example = next(x for x in job.task.examples if not x.owned[0].empty)
     (text,) = example.texts
     cut = example._replace(texts=(Text(text.tokens[2:], text.trained[2:]),))
     with pytest.raises(ModelError, match="placeholders of pictures has pictures of"):

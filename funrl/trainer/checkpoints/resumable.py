@@ -13,9 +13,10 @@ from typing import Any
 from funrl.trainer.checkpoints.base_model import check_lora
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.checkpoints.export import OUTLINE
+from funrl.trainer.checkpoints.weight_digests import held_out_digest, tokens_digest
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
-from funrl.trainer.settings.declaration import HELD_OUT_SET, START_FLAGS
+from funrl.trainer.settings.declaration import HELD_OUT_SET, START_FLAGS, TOKENS
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
@@ -101,11 +102,26 @@ def changes(record: Recorded, job: Job) -> list[str]:
     inputs = before.get("inputs", {})
     names = [name for name in flags if name in now.flags and name not in START_FLAGS and flags[name] != now.flags[name]]
     pairs = [f"{name} {_value(flags[name])} -> {_value(now.flags[name])}" for name in names]
-    files = [name for name in inputs if name != HELD_OUT_SET and inputs[name] != now.inputs.get(name, inputs[name])]
+    made = (HELD_OUT_SET, TOKENS)  # digests that the ranks take
+    files = [name for name in inputs if name not in made and inputs[name] != now.inputs.get(name, inputs[name])]
     lines = [f"continuing with other flags: {', '.join(pairs)}"] if pairs else []
     if before.get("recipe") is not None and now.recipe is None:
         lines.append(f"continuing with an algorithm given in Python, instead of the recipe {before['recipe']}")
-    return lines + [f"continuing with other contents of: {', '.join(files)}"] * bool(files)
+    if files:
+        lines.append(f"continuing with other contents of: {', '.join(files)}")
+    elif not pairs and _tokens_changed(inputs, job):
+        lines.append(
+            "the records give other tokens than when the checkpoint was written, with another version of funrl or of "
+            "transformers; `funrl show` prints them"
+        )
+    return lines
+
+
+def _tokens_changed(inputs: Mapping[str, str], job: Job) -> bool:
+    """True if a run's records do not give the tokens that they gave; a checkpoint of before has those held out only."""
+    if TOKENS in inputs:
+        return inputs[TOKENS] != tokens_digest(job)
+    return HELD_OUT_SET in inputs and inputs[HELD_OUT_SET] != held_out_digest(job, job.provenance.inputs)
 
 
 def weights_changed(record: Recorded, job: Job) -> bool:

@@ -25,7 +25,7 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.jobs.provenance import WEIGHTS
-from funrl.trainer.settings.declaration import HELD_OUT_SET
+from funrl.trainer.settings.declaration import HELD_OUT_SET, TOKENS
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import flag_value
 from funrl.trainer.steps.roles import Role, bases
@@ -117,8 +117,21 @@ def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: Froz
         weights = frozen[initial[0]]
     else:
         weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
-    inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs)}
+    inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs), TOKENS: tokens_digest(job)}
     return dataclasses.replace(job, provenance=job.provenance._replace(inputs=inputs))
+
+
+COMPARED = 64  # examples whose tokens are in a digest
+
+
+def tokens_digest(job: Job) -> str:
+    """Digest of the tokens of the first examples that are trained on."""
+    if isinstance(job, TextJob):
+        count = min(COMPARED, len(job.task.examples))
+        texts = [text for place in range(count) for text in job.task.examples[place].texts]
+        return records_digest([[list(map(int, text.tokens)), text.trained] for text in texts])
+    count = min(COMPARED, len(job.task.prompts))
+    return records_digest([list(map(int, job.task.prompts[place].tokens)) for place in range(count)])
 
 
 def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from funrl.data.columns import rename_columns
+from funrl.data.columns import rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
 from funrl.data.pair_halves import halves_of
@@ -19,12 +19,15 @@ from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
 from funrl.data.prompts import Example, encode
+from funrl.data.record_remarks import RecordRemarks
+from funrl.data.records import rows_of
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextFile,
     join_files,
     load_examples,
+    normal_record,
     rows_of_conversation,
     text_batch,
     text_example,
@@ -112,7 +115,14 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
     heldout = eval_prompts(settings, given, form, tokenizer)
     if heldout is None:
         train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
-    remarks = (*remarks_on_template(settings), *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts))
+    odd = RecordRemarks(tokenizer)
+    for number, example in enumerate(examples):
+        odd.see(number, {"prompt": example.text if example.messages is None else example.messages})
+    remarks = (
+        *remarks_on_template(settings),
+        *odd.lines(lambda number: examples[number].source),
+        *remarks_on_heldout(train, heldout, settings.evaluation.eval_prompts),
+    )
     name = "prompts" if settings.examples.prompts is None else name_of_files(data_files(settings, "prompts"))
     if environment is not None:
         return episode_task(name, train, heldout, settings, environment)._replace(remarks=remarks)
@@ -299,10 +309,10 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
         refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)._replace(remarks=idle)
         return _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
-    examples = _text_examples(settings, "data", kind, tokenizer, given.records)
-    heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
+    examples, odd = _text_examples(settings, "data", kind, tokenizer, given.records)
+    heldout, odd_heldout = _text_examples(settings, "eval_data", kind, tokenizer, given.eval_records)
     name = "records" if settings.examples.data is None else name_of_files(data_files(settings, "data"))
-    remarks = (*idle, *remarks_on_template(settings))
+    remarks = (*idle, *remarks_on_template(settings), *odd, *odd_heldout)
     texts = Texts(name, examples, heldout or (), kind, remarks=remarks)
     texts = _fitting(texts, most, settings.examples.long_prompts, reason, tokenizer)
     if heldout is None:
@@ -347,28 +357,33 @@ def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) ->
 
 def _text_examples(
     settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
-) -> Any:
-    """The texts of a caller, or of the files that a flag names; None where there are neither."""
+) -> tuple[Any, list[str]]:
+    """The texts of a caller, or of the files that a flag names, with remarks; None where there are neither."""
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
     if records is not None:
-        sourced = [(f"record {n}", rename_columns(record, fields)) for n, record in enumerate(records, 1)]
+        sourced = [(f"record {n}", rename_columns(record, fields)) for n, record in enumerate(rows_of(records), 1)]
         if kind == "ratings":
             sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
+        remarks = RecordRemarks(tokenizer)
+        for number, (_, record) in enumerate(sourced):
+            remarks.see(number, normal_record(text_columns(record, kind), kind))
         ahead = read_ahead(sourced, lambda pair: pictures_of(pair[1], tokenizer), reading_of(tokenizer))
-        return [
+        examples = [
             text_example(record, kind, tokenizer, form, read)._replace(source=source)
             for (source, record), read in ahead
         ]
+        return examples, remarks.lines(lambda number: sourced[number][0])
     if flag_value(settings, flag) is None:
-        return None
+        return None, []
     files = data_files(settings, flag)
     try:
         loaded = [load_examples(file.path, kind, tokenizer, fields, form) for file in files]
     except DataError as error:
         raise SettingsError(f"--{flag}: {error}") from error
     weights = [file.weight for file in files if file.weight is not None]
-    return join_files(loaded, shares_of(weights) if weights else None)
+    remarks = [remark for file in loaded for remark in file.remarks]
+    return join_files(loaded, shares_of(weights) if weights else None), remarks
 
 
 def fields_of_texts(texts: Texts) -> frozenset[str]:

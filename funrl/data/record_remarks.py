@@ -1,0 +1,72 @@
+"""Remarks on the records of a file that a user should know of before a run: fields that nothing reads, equal pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from funrl.data.json_lines import DataError
+from funrl.data.messages import READ, are_messages, check_roles, unread_fields
+from funrl.data.tokenizer import has_own_begin
+
+FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
+
+
+class RecordRemarks:
+    """What is odd in some records, with the number of the first of each kind.
+
+    Example:
+      remarks = RecordRemarks(tokenizer)
+      for number, record in enumerate(records):
+          remarks.see(number, record)
+      lines = remarks.lines(lambda number: f"record {number + 1}")
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.template = getattr(tokenizer, "chat_template", None)
+        self.unread: dict[str, int] = {}
+        self.begun: list[int] = []
+        self.equal: list[int] = []
+        self.pairs = 0
+
+    def see(self, number: int, record: Mapping[str, Any]) -> None:
+        """Look at a record in its normal form. Raises: DataError, a role that nothing knows."""
+        for name in FIELDS:
+            value: Any = record.get(name)
+            if are_messages(value):
+                check_roles(value, self.template)
+                if not all(READ.issuperset(message) for message in value):
+                    for field in unread_fields(value, self.template):
+                        self.unread.setdefault(field, number)
+        text = record.get("prompt", record.get("text"))
+        if isinstance(text, str) and has_own_begin(self.tokenizer, text):
+            self.begun.append(number)
+        if "chosen" in record:
+            self.pairs += 1
+            if record["chosen"] == record["rejected"]:
+                self.equal.append(number)
+
+    def lines(self, where: Callable[[int], str]) -> list[str]:
+        """A line for each kind.
+
+        Args:
+          where: number of a record -> its file and line.
+
+        Raises:
+          DataError: all pairs are equal.
+        """
+        lines = [f"messages have a field {x!r}, which nothing reads ({where(n)})" for x, n in self.unread.items()]
+        if self.begun:
+            lines.append(
+                f"{len(self.begun)} texts begin with {self.tokenizer.bos_token!r}, as rendered chats do; they get no "
+                f"second one (the first: {where(self.begun[0])})"
+            )
+        if self.equal and len(self.equal) == self.pairs:
+            raise DataError(f"{where(0)}: in all pairs 'chosen' and 'rejected' are equal: there is nothing to learn")
+        if self.equal:
+            lines.append(
+                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal, which teach nothing "
+                f"(the first: {where(self.equal[0])})"
+            )
+        return lines
