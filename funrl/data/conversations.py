@@ -38,7 +38,9 @@ from funrl.data.tokenizer import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+LINE = "\n"
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
+CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 QUESTION: Messages = ({"role": "user", "content": "?"},)  # a history that every template knows
 _EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
 
@@ -83,9 +85,10 @@ class ChatTemplate(NamedTuple):
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
         """
-        if messages[-1]["role"] != "assistant":
-            return self.render(messages, opens=True)
         last = messages[-1]
+        if last["role"] != "assistant":
+            self._check_shown(messages)
+            return self.render(messages, opens=True)
         if last.get("tool_calls") or not isinstance(last.get("content"), str):
             raise TokenizerError("the prompt ends with calls of the assistant, which nothing answers")
         turn = self.turn([*messages[:-1], {**last, "content": last["content"] + REPLY}])
@@ -102,9 +105,15 @@ class ChatTemplate(NamedTuple):
           DataError: the template renders what was before it otherwise.
         """
         *history, message = messages
+        if not history:
+            raise DataError(
+                "message 1 is by the assistant, and a chat template renders no prompt of nothing; begin with a message of "
+                "the system or the user, or give it train: false, which keeps it as context"
+            )
+        self._check_shown(history)
         prompt = self.render(history, opens=True)
         begin = prompt.text.rstrip()
-        thoughts = inline_thoughts(message)
+        thoughts = given = inline_thoughts(message)
         if begin.endswith(END_THINK):  # the prompt says that nothing is thought
             message = _without_thoughts(message)
             thoughts = ""
@@ -118,11 +127,12 @@ class ChatTemplate(NamedTuple):
                 f"{prompt.text[-300:]!r}; give another one (--chat_template=FILE)"
             )
         if begin.endswith(THINK):
-            reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply}"
+            reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
         elif not thoughts and END_THINK not in str(message.get("content")):
             reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
         elif thoughts.strip() not in reply and self._may_think():
-            reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply}"
+            reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
+        _check_reply(reply, message, given)
         return Turn(prompt, *self._ended(reply))
 
     def render(self, messages: Messages, opens: bool) -> RenderedChat:
@@ -169,7 +179,30 @@ class ChatTemplate(NamedTuple):
     def _may_think(self) -> bool:
         """True if the template knows thoughts, and does not close them where a turn opens, as DeepSeek-V3.1's does."""
         knows = END_THINK in str(self.tokenizer.chat_template)
-        return knows and not self.render(QUESTION, opens=True).text.rstrip().endswith(END_THINK)
+        return knows and not self._synthetic(QUESTION, opens=True).rstrip().endswith(END_THINK)
+
+    def _check_shown(self, messages: Messages) -> None:
+        """Raise TokenizerError for a message that the template leaves out because of its role.
+
+        A template that refuses the synthetic messages says itself what it knows.
+        """
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if role in ("user", "assistant") or (role == "system" and not number):
+                continue
+            shown = {"role": role, "content": REPLY}
+            synthetic = [*QUESTION, shown] if number else [shown, *QUESTION]
+            if role == "tool":
+                call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
+                calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+                synthetic = [*QUESTION, calling, {**shown, "name": "f", "tool_call_id": CALL_ID}]
+            rendered = self._synthetic(synthetic, opens=True)
+            if rendered and REPLY not in rendered:
+                raise TokenizerError(
+                    f"the chat template leaves out message {number + 1}, as its role is {role!r}"
+                    f"{', and another message is before it' if role == 'system' else ''}; give it another role, or "
+                    "another template (--chat_template=FILE)"
+                )
 
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
@@ -179,26 +212,32 @@ class ChatTemplate(NamedTuple):
         if closing is not None and marker is None:
             return reply.removesuffix(closing), False
         if closing is not None and marker is not None and reply.endswith(closing):
-            return reply[: len(reply) - len(closing) + marker.end()], True
+            said = reply[: len(reply) - len(closing)]
+            return said if said.endswith(marker[0]) else said + closing[: marker.end()], True
         ends = [str(word) for word in self.tokenizer.all_special_tokens]
         is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
     def closing(self) -> str | None:
         """What the template writes behind the content of a reply; None where it refuses a synthetic one."""
-        key = (self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
-        known = _CLOSINGS.setdefault(self.tokenizer, {})
+        conversation = [*QUESTION, {"role": "assistant", "content": REPLY}]
+        whole = self._replace(tools=())._synthetic(conversation, opens=False)
+        return whole.rpartition(REPLY)[2] if REPLY in whole else None
+
+    def _synthetic(self, messages: Messages, opens: bool) -> str:
+        """Text of synthetic messages, which is kept; "" where the template refuses them."""
+        arguments = json.dumps([self.arguments or {}, messages, opens], sort_keys=True, default=str)
+        key = (self.tokenizer.chat_template, arguments)
+        known = _SYNTHETIC.setdefault(self.tokenizer, {})
         if key not in known:
-            conversation = [*QUESTION, {"role": "assistant", "content": REPLY}]
             try:
-                whole = self._replace(tools=()).render(conversation, opens=False).text
+                known[key] = self.render(messages, opens).text
             except TokenizerError:
-                whole = ""
-            known[key] = whole.rpartition(REPLY)[2] if REPLY in whole else None
+                known[key] = ""
         return known[key]
 
 
-_CLOSINGS: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str | None]] = weakref.WeakKeyDictionary()
+_SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[Any, str], str]] = weakref.WeakKeyDictionary()
 
 
 def encode_prompt(
@@ -343,7 +382,7 @@ class _Row:
     def finished(self) -> Text:
         """The row, with the end-of-text token where no mark ends its last turn."""
         end = self.tokenizer.eos_token_id
-        if not self.ended and end is not None:
+        if not self.ended and end is not None and self.tokens[-1] != end:
             self._append([end], trained=True)
         self.trained[0] = False  # nothing predicts it
         return Text(self.tokens, self.trained)
@@ -362,3 +401,17 @@ def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
     return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}
+
+
+def _check_reply(reply: str, message: Mapping[str, Any], thoughts: str) -> None:
+    """Raise DataError where a template leaves out a part of a content with thoughts, or thoughts that are all of it."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return
+    parts = re.split(f"{THINK}|{END_THINK}", content) if END_THINK in content else [] if content else [thoughts]
+    lost = next((part for part in parts if part.strip() not in reply), "")
+    if lost and not message.get("tool_calls"):
+        raise DataError(
+            f"the chat template leaves out {lost!r:.100} of a message of the assistant, and renders {reply!r:.300}; give "
+            "thoughts once, before an answer, or another template (--chat_template=FILE)"
+        )

@@ -199,12 +199,16 @@ def render_chat(
     return RenderedChat("".join((*parts, rendered[begin:])), cuts)
 
 
+_THOUGHTS_OF_MESSAGE = re.compile(rf"\b(?:m|msg|message)(?:\.|\[['\"]|\.get\(['\"])(?:{'|'.join(THOUGHTS)})\b")
+
+
 def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     """A message as a chat template reads it: thoughts have the name that it knows, and are a field if it knows one."""
     if message.get("role") != "assistant":
         return message
     content = message.get("content")
-    if isinstance(content, str) and END_THINK in content and THOUGHTS[0] in template and not message.get(THOUGHTS[0]):
+    inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHTS[0])
+    if inline and (THOUGHTS[0] in template or _THOUGHTS_OF_MESSAGE.search(template)):
         answer = content.rpartition(END_THINK)[2].lstrip("\n")
         message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
     if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:

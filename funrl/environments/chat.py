@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funrl.data.conversations import REPLY, encode_prompt
+from funrl.data.conversations import CALL_ID, REPLY, encode_prompt
 from funrl.data.json_lines import DataError
 from funrl.data.messages import normal_messages
 from funrl.data.tokenizer import THINK, RenderedChat, TokenizerError, encode_as_text, encode_rendered, render_chat
@@ -23,7 +23,6 @@ from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, RunEndingError, Tools
 
-CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
 TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
 CACHED_RENDERINGS = 256  # renderings that do not depend on messages
