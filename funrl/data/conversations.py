@@ -107,8 +107,8 @@ class ChatTemplate(NamedTuple):
         *history, message = messages
         if not history:
             raise DataError(
-                "message 1 is by the assistant, and a chat template renders no prompt of nothing; begin with a message of "
-                "the system or the user, or give it train: false, which keeps it as context"
+                "message 1 is by the assistant, and no prompt is before it; begin with a message of the system or the "
+                "user, or give it train: false, which keeps it as context"
             )
         self._check_shown(history)
         prompt = self.render(history, opens=True)
@@ -173,7 +173,8 @@ class ChatTemplate(NamedTuple):
         # The prompt ends with what a finished turn lacks, such as opened or empty thoughts.
         reply = whole[shared:]
         content = str(message.get("content")).rpartition(END_THINK)[2].strip()
-        thinks = THINK in prompt[shared:] or END_THINK in prompt[shared:]
+        is_open = prompt[:shared].rstrip().endswith(THINK) and not prompt[shared:].strip()
+        thinks = is_open or THINK in prompt[shared:] or END_THINK in prompt[shared:]
         return reply if thinks or (content and reply.lstrip().startswith(content)) else None
 
     def _may_think(self) -> bool:
@@ -206,23 +207,33 @@ class ChatTemplate(NamedTuple):
 
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
-        closing = self.closing()
-        markers = (match for match in markers_of(self.tokenizer).finditer(closing or "") if len(match[0]) > 1)
-        marker = next(markers, None)
-        if closing is not None and marker is None:
+        closing, end = self.closing()
+        if closing is not None and not end:
             return reply.removesuffix(closing), False
-        if closing is not None and marker is not None and reply.endswith(closing):
+        if closing is not None and reply.endswith(closing):
             said = reply[: len(reply) - len(closing)]
-            return said if said.endswith(marker[0]) else said + closing[: marker.end()], True
+            return said if said.endswith(end) else said + end, True
         ends = [str(word) for word in self.tokenizer.all_special_tokens]
         is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
-    def closing(self) -> str | None:
-        """What the template writes behind the content of a reply; None where it refuses a synthetic one."""
-        conversation = [*QUESTION, {"role": "assistant", "content": REPLY}]
-        whole = self._replace(tools=())._synthetic(conversation, opens=False)
-        return whole.rpartition(REPLY)[2] if REPLY in whole else None
+    def closing(self) -> tuple[str | None, str]:
+        """What the template writes behind the content of a reply, and what of it is up to the mark that ends the turn.
+
+        That is the last mark of those that the template writes too where a message follows, such as Cohere's two, else
+        the first one: gpt-oss has another at the end, and Phi-3 one more. None where it refuses a synthetic reply.
+        """
+        plain = self._replace(tools=())
+        said = [*QUESTION, {"role": "assistant", "content": REPLY}]
+        whole = plain._synthetic(said, opens=False)
+        if REPLY not in whole:
+            return None, ""
+        closing = whole.rpartition(REPLY)[2]
+        followed = plain._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
+        ends = [match.end() for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
+        shared = [end for end in ends if followed.startswith(closing[:end])]
+        end = shared[-1] if shared else next(iter(ends), 0)
+        return closing, closing[:end]
 
     def _synthetic(self, messages: Messages, opens: bool) -> str:
         """Text of synthetic messages, which is kept; "" where the template refuses them."""
@@ -404,14 +415,20 @@ def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_reply(reply: str, message: Mapping[str, Any], thoughts: str) -> None:
-    """Raise DataError where a template leaves out a part of a content with thoughts, or thoughts that are all of it."""
+    """Raise DataError where a template leaves out calls, a part of a content with thoughts, or all of a message."""
+    calls = message.get("tool_calls") or ()
+    if calls and calls[0]["function"]["name"] not in reply:
+        raise DataError(
+            f"the chat template leaves out the call of {calls[0]['function']['name']!r}, and renders {reply!r:.300}; "
+            "give one that knows tools (--chat_template=FILE)"
+        )
     content = message.get("content")
-    if not isinstance(content, str):
+    if calls or not isinstance(content, str):
         return
     parts = re.split(f"{THINK}|{END_THINK}", content) if END_THINK in content else [] if content else [thoughts]
-    lost = next((part for part in parts if part.strip() not in reply), "")
-    if lost and not message.get("tool_calls"):
+    lost = next((part for part in parts if part.strip() not in reply), None)
+    if lost is not None:
         raise DataError(
-            f"the chat template leaves out {lost!r:.100} of a message of the assistant, and renders {reply!r:.300}; give "
-            "thoughts once, before an answer, or another template (--chat_template=FILE)"
+            f"the chat template leaves out {lost!r:.100} of a message of the assistant, and renders {reply!r:.300}; "
+            "give thoughts once, before an answer, or another template (--chat_template=FILE)"
         )

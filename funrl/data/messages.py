@@ -28,6 +28,7 @@ from funrl.data.json_lines import DataError
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant thought; the first is normal
+END_THINK = "</think>"
 TRAIN = "train"  # field of a message: false where its turn is not trained
 READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAIN, "weight", *THOUGHTS})
 _PLAIN = frozenset({"role", "content"})
@@ -145,8 +146,10 @@ def check_roles(messages: Iterable[Message], template: str | None) -> None:
 
 def unread_fields(messages: Iterable[Message], template: str | None) -> list[str]:
     """Names of fields of messages that neither funrl nor the chat template reads, each once."""
-    names = dict.fromkeys(name for message in messages for name in message if name not in READ)
-    return [name for name in names if not mentions(template, name)]
+    names = dict.fromkeys(name for message in messages for name in message if name not in READ or name in THOUGHTS)
+    # A template that knows the marks of thoughts reads them in contents.
+    thinks = any(mentions(template, name) for name in THOUGHTS) or END_THINK in str(template)
+    return [name for name in names if not (thinks if name in THOUGHTS else mentions(template, name))]
 
 
 def mentions(template: str | None, name: str) -> bool:

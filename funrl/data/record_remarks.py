@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import READ, are_messages, check_roles, unread_fields
+from funrl.data.messages import READ, THOUGHTS, are_messages, check_roles, unread_fields
 from funrl.data.tokenizer import has_own_begin
 
+READ_BY_ALL = READ.difference(THOUGHTS)
 FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
 
@@ -36,7 +37,7 @@ class RecordRemarks:
             value: Any = record.get(name)
             if are_messages(value):
                 check_roles(value, self.template)
-                if not all(READ.issuperset(message) for message in value):
+                if not all(READ_BY_ALL.issuperset(message) for message in value):
                     for field in unread_fields(value, self.template):
                         self.unread.setdefault(field, number)
         text = record.get("prompt", record.get("text"))

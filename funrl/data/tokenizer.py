@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.messages import THOUGHTS, TRAIN, mentions
+from funrl.data.messages import END_THINK, THOUGHTS, TRAIN, mentions
 from funrl.data.processors.square_pictures import framed
 
 PAD = "<pad>"
 END = "</s>"
 THINK = "<think>"
-END_THINK = "</think>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
 STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
