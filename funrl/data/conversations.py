@@ -117,16 +117,19 @@ class ChatTemplate(NamedTuple):
         if begin.endswith(END_THINK):  # the prompt says that nothing is thought
             message = _without_thoughts(message)
             thoughts = ""
-        reply = self._reply(history, message)
+        reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            reply = self._reply(QUESTION, message)
+            reply = self._reply(QUESTION, message, self._synthetic(QUESTION, opens=True))
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
                 f"{self.render([*history, message], opens=False).text[-300:]!r} does not begin with "
                 f"{prompt.text[-300:]!r}; give another one (--chat_template=FILE)"
             )
-        if begin.endswith(THINK):
+        content = str(message.get("content")).lstrip()
+        if begin.endswith(THINK) and content.startswith(THINK) and END_THINK not in content:  # thoughts that go on
+            reply = content.removeprefix(THINK).lstrip(LINE) + (self.closing()[0] or "")
+        elif begin.endswith(THINK):
             reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
         elif not thoughts and END_THINK not in str(message.get("content")):
             reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
@@ -155,18 +158,17 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply(self, history: Messages, message: Mapping[str, Any]) -> str | None:
+    def _reply(self, history: Messages, message: Mapping[str, Any], prompt: str) -> str | None:
         """What the template writes of a message of the assistant, from the end of its prompt on.
 
         Returns: None if the template renders the history otherwise before the message than before a prompt.
         """
-        prompt = self.render(history, opens=True).text
         whole = self.render([*history, message], opens=False).text
         if whole.startswith(prompt):
             return whole[len(prompt) :]
         pairs = enumerate(zip(prompt, whole, strict=False))
         shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
-        if not history or shared < len(self.render(history, opens=False).text):
+        if shared < len(self.render(history, opens=False).text):
             return None
         marks = re.finditer(f"{THINK}|{END_THINK}", prompt)
         shared = next((mark.start() for mark in marks if mark.start() < shared < mark.end()), shared)
@@ -220,25 +222,34 @@ class ChatTemplate(NamedTuple):
     def closing(self) -> tuple[str | None, str]:
         """What the template writes behind the content of a reply, and what of it is up to the mark that ends the turn.
 
-        That is the last mark of those that the template writes too where a message follows, such as Cohere's two, else
-        the first one: gpt-oss has another at the end, and Phi-3 one more. None where it refuses a synthetic reply.
+        That is the first mark, as Phi-3's template has the end-of-text token behind that of the turn, or several that
+        stand side by side wherever a turn ends, such as Cohere's two. None where it refuses a synthetic reply.
+
+        Raises:
+          TokenizerError: it leaves out what the assistant says.
         """
         plain = self._replace(tools=())
         said = [*QUESTION, {"role": "assistant", "content": REPLY}]
         whole = plain._synthetic(said, opens=False)
-        if REPLY not in whole:
+        if not whole:
             return None, ""
+        if REPLY not in whole:
+            raise TokenizerError(f"the chat template leaves out what the assistant says; it renders {whole!r:.500}")
         closing = whole.rpartition(REPLY)[2]
         followed = plain._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
-        ends = [match.end() for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
-        shared = [end for end in ends if followed.startswith(closing[:end])]
-        end = shared[-1] if shared else next(iter(ends), 0)
-        return closing, closing[:end]
+        marks = [match for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
+        if not marks:
+            return closing, ""
+        first = marks[0]
+        run = re.compile(f"(?:{markers_of(self.tokenizer).pattern})+").match(closing, first.start())
+        assert run is not None
+        ends_all = followed.startswith(closing[: run.end()]) and not closing[run.end() :].strip()
+        return closing, closing[: run.end() if ends_all else first.end()]
 
     def _synthetic(self, messages: Messages, opens: bool) -> str:
         """Text of synthetic messages, which is kept; "" where the template refuses them."""
         arguments = json.dumps([self.arguments or {}, messages, opens], sort_keys=True, default=str)
-        key = (self.tokenizer.chat_template, arguments)
+        key = (str(self.tokenizer.chat_template), arguments)
         known = _SYNTHETIC.setdefault(self.tokenizer, {})
         if key not in known:
             try:
@@ -248,7 +259,7 @@ class ChatTemplate(NamedTuple):
         return known[key]
 
 
-_SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[Any, str], str]] = weakref.WeakKeyDictionary()
+_SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
 
 def encode_prompt(
