@@ -21,6 +21,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from funrl.data.json_lines import DataError
@@ -65,7 +67,8 @@ def normal_message(message: Any) -> Message:
         raise DataError(f"{shown(message)} is not an object with a role and a content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed")
+        hint = ", in fields role and content instead of from and value" if "from" in message else ""
+        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed{hint}")
     content = message.get("content")
     if message.keys() == _PLAIN and isinstance(content, str):
         return dict(message)
@@ -130,7 +133,7 @@ def without_arrow_nulls(row: Any) -> Any:
     """A row of an Arrow table without the nulls in its messages and tools; other columns stay as they are."""
     if not isinstance(row, Mapping):
         return row
-    return {name: _without_nulls(value) if _is_filled(value) else value for name, value in row.items()}
+    return {name: _without_nulls(x) if name == "tools" or _is_filled(x) else x for name, x in row.items()}
 
 
 def check_roles(messages: Iterable[Message], template: str | None) -> None:
@@ -234,4 +237,8 @@ def _is_filled(value: Any) -> bool:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    if isinstance(value, date | time):  # which JSON has not; transformers would render its type
+        return value.isoformat()
+    return float(value) if isinstance(value, Decimal) else value

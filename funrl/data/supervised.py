@@ -239,8 +239,10 @@ def normal_record(record: Any, kind: str) -> dict[str, Any]:
             normal[name] = _normal_field(name, normal[name])
     if kind == "demonstrations" and "messages" in normal:
         messages = normal["messages"]
-        if not are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
-            raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
+        roles = [message["role"] for message in messages] if are_messages(messages) else []
+        if "assistant" not in roles:
+            seen = f"; the roles are {', '.join(dict.fromkeys(roles))}" if roles else ""
+            raise DataError(f"'messages' must be a list of messages, one of them at least by the assistant{seen}")
         return normal
     if kind == "demonstrations" and "text" in normal and "prompt" not in normal:
         if not isinstance(normal["text"], str):
