@@ -18,6 +18,7 @@ Nulls inside of arguments and schemas stay, except those of Arrow, whose tables 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,7 +158,12 @@ def unread_fields(messages: Iterable[Message], template: str | None) -> list[str
 
 def mentions(template: str | None, name: str) -> bool:
     """True if a chat template has a word."""
-    return bool(template) and re.search(rf"\b{re.escape(name)}\b", str(template)) is not None
+    return _has_word(str(template or ""), name)
+
+
+@functools.lru_cache(maxsize=256)  # it is asked for every record
+def _has_word(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def shown(value: Any) -> str:

@@ -312,16 +312,18 @@ def text_example(
         raise DataError(f"{kind} have no pictures: these are read with demonstrations and prompts")
     seen = [
         expand_placeholders(text.tokens, pictures[:share], see, read)
-        for text, share in zip(example.texts, _shares(example.texts, pictures, see), strict=True)
+        for text, share in zip(example.texts, _shares(example.texts, pictures, see, record), strict=True)
     ]
     texts = tuple(Text(new.tokens, flags_after(*text, new, see)) for text, new in zip(example.texts, seen, strict=True))
     return example._replace(texts=texts, owned=tuple(new.owned for new in seen))
 
 
-def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm) -> list[int]:
-    """For each text the number of pictures that it has, the first ones of its record: a history is shorter."""
+def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm, record: Mapping[str, Any]) -> list[int]:
+    """For each text the number of pictures that it has, the first ones of its record: a row ends with its last turn."""
     counts = [text.tokens.count(form.tower.placeholder) for text in texts]
-    return [len(pictures) if count == max(counts) else count for count in counts]
+    contents = [message.get("content") for message in record.get("messages", ())]
+    places = sum(part.get("type") == "image" for parts in contents if isinstance(parts, list) for part in parts)
+    return counts if places == len(pictures) else [len(pictures) for _ in texts]
 
 
 def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: PromptFormat) -> TextExample:

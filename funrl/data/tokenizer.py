@@ -198,7 +198,12 @@ def render_chat(
     return RenderedChat("".join((*parts, rendered[begin:])), cuts)
 
 
-_THOUGHTS_OF_MESSAGE = re.compile(rf"\b(?:m|msg|message)(?:\.|\[['\"]|\.get\(['\"])(?:{'|'.join(THOUGHTS)})\b")
+@functools.lru_cache(maxsize=8)
+def _reads_thoughts(template: str) -> bool:
+    """True of a template that reads a field of thoughts; others may have their names in other places."""
+    fields = "|".join(THOUGHTS)
+    pattern = rf"\b(?:m|msg|message)(?:\.|\[['\"]|\.get\(['\"])(?:{fields})\b"
+    return THOUGHTS[0] in template or re.search(pattern, template) is not None
 
 
 def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
@@ -207,7 +212,7 @@ def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
         return message
     content = message.get("content")
     inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHTS[0])
-    if inline and (THOUGHTS[0] in template or _THOUGHTS_OF_MESSAGE.search(template)):
+    if inline and _reads_thoughts(template):
         answer = content.rpartition(END_THINK)[2].lstrip("\n")
         message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
     if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
