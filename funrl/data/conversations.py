@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
@@ -38,6 +38,7 @@ from funrl.data.tokenizer import (
 )
 
 Messages = Sequence[Mapping[str, Any]]
+LINE = "\n"
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 QUESTION: Messages = ({"role": "user", "content": "?"},)  # a history that every template knows
@@ -84,9 +85,10 @@ class ChatTemplate(NamedTuple):
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
         """
-        if messages[-1]["role"] != "assistant":
-            return self.render(messages, opens=True)
         last = messages[-1]
+        if last["role"] != "assistant":
+            self._check_shown(messages)
+            return self.render(messages, opens=True)
         if last.get("tool_calls") or not isinstance(last.get("content"), str):
             raise TokenizerError("the prompt ends with calls of the assistant, which nothing answers")
         turn = self.turn([*messages[:-1], {**last, "content": last["content"] + REPLY}])
@@ -103,27 +105,38 @@ class ChatTemplate(NamedTuple):
           DataError: the template renders what was before it otherwise.
         """
         *history, message = messages
+        if not history:
+            raise DataError(
+                "message 1 is by the assistant, and no prompt is before it; begin with a message of the system or the "
+                "user, or give it train: false, which keeps it as context"
+            )
+        self._check_shown(history)
         prompt = self.render(history, opens=True)
         begin = prompt.text.rstrip()
-        thoughts = inline_thoughts(message)
+        thoughts = given = inline_thoughts(message)
         if begin.endswith(END_THINK):  # the prompt says that nothing is thought
             message = _without_thoughts(message)
             thoughts = ""
-        reply = self._reply(history, message)
+        reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            reply = self._reply(QUESTION, message)
+            plain = self._replace(tools=())
+            reply = plain._reply(QUESTION, message, plain._synthetic(QUESTION, opens=True))
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
                 f"{self.render([*history, message], opens=False).text[-300:]!r} does not begin with "
                 f"{prompt.text[-300:]!r}; give another one (--chat_template=FILE)"
             )
-        if begin.endswith(THINK):
-            reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply}"
+        content = str(message.get("content")).lstrip()
+        if begin.endswith(THINK) and content.startswith(THINK) and END_THINK not in content:  # thoughts that go on
+            reply = content.removeprefix(THINK).lstrip(LINE) + (self.closing()[0] or "")
+        elif begin.endswith(THINK):
+            reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
         elif not thoughts and END_THINK not in str(message.get("content")):
             reply = _EMPTY_THOUGHTS.sub(r"\1", reply)
-        elif thoughts.strip() not in reply and END_THINK in str(self.tokenizer.chat_template):
-            reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply}"
+        elif thoughts.strip() not in reply and self._may_think():
+            reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
+        _check_reply(reply, message, given)
         return Turn(prompt, *self._ended(reply))
 
     def render(self, messages: Messages, opens: bool) -> RenderedChat:
@@ -146,84 +159,124 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply(self, history: Messages, message: Mapping[str, Any]) -> str | None:
+    def _reply(self, history: Messages, message: Mapping[str, Any], prompt: str) -> str | None:
         """What the template writes of a message of the assistant, from the end of its prompt on.
 
         Returns: None if the template renders the history otherwise before the message than before a prompt.
         """
-        prompt = self.render(history, opens=True).text
         whole = self.render([*history, message], opens=False).text
         if whole.startswith(prompt):
             return whole[len(prompt) :]
         pairs = enumerate(zip(prompt, whole, strict=False))
         shared = next((place for place, (a, b) in pairs if a != b), min(len(prompt), len(whole)))
-        if not history or shared < len(self.render(history, opens=False).text):
+        if shared < len(self.render(history, opens=False).text):
             return None
+        marks = re.finditer(f"{THINK}|{END_THINK}", prompt)
+        shared = next((mark.start() for mark in marks if mark.start() < shared < mark.end()), shared)
         # The prompt ends with what a finished turn lacks, such as opened or empty thoughts.
         reply = whole[shared:]
         content = str(message.get("content")).rpartition(END_THINK)[2].strip()
-        thinks = THINK in prompt[shared:] or END_THINK in prompt[shared:]
+        is_open = prompt[:shared].rstrip().endswith(THINK) and not prompt[shared:].strip()
+        thinks = is_open or THINK in prompt[shared:] or END_THINK in prompt[shared:]
         return reply if thinks or (content and reply.lstrip().startswith(content)) else None
+
+    def _may_think(self) -> bool:
+        """True if the template knows thoughts, and does not close them where a turn opens, as DeepSeek-V3.1's does."""
+        knows = END_THINK in str(self.tokenizer.chat_template)
+        return knows and not self._synthetic(QUESTION, opens=True).rstrip().endswith(END_THINK)
+
+    def _check_shown(self, messages: Messages) -> None:
+        """Raise TokenizerError for a message that the template leaves out because of its role.
+
+        A template that refuses the synthetic messages says itself what it knows.
+        """
+        for number, message in enumerate(messages):
+            role = message["role"]
+            if role in ("user", "assistant") or (role == "system" and not number):
+                continue
+            shown = {"role": role, "content": REPLY}
+            synthetic = [*QUESTION, shown] if number else [shown, *QUESTION]
+            if role == "tool":
+                call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
+                calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+                synthetic = [*QUESTION, calling, {**shown, "name": "f", "tool_call_id": CALL_ID}]
+            rendered = self._synthetic(synthetic, opens=True)
+            if rendered and REPLY not in rendered:
+                raise TokenizerError(
+                    f"the chat template leaves out message {number + 1}, as its role is {role!r}"
+                    f"{', and another message is before it' if role == 'system' else ''}; give it another role, or "
+                    "another template (--chat_template=FILE)"
+                )
 
     def _ended(self, reply: str) -> tuple[str, bool]:
         """The reply up to the mark that ends it, and whether there is one."""
-        closing = self.closing()
-        markers = (match for match in markers_of(self.tokenizer).finditer(closing or "") if len(match[0]) > 1)
-        marker = next(markers, None)
-        if closing is not None and marker is None:
+        closing, end = self.closing()
+        if closing is not None and not end:
             return reply.removesuffix(closing), False
-        if closing is not None and marker is not None and reply.endswith(closing):
-            return reply[: len(reply) - len(closing) + marker.end()], True
+        if closing is not None and reply.endswith(closing):
+            said = reply[: len(reply) - len(closing)]
+            return said if said.endswith(end) else said + end, True
         ends = [str(word) for word in self.tokenizer.all_special_tokens]
         is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
-    def closing(self) -> str | None:
-        """What the template writes behind the content of a reply; None where it refuses a synthetic one."""
+    def closing(self) -> tuple[str | None, str]:
+        """What the template writes behind the content of a reply, and what of it is up to the mark that ends the turn.
 
-        def probe() -> str | None:
-            try:
-                reply = {"role": "assistant", "content": REPLY}
-                whole = self._replace(tools=()).render([*QUESTION, reply], opens=False).text
-            except TokenizerError:
-                return None
-            return whole.rpartition(REPLY)[2] if REPLY in whole else None
+        That is the first mark, as Phi-3's template has the end-of-text token behind that of the turn, or several that
+        stand side by side wherever a turn ends, such as Cohere's two. None where it refuses a synthetic reply.
 
-        return self._probed("closing", probe)
+        Raises:
+          TokenizerError: it leaves out what the assistant says.
+        """
+        said = [*QUESTION, {"role": "assistant", "content": REPLY}]
+        whole = self._synthetic(said, opens=False)
+        if not whole:
+            return None, ""
+        if REPLY not in whole:
+            raise TokenizerError(f"the chat template leaves out what the assistant says; it renders {whole!r:.500}")
+        closing = whole.rpartition(REPLY)[2]
+        followed = self._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
+        marks = [match for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
+        if not marks:
+            return closing, ""
+        first = marks[0]
+        run = re.compile(f"(?:{markers_of(self.tokenizer).pattern})+").match(closing, first.start())
+        assert run is not None
+        ends_all = followed.startswith(closing[: run.end()]) and not closing[run.end() :].strip()
+        return closing, closing[: run.end() if ends_all else first.end()]
 
-    def _probed(self, name: str, probe: Callable[[], Any]) -> Any:
-        """What is known of the template itself, whatever the tools."""
-        key = (name, self.tokenizer.chat_template, json.dumps(self.arguments or {}, sort_keys=True, default=str))
-        known = _KNOWN.setdefault(self.tokenizer, {})
+    def _synthetic(self, messages: Messages, opens: bool) -> str:
+        """Text of synthetic messages without tools, which is kept; "" where the template refuses them."""
+        arguments = json.dumps([self.arguments or {}, messages, opens], sort_keys=True, default=str)
+        key = (str(self.tokenizer.chat_template), arguments)
+        known = _SYNTHETIC.setdefault(self.tokenizer, {})
         if key not in known:
-            known[key] = probe()
+            try:
+                known[key] = self._replace(tools=()).render(messages, opens).text
+            except TokenizerError:
+                known[key] = ""
         return known[key]
 
     def next_marks(self) -> dict[str, str]:
         """Role -> marker of its turn, which ends a reply before it; {} where the template ends replies otherwise."""
-        return self._probed("next_marks", self._replace(tools=())._next_marks)
-
-    def _next_marks(self) -> dict[str, str]:
-        closing = self.closing()
-        if closing is None or any(len(match[0]) > 1 for match in markers_of(self.tokenizer).finditer(closing)):
+        closing, end = self.closing()
+        if closing is None or end:
             return {}
         call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
-        replies = {"user": {}, "tool": {"tool_calls": [call]}}
-        marks = {}
+        replies: dict[str, dict[str, Any]] = {"user": {}, "tool": {"tool_calls": [call]}}
+        marks: dict[str, str] = {}
         for role, calls in replies.items():
             conversation = [*QUESTION, {"role": "assistant", "content": REPLY, **calls}, {"role": role, "content": "?"}]
-            try:
-                before = self.render(conversation[:-1], opens=False).text
-                after = self.render(conversation, opens=False).text
-            except TokenizerError:
-                continue
+            before = self._synthetic(conversation[:-1], opens=False)
+            after = self._synthetic(conversation, opens=False)
             match = markers_of(self.tokenizer).match(after, len(before)) if after.startswith(before) else None
             if match and len(match[0]) > 1:
                 marks[role] = match[0]
         return marks
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Any]] = weakref.WeakKeyDictionary()
+_SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
 
 def encode_prompt(
@@ -364,9 +417,9 @@ class _Row:
           mark: of the turn that follows, where it ends this one; "": the end-of-text token does.
         """
         if not self.ended:
-            mark = self._mark_after(turn.prompt)
-            self._append(encode_after(self.tokenizer, self.text, mark), trained=True)
-            self.text += mark
+            end = self._mark_after(turn.prompt)
+            self._append(encode_after(self.tokenizer, self.text, end), trained=True)
+            self.text += end
         self._append(encode_rendered(self.tokenizer, turn.prompt, len(self.text)), trained=False)
         self._append(encode_after(self.tokenizer, turn.prompt.text, turn.reply), trained=True)
         self.text = turn.prompt.text + turn.reply
@@ -376,8 +429,9 @@ class _Row:
     def finished(self) -> Text:
         """The row, with a token that ends its last turn where the template writes none."""
         mark = self.mark or str(self.tokenizer.eos_token or "")
-        if not self.ended and mark:
-            self._append([self.tokenizer.convert_tokens_to_ids(mark)], trained=True)
+        end = self.tokenizer.convert_tokens_to_ids(mark) if mark else None
+        if not self.ended and end is not None and self.tokens[-1] != end:
+            self._append([end], trained=True)
         self.trained[0] = False  # nothing predicts it
         return Text(self.tokens, self.trained)
 
@@ -395,3 +449,23 @@ def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
     return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}
+
+
+def _check_reply(reply: str, message: Mapping[str, Any], thoughts: str) -> None:
+    """Raise DataError where a template leaves out calls, a part of a content with thoughts, or all of a message."""
+    calls = message.get("tool_calls") or ()
+    if calls and calls[0]["function"]["name"] not in reply:
+        raise DataError(
+            f"the chat template leaves out the call of {calls[0]['function']['name']!r}, and renders {reply!r:.300}; "
+            "give one that knows tools (--chat_template=FILE)"
+        )
+    content = message.get("content")
+    if calls or not isinstance(content, str):
+        return
+    parts = re.split(f"{THINK}|{END_THINK}", content) if END_THINK in content else [] if content else [thoughts]
+    lost = next((part for part in parts if part.strip() not in reply), None)
+    if lost is not None:
+        raise DataError(
+            f"the chat template leaves out {lost!r:.100} of a message of the assistant, and renders {reply!r:.300}; "
+            "give thoughts once, before an answer, or another template (--chat_template=FILE)"
+        )

@@ -18,9 +18,12 @@ Nulls inside of arguments and schemas stay, except those of Arrow, whose tables 
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from funrl.data.json_lines import DataError
@@ -28,10 +31,10 @@ from funrl.data.json_lines import DataError
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant thought; the first is normal
+END_THINK = "</think>"
 TRAIN = "train"  # field of a message: false where its turn is not trained
 READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAIN, "weight", *THOUGHTS})
 _ROLES = frozenset(ROLES)
-_TEXT_OR_NONE = (str, type(None))
 _PLAIN = frozenset({"role", "content"})
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
@@ -66,7 +69,8 @@ def normal_message(message: Any) -> Message:
         raise DataError(f"{shown(message)} is not an object with a role and a content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed")
+        hint = ", in fields role and content instead of from and value" if "from" in message else ""
+        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed{hint}")
     content = message.get("content")
     if message.keys() == _PLAIN and isinstance(content, str):
         return dict(message)
@@ -164,7 +168,7 @@ def without_arrow_nulls(row: Any) -> Any:
     """A row of an Arrow table without the nulls in its messages and tools; other columns stay as they are."""
     if not isinstance(row, Mapping):
         return row
-    return {name: _without_nulls(value) if _is_filled(value) else value for name, value in row.items()}
+    return {name: _without_nulls(x) if name == "tools" or _is_filled(x) else x for name, x in row.items()}
 
 
 def check_roles(messages: Iterable[Message], template: str | None) -> None:
@@ -180,13 +184,20 @@ def check_roles(messages: Iterable[Message], template: str | None) -> None:
 
 def unread_fields(messages: Iterable[Message], template: str | None) -> list[str]:
     """Names of fields of messages that neither funrl nor the chat template reads, each once."""
-    names = dict.fromkeys(name for message in messages for name in message if name not in READ)
-    return [name for name in names if not mentions(template, name)]
+    names = dict.fromkeys(name for message in messages for name in message if name not in READ or name in THOUGHTS)
+    # A template that knows the marks of thoughts reads them in contents.
+    thinks = any(mentions(template, name) for name in THOUGHTS) or END_THINK in str(template)
+    return [name for name in names if not (thinks if name in THOUGHTS else mentions(template, name))]
 
 
 def mentions(template: str | None, name: str) -> bool:
     """True if a chat template has a word."""
-    return bool(template) and re.search(rf"\b{re.escape(name)}\b", str(template)) is not None
+    return _has_word(str(template or ""), name)
+
+
+@functools.lru_cache(maxsize=256)  # it is asked for every record
+def _has_word(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def shown(value: Any) -> str:
@@ -206,7 +217,7 @@ def _are_usual_fields(message: Message) -> bool:
     calls = get("tool_calls")
     if get("weight") is not None or get(TRAIN) is not None or (calls and type(calls) is not list):
         return False
-    if not (type(get("reasoning_content")) in _TEXT_OR_NONE and get("reasoning") is None and get("thinking") is None):
+    if any(get(name) is not None for name in THOUGHTS):  # which a template may leave out
         return False
     for call in calls or ():
         function = call.get("function") if type(call) is dict else None
@@ -286,4 +297,8 @@ def _is_filled(value: Any) -> bool:
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    if isinstance(value, date | time):  # which JSON has not; transformers would render its type
+        return value.isoformat()
+    return float(value) if isinstance(value, Decimal) else value

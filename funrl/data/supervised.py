@@ -87,6 +87,10 @@ class TextExample(NamedTuple):
     source: str = ""
     owned: tuple[OwnedLines, ...] = ()
 
+    def has_several_rows(self) -> bool:
+        """True of rows of a conversation, whose prompts differ; the texts of a pair or triple share theirs."""
+        return len({tuple(text.tokens[: text.trained.index(True)]) for text in self.texts}) > 1
+
 
 @dataclass(eq=False)
 class KeptTexts:
@@ -237,8 +241,10 @@ def normal_record(record: Any, kind: str) -> dict[str, Any]:
             normal = {**normal, name: _normal_field(name, value)}
     if kind == "demonstrations" and "messages" in normal:
         messages = normal["messages"]
-        if not are_messages(messages) or not any(m["role"] == "assistant" for m in messages):
-            raise DataError("'messages' must be a list of messages, one of them at least by the assistant")
+        roles = [message["role"] for message in messages] if are_messages(messages) else []
+        if "assistant" not in roles:
+            seen = f"; the roles are {', '.join(dict.fromkeys(roles))}" if roles else ""
+            raise DataError(f"'messages' must be a list of messages, one of them at least by the assistant{seen}")
         return normal
     if kind == "demonstrations" and "text" in normal and "prompt" not in normal:
         if not isinstance(normal["text"], str):
@@ -308,16 +314,18 @@ def text_example(
         raise DataError(f"{kind} have no pictures: these are read with demonstrations and prompts")
     seen = [
         expand_placeholders(text.tokens, pictures[:share], see, read)
-        for text, share in zip(example.texts, _shares(example.texts, pictures, see), strict=True)
+        for text, share in zip(example.texts, _shares(example.texts, pictures, see, record), strict=True)
     ]
     texts = tuple(Text(new.tokens, flags_after(*text, new, see)) for text, new in zip(example.texts, seen, strict=True))
     return example._replace(texts=texts, owned=tuple(new.owned for new in seen))
 
 
-def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm) -> list[int]:
-    """For each text the number of pictures that it has, the first ones of its record: a history is shorter."""
+def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm, record: Mapping[str, Any]) -> list[int]:
+    """For each text the number of pictures that it has, the first ones of its record: a row ends with its last turn."""
     counts = [text.tokens.count(form.tower.placeholder) for text in texts]
-    return [len(pictures) if count == max(counts) else count for count in counts]
+    contents = [message.get("content") for message in record.get("messages", ())]
+    places = sum(part.get("type") == "image" for parts in contents if isinstance(parts, list) for part in parts)
+    return counts if places == len(pictures) else [len(pictures) for _ in texts]
 
 
 def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: PromptFormat) -> TextExample:
@@ -432,11 +440,10 @@ def shortened(example: TextExample, most: int) -> TextExample:
     lengths = [len(text.tokens) for text in example.texts]
     if max(lengths) <= most:
         return example
-    prompts = [text.trained.index(True) for text in example.texts]
-    if len(set(prompts)) > 1:  # rows of a conversation, each of its own
+    if example.has_several_rows():  # each is cut by itself
         rows = [shortened(TextExample((text,)), most).texts[0] for text in example.texts]
         return example._replace(texts=tuple(rows))
-    prompt = prompts[0]
+    prompt = example.texts[0].trained.index(True)
     rest = max(lengths) - prompt
     begin = prompt - min(prompt, most - rest if rest < most else most // 2)
     texts = tuple(Text(text.tokens[begin:][:most], text.trained[begin:][:most]) for text in example.texts)

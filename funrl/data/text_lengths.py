@@ -97,8 +97,13 @@ def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, rea
     place, source = next(iter(sources.items()))
     ids = _token_ids(examples[place])
     longest, tokens = max(enumerate(ids), key=lambda pair: len(pair[1]))
-    name = f"prompt with {TEXT_FIELDS['triples'][longest]!r}" if len(ids) > 1 else "text"
-    name = "prompt" if isinstance(examples[place], Example) else name
+    example = examples[place]
+    if isinstance(example, Example):
+        name = "prompt"
+    elif example.has_several_rows():
+        name = f"conversation's row {longest + 1}"
+    else:
+        name = f"prompt with {TEXT_FIELDS['triples'][longest]!r}" if len(ids) > 1 else "text"
     begins = tokenizer.decode(tokens[:40])[:60]
     count = f"{len(sources)} of {len(examples)} examples are too long"
     others = f"; {count}: {named_lines(sources.values())}" if len(sources) > 1 else ""

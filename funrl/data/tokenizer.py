@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.messages import THOUGHTS, TRAIN, mentions
+from funrl.data.messages import END_THINK, THOUGHTS, TRAIN, mentions
 from funrl.data.processors.square_pictures import framed
 
 PAD = "<pad>"
 END = "</s>"
 THINK = "<think>"
-END_THINK = "</think>"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain markers; that of others stays text
 STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
@@ -199,13 +198,22 @@ def render_chat(
     return RenderedChat("".join((*parts, rendered[begin:])), cuts)
 
 
+@functools.lru_cache(maxsize=8)
+def _reads_thoughts(template: str) -> bool:
+    """True of a template that reads a field of thoughts; others may have their names in other places."""
+    fields = "|".join(THOUGHTS)
+    pattern = rf"\b(?:m|msg|message)(?:\.|\[['\"]|\.get\(['\"])(?:{fields})\b"
+    return THOUGHTS[0] in template or re.search(pattern, template) is not None
+
+
 def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     """A message as a chat template reads it: thoughts have the name that it knows, and are a field if it knows one."""
     if message.get("role") != "assistant":
         return message
     content = message.get("content")
-    if isinstance(content, str) and END_THINK in content and THOUGHTS[0] in template and not message.get(THOUGHTS[0]):
-        answer = content.rpartition(END_THINK)[2].lstrip("\n")
+    inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHTS[0])
+    if inline and _reads_thoughts(template):
+        answer = str(content).rpartition(END_THINK)[2].lstrip("\n")
         message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
     if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
         message = {**message, **{name: message[THOUGHTS[0]] for name in THOUGHTS if mentions(template, name)}}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from funrl.data.conversations import CALL_ID, REPLY
 from funrl.data.json_lines import DataError
 from funrl.data.tokenizer import THINK, TokenizerError, chat_text
-from funrl.environments.chat import CALL_ID, REPLY, TemplateChat
+from funrl.environments.chat import TemplateChat
 from funrl.environments.forms.response_templates import REPLY_FORMS
 from funrl.rollout.episodes import Message
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_pictures import FORM, PLACEHOLDER, TOWER, picture, png, tokenizer
+from tiny_pictures import FORM, PLACEHOLDER, TEMPLATE, TOWER, picture, png, tokenizer
 
 from funrl.data.json_lines import DataError
 from funrl.data.order import Reordered
@@ -277,3 +277,38 @@ def test_files_of_another_processor_are_refused(text, words, tmp_path):
     (tmp_path / PROCESSOR).write_text(text)
     with pytest.raises(DataError, match=words):
         picture_form(seeing("qwen2_5_vl"), str(tmp_path))
+
+
+def test_each_row_of_a_conversation_has_the_pictures_before_it():
+    template = TEMPLATE.replace(":{% endfor %}{% endif %}", "{% endfor %}{% endif %}").removesuffix(":{% endfor %}")
+    reasons = "{% if loop.last and m.reasoning_content %}{{ m.reasoning_content }}:{% endif %}"
+    tokens = tokenizer()
+    tokens.chat_template = (
+        template.replace("{% if m.content is string %}", f"{reasons}{{% if m.content is string %}}", 1)
+        + "{% if m.role == 'assistant' %}</s>{% else %}:{% endif %}{% endfor %}"
+    )
+    pictures = [png(picture((24, 16), seed)) for seed in range(3)]
+    image, text = {"type": "image"}, {"type": "text", "text": "a"}
+    messages = [
+        {"role": "user", "content": [image, text]},
+        {"role": "assistant", "content": "b", "reasoning_content": "c"},
+        {"role": "user", "content": [text, image, image]},
+        {"role": "assistant", "content": "d", "reasoning_content": "c"},
+    ]
+    for count, used in ((2, 1), (4, 3)):
+        record = {"messages": messages[:count], "images": pictures[:used]}
+        example = text_example(record, "demonstrations", tokens)
+        last, owned = example.texts[-1], example.owned[-1]
+        assert sum(last.trained) == 4 and len(example.texts) == count // 2
+        merged = [patches_of(read_picture(x), FORM)[1] for x in pictures[:used]]
+        assert last.tokens.count(PLACEHOLDER) == sum(rows * columns // 4 for rows, columns in merged)
+        if count == 2:
+            first, first_owned = last, owned
+    assert example.texts[0] == first and example.owned[0].digest == first_owned.digest
+    untrained = {"messages": [*messages[:3], messages[3] | {"train": False}], "images": pictures}
+    example = text_example(untrained, "demonstrations", tokens)  # of which nothing after the first turn is read
+    assert example.texts == (first,) and example.owned[0].digest == first_owned.digest
+    with pytest.raises(DataError, match="pictures"):
+        text_example({"messages": messages[:4], "images": pictures[:2]}, "demonstrations", tokens)
+    with pytest.raises(DataError, match="pictures"):
+        text_example({"messages": messages[:2], "images": pictures[:2]}, "demonstrations", tokens)

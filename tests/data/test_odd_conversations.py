@@ -1,0 +1,233 @@
+"""Odd conversations and chat templates: what is trained of them, and what is refused because it would be lost."""
+
+import datetime
+from decimal import Decimal
+
+import pytest
+from test_records_to_tokens import ASK, CHATML, calling, chat_of, chatml, said, spans, trained
+
+from funrl.data.conversations import ChatTemplate
+from funrl.data.json_lines import DataError
+from funrl.data.messages import unread_fields, without_arrow_nulls
+from funrl.data.prompt_format import PLAIN_PROMPTS, Shot
+from funrl.data.prompts import Prompt, encode
+from funrl.data.supervised import text_example
+from funrl.data.tokenizer import TokenizerError
+
+OPENS_THOUGHTS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+    "{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}"
+)
+NO_TOOLS = "{% for m in messages %}{{ m.role }}>{{ m.content }}<|im_end|>{% endfor %}assistant>"
+
+
+def answered(content, **fields):
+    """A question and an answer."""
+    return {"messages": [ASK, {"role": "assistant", "content": content, **fields}]}
+
+
+def refused(record, tokenizer, said, kind="demonstrations"):
+    with pytest.raises((DataError, TokenizerError), match=said):
+        text_example(record, kind, tokenizer)
+
+
+def test_calls_that_a_template_does_not_know_are_refused():
+    """Else the end of the turn alone would be trained."""
+    refused({"messages": [ASK, calling()]}, chatml(NO_TOOLS), "leaves out the call of 'mul', and renders '<|im_end|>'")
+
+
+def test_a_turn_of_which_a_template_leaves_nothing_is_refused():
+    refused(answered(None, reasoning_content="hm"), chatml(), "leaves out 'hm' of a message of the assistant")
+    refused(answered("yo"), chatml("{{ messages[0].content }}<|im_end|>"), "leaves out what the assistant says")
+    assert trained(answered(""), chatml()) == [["<|im_end|>"]]
+
+
+def test_thoughts_in_a_content_are_trained_whole_or_refused():
+    twice = answered("<think>a</think>b<think>c</think>d")
+    assert trained(twice, chatml()) == [["<think>a</think>b<think>c</think>d<|im_end|>"]]  # which knows no thoughts
+    refused(twice, chatml(OPENS_THOUGHTS), "leaves out 'a' of a message of the assistant")
+    once = answered("<think>\na\n</think>\n\nd")
+    for record in (once, answered("d", reasoning_content="a"), answered("a\n</think>\n\nd")):
+        assert trained(record, chatml(OPENS_THOUGHTS)) == [["a\n</think>\n\nd<|im_end|>"]]
+    assert trained(answered("d"), chatml(OPENS_THOUGHTS)) == [["\n</think>\n\nd<|im_end|>"]]
+
+
+def test_thoughts_in_a_content_reach_the_field_that_a_template_reads():
+    """As gpt-oss's, whose name is `thinking`."""
+    template = CHATML.replace("\n{{ m.content", "\n{% if m.thinking %}[{{ m.thinking }}]{% endif %}{{ m.content")
+    for record in (answered("<think>\na\n</think>\n\nd"), answered("d", reasoning="a")):
+        assert trained(record, chatml(template)) == [["[a]d<|im_end|>"]]
+
+
+def test_a_content_may_begin_like_the_mark_that_opens_thoughts():
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    assert trained(answered("<b>x"), chatml(template)) == [["\n</think>\n\n<b>x<|im_end|>"]]
+
+
+def test_thoughts_that_a_prompt_has_closed_may_be_none():
+    """As Nemotron's template, which writes a turn without thoughts as empty ones, and opens them in a prompt."""
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
+        "{{ m.content", "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content"
+    )
+    assert trained(answered("yo"), chatml(template)) == [["</think>yo<|im_end|>"]]
+    closed = CHATML.replace("assistant\n{% endif %}", "assistant\n</think>{% endif %}")
+    (row,) = text_example(answered("yo", reasoning_content="hm"), "demonstrations", chatml(closed.replace(
+        "\n{{ m.content", "\n{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content"))).texts  # fmt: skip
+    assert spans(row, chatml())[-1] == (True, "yo<|im_end|>")
+
+
+def test_thoughts_that_a_prompt_begins_go_on():
+    """Where the template opens them itself they are not opened twice."""
+    for template in (CHATML, OPENS_THOUGHTS):
+        begun = [ASK, {"role": "assistant", "content": "<think>\nI"}]
+        text = encode(Prompt(begun, {}), chatml(template)).text
+        assert text.endswith("<|im_start|>assistant\n<think>\nI")
+    record = {"prompt": begun, "completion": " am\n</think>\n\nyo"}
+    assert trained(record, chatml()) == [[" am\n</think>\n\nyo<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    "messages, name",
+    [
+        ([{"role": "developer", "content": "x"}, *said("a", "b")], "message 1, as its role is 'developer'"),
+        ([ASK, calling(), {"role": "tool", "content": "6"}, *said("", "b")[1:]], "message 3, as its role is 'tool'"),
+        ([ASK, {"role": "system", "content": "x"}, *said("", "b")[1:]], "message 2, .*'system', and another message"),
+    ],
+)
+def test_a_message_whose_role_a_template_leaves_out_is_refused(messages, name):
+    knows = CHATML.replace("%}<|im_start|>", "%}{% if m.role in ('user', 'assistant') %}<|im_start|>", 1).replace(
+        "{% endfor %}{% if add", "{% endif %}{% endfor %}{% if add"
+    )
+    refused({"messages": messages}, chatml(knows), name)
+    refused({"prompt": messages[:-1], "completion": "b"}, chatml(knows), name)
+    assert trained({"messages": messages}, chatml())[0][-1] == "b<|im_end|>"
+
+
+def test_the_first_message_may_be_the_assistants_if_it_is_context():
+    messages = [{"role": "assistant", "content": "Hi!"}, *said("a", "b")]
+    refused({"messages": messages}, chatml(), "message 1 is by the assistant, and no prompt is before it")
+    messages[0]["train"] = False
+    assert trained({"messages": messages}, chatml()) == [["b<|im_end|>"]]
+
+
+def test_a_turn_ends_once():
+    for content in ("yo", "yo<|im_end|>"):
+        assert trained(answered(content), chatml()) == [["yo<|im_end|>"]]
+    unended = chat_of(CHATML.replace("<|im_end|>", ""), "<|im_start|>", "<|im_end|>")
+    assert trained(answered("yo<|im_end|>"), unended) == [["yo<|im_end|>"]]
+
+
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+ENDS = {  # what stands at the end of a message, what is trained of it, and what is at the end of the template
+    "one": ("<|im_end|>\n", "<|im_end|>", PROMPT),
+    "cohere": ("<|stop|><|im_end|>", "<|stop|><|im_end|>", PROMPT),
+    "phi_3": ("<|im_end|>\n", "<|im_end|>", PROMPT.replace("{% endif", "{% else %}<|stop|>{% endif")),
+    "gpt_oss": (
+        "{{ '<|stop|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}", "<|stop|>", PROMPT,
+    ),
+    "opens a turn unasked": ("<|im_end|>\n", "<|im_end|>", "<|im_start|>assistant\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_turn_ends_with_the_mark_that_ends_it(name):
+    end, trained_end, prompt = ENDS[name]
+    template = CHATML.replace("<|im_end|>\n", end).replace(PROMPT, prompt)
+    tokenizer = chat_of(template, "<|im_start|>", "<|im_end|>", "<|stop|>")
+    parts = [part.strip("\n") for row in trained({"messages": said("a", "b", "c", "d")}, tokenizer) for part in row]
+    assert parts == [f"b{trained_end}", f"d{trained_end}"]
+
+
+def test_templates_by_name_are_read():
+    """As Hermes 2 Pro's and Command R+'s tokenizers have them."""
+    tokenizer = chatml({"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML})
+    assert trained({"messages": said("a", "b")}, tokenizer) == [["b<|im_end|>"]]
+    schema = {"type": "function", "function": {"name": "f"}}
+    (text,) = text_example({"messages": said("a", "b"), "tools": [schema]}, "demonstrations", tokenizer).texts
+    assert tokenizer.decode(text.tokens).startswith('[{"type"')
+
+
+def test_a_tokenizer_may_have_no_end_pad_by_it_or_be_slow():
+    record = {"messages": said("a", "b", "c", "d")}
+    for change in ({"eos_token": None}, {"pad_token": "<|im_end|>"}):
+        tokenizer = chatml()
+        for name, value in change.items():
+            setattr(tokenizer, name, value)
+        assert trained(record, tokenizer) == [["b<|im_end|>", "d<|im_end|>"]]
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer(chat_template=CHATML.replace("<|im_start|>", "<extra_id_0>").replace("<|im_end|>", "</s>"))
+    marked = {"messages": [{"role": "user", "content": "</s><extra_id_0>"}, *record["messages"][1:]]}
+    assert trained(marked, slow) == [["b</s>", "d</s>"]]
+    (text,) = text_example(marked, "demonstrations", slow).texts
+    assert text.tokens.count(slow.eos_token_id) == 4  # and not the user's
+
+
+def test_marks_of_turns_need_not_be_special():
+    tokenizer = chat_of(CHATML, "<|x|>", "<|y|>", added=("<|im_start|>", "<|im_end|>"))
+    messages = [{"role": "user", "content": "<|im_end|>"}, *said("", "b", "c", "d")[1:]]
+    assert trained({"messages": messages}, tokenizer) == [["b<|im_end|>", "d<|im_end|>"]]
+    (text,) = text_example({"messages": messages}, "demonstrations", tokenizer).texts
+    assert text.tokens.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 4
+
+
+def test_examples_and_a_system_message_stand_before_a_conversation_and_are_not_trained():
+    shots = (Shot("q", "a"), Shot([ASK], [calling()]))
+    form = PLAIN_PROMPTS._replace(system="S", shots=shots)
+    for own in ([], [{"role": "system", "content": "own"}]):
+        record = {"messages": [*own, *said("a", "b", "c", "d")]}
+        (text,) = text_example(record, "demonstrations", chatml(), form).texts
+        parts = spans(text, chatml())
+        assert [part for is_trained, part in parts if is_trained] == ["b<|im_end|>", "d<|im_end|>"]
+        assert parts[0][1].startswith(f"<|im_start|>system\n{'own' if own else 'S'}<|im_end|>\n<|im_start|>user\nq")
+        assert "<call>mul" in parts[0][1]
+
+
+def test_dates_and_decimals_of_a_column_are_what_json_has():
+    arguments = {
+        "at": datetime.datetime(2024, 5, 1, 12),
+        "on": datetime.date(2024, 5, 1),
+        "n": Decimal("1.5"),
+        "x": None,
+    }
+    record = without_arrow_nulls({"messages": [ASK, calling("f", arguments | {"x": None})]})
+    assert trained(record, chatml()) == [
+        ['<call>f {"at": "2024-05-01T12:00:00", "on": "2024-05-01", "n": 1.5}</call><|im_end|>']
+    ]
+    tools = [{"name": "f", "inputs": {"a": 1, "b": None}}]
+    assert without_arrow_nulls({"tools": tools, "x": {"a": None}}) == {
+        "tools": [{"name": "f", "inputs": {"a": 1}}], "x": {"a": None},
+    }  # fmt: skip
+
+
+def test_thoughts_that_a_template_does_not_know_are_named():
+    messages = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
+    assert unread_fields(messages, CHATML) == ["reasoning_content"]
+    assert unread_fields(messages, OPENS_THOUGHTS) == unread_fields(messages, "{{ m.thinking }}") == []
+
+
+@pytest.mark.parametrize(
+    "messages, said",
+    [
+        (
+            [{"from": "human", "value": "x"}],
+            "its role is null; .* in fields role and content instead of from",
+        ),
+        ([{"role": "human", "content": "x"}], "one of them at least by the assistant; the roles are human"),
+        ([], "'messages' must be a list of messages, one of them at least by the assistant$"),
+        ([None], "message 1: null is not an object with a role and a content"),
+        (
+            [{"role": "user", "content": 5}],
+            "the content of the user is 5; a text, or a list of parts",
+        ),
+        ([{"role": 1, "content": "x"}], "message 1: its role is 1; one of system, developer, user, assistant, tool"),
+        ([{"role": "user", "content": [["x"]]}], r"the content of the user is \[\[\"x\"\]\]; a text, or a list"),
+    ],
+)
+def test_what_is_no_conversation_is_named(messages, said):
+    refused({"messages": messages}, chatml(), said)
+
+
+def test_a_template_that_refuses_says_why():
+    for template, why in (("{{ raise_exception('no system') }}", "no system"), ("{% for m in messages %}", "endfor")):
+        with pytest.raises(TokenizerError, match=f"the chat template refuses the messages .*{why}"):
+            ChatTemplate(chatml(template)).prompt([ASK])
