@@ -119,7 +119,7 @@ class ChatTemplate(NamedTuple):
             thoughts = ""
         reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            reply = self._reply(QUESTION, message, self._synthetic(QUESTION, opens=True))
+            reply = self._reply(QUESTION, message, self.render(QUESTION, opens=True).text)
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
@@ -228,15 +228,14 @@ class ChatTemplate(NamedTuple):
         Raises:
           TokenizerError: it leaves out what the assistant says.
         """
-        plain = self._replace(tools=())
         said = [*QUESTION, {"role": "assistant", "content": REPLY}]
-        whole = plain._synthetic(said, opens=False)
+        whole = self._synthetic(said, opens=False)
         if not whole:
             return None, ""
         if REPLY not in whole:
             raise TokenizerError(f"the chat template leaves out what the assistant says; it renders {whole!r:.500}")
         closing = whole.rpartition(REPLY)[2]
-        followed = plain._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
+        followed = self._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
         marks = [match for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
         if not marks:
             return closing, ""
@@ -247,13 +246,13 @@ class ChatTemplate(NamedTuple):
         return closing, closing[: run.end() if ends_all else first.end()]
 
     def _synthetic(self, messages: Messages, opens: bool) -> str:
-        """Text of synthetic messages, which is kept; "" where the template refuses them."""
+        """Text of synthetic messages without tools, which is kept; "" where the template refuses them."""
         arguments = json.dumps([self.arguments or {}, messages, opens], sort_keys=True, default=str)
         key = (str(self.tokenizer.chat_template), arguments)
         known = _SYNTHETIC.setdefault(self.tokenizer, {})
         if key not in known:
             try:
-                known[key] = self.render(messages, opens).text
+                known[key] = self._replace(tools=()).render(messages, opens).text
             except TokenizerError:
                 known[key] = ""
         return known[key]

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import READ, THOUGHTS, are_messages, check_roles, unread_fields
+from funrl.data.messages import are_messages, check_roles, fields_read, unread_fields
 from funrl.data.tokenizer import has_own_begin
 
-READ_BY_ALL = READ.difference(THOUGHTS)
 FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
 
@@ -26,6 +25,7 @@ class RecordRemarks:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self.template = getattr(tokenizer, "chat_template", None)
+        self.known = fields_read(self.template)  # and further names that have been looked at
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
@@ -37,9 +37,10 @@ class RecordRemarks:
             value: Any = record.get(name)
             if are_messages(value):
                 check_roles(value, self.template)
-                if not all(READ_BY_ALL.issuperset(message) for message in value):
+                if not all(self.known.issuperset(message) for message in value):
                     for field in unread_fields(value, self.template):
                         self.unread.setdefault(field, number)
+                    self.known = self.known.union(*value)
         text = record.get("prompt", record.get("text"))
         if isinstance(text, str) and has_own_begin(self.tokenizer, text):
             self.begun.append(number)
