@@ -119,8 +119,7 @@ class ChatTemplate(NamedTuple):
             thoughts = ""
         reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            plain = self._replace(tools=())
-            reply = plain._reply(QUESTION, message, plain._synthetic(QUESTION, opens=True))
+            reply = self._reply(QUESTION, message, self.render(QUESTION, opens=True).text)
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import are_usual, check_roles, unread_fields
+from funrl.data.messages import are_usual, check_roles, fields_read, unread_fields
 
 FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
 
 class RecordRemarks:
-    """What is odd in some records, with the number of the first of each kind.
+    """Oddities of some records, with the number of the first of each kind.
 
     Example:
       remarks = RecordRemarks(tokenizer)
@@ -24,6 +24,7 @@ class RecordRemarks:
     def __init__(self, tokenizer: Any):
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
+        self.known = fields_read(self.template)  # and further names that have been looked at
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
@@ -44,8 +45,10 @@ class RecordRemarks:
             value: Any = record.get(name)
             if type(value) is list and value and not are_usual(value):
                 check_roles(value, self.template)
-                for field in unread_fields(value, self.template):
-                    self.unread.setdefault(field, number)
+                if not all(self.known.issuperset(message) for message in value):
+                    for field in unread_fields(value, self.template):
+                        self.unread.setdefault(field, number)
+                    self.known = self.known.union(*value)
         text = record.get("prompt", record.get("text"))
         if self.begin and isinstance(text, str) and text.startswith(self.begin):
             self.begun.append(number)
@@ -73,7 +76,7 @@ class RecordRemarks:
             raise DataError(f"{where(0)}: in all pairs 'chosen' and 'rejected' are equal: there is nothing to learn")
         if self.equal:
             lines.append(
-                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal, which teach nothing "
+                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal, from which nothing is trained "
                 f"(the first: {where(self.equal[0])})"
             )
         return lines
