@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import are_usual, check_roles, fields_read, unread_fields
+from funrl.data.messages import are_usual, check_chat_roles, known_fields, unread_fields
 
-FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
+TEXT_COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
 
 class RecordRemarks:
@@ -24,7 +24,7 @@ class RecordRemarks:
     def __init__(self, tokenizer: Any):
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
-        self.known = fields_read(self.template)  # and further names that have been looked at
+        self.known = known_fields(self.template)  # and further names that have been looked at
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
@@ -41,10 +41,10 @@ class RecordRemarks:
         Raises:
           DataError: a role that nothing knows.
         """
-        for name in () if usual else FIELDS:
+        for name in () if usual else TEXT_COLUMNS:
             value: Any = record.get(name)
             if type(value) is list and value and not are_usual(value):
-                check_roles(value, self.template)
+                check_chat_roles(value, self.template)
                 if not all(self.known.issuperset(message) for message in value):
                     for field in unread_fields(value, self.template):
                         self.unread.setdefault(field, number)
@@ -76,7 +76,7 @@ class RecordRemarks:
             raise DataError(f"{where(0)}: in all pairs 'chosen' and 'rejected' are equal: there is nothing to learn")
         if self.equal:
             lines.append(
-                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal, from which nothing is trained "
+                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal: they train nothing "
                 f"(the first: {where(self.equal[0])})"
             )
         return lines
