@@ -340,7 +340,7 @@ def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
     if reward is not None and not isinstance(reward, Real):
         raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a number or None is needed")
     if reward is not None and not math.isfinite(reward):
-        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number or None is needed")
+        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number is needed, or None")
     if not ended and not _are_messages(messages):
         raise ReturnError(
             f"{name}.step returned the messages {messages!r:.200} and goes on; at least one message such as "

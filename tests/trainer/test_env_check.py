@@ -87,7 +87,7 @@ NEVER = {  # name: what the line says
     "NoMessage": r"NoMessage.reset returned \(\[\], \(\)\); return a tuple: messages, tools",
     "Pair": r"Pair.step returned \(\[\], True\); return a tuple: messages, reward, whether the episode ends",
     "TextReward": r"TextReward.step returned the reward '1.0'; a number or None is needed",
-    "NaNReward": r"NaNReward.step returned the reward nan; a finite number or None is needed",
+    "NaNReward": r"NaNReward.step returned the reward nan; a finite number is needed, or None",
     "Hangs": r"the environment took longer than 0.3 s between two calls of the policy \(--env_timeout\)",
     "Gymnasium": r"Gymnasium.reset takes .*; it is called as \(self, example, seed\); .*--env=gymnasium:FILE.py:NAME",
     "NoClose": r"class NoClose lacks close; .*--env=gymnasium:FILE.py:NAME",
