@@ -13,7 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 
@@ -155,6 +155,22 @@ def _from_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def user_frames(error: BaseException) -> TracebackType | None:
+    """The traceback of an error from the first frame on that is not funrl's; None: all are."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent):
+        frames = frames.tb_next
+    return frames
+
+
+def user_trace(error: BaseException) -> str:
+    """The text of `user_frames`, and the error; the error alone where all frames are funrl's."""
+    frames = user_frames(error)
+    if frames is None:
+        return "".join(traceback.format_exception_only(error))
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _where(error: BaseException) -> str:

@@ -43,6 +43,7 @@ class SharedKeywords(TypedDict, total=False):
     episode_turns: WholeValue
     episode_tokens: WholeValue | None
     env_timeout: NumberValue
+    env_check: TextValue
     episode_retries: WholeValue
     env_workers: WholeValue
     max_waiting: WholeValue
@@ -72,6 +73,7 @@ class TrainKeywords(SharedKeywords, total=False):
     resize_vocab: TruthValue
     teacher: TextValue | None
     teacher_top_k: WholeValue
+    save_dtype: TextValue
     backend: TextValue
     task: TextValue
     data: TextValue | None
@@ -139,6 +141,7 @@ class TrainKeywords(SharedKeywords, total=False):
     lora_rank: WholeValue | None
     lora_alpha: NumberValue | None
     lora_targets: TextValue
+    adapter: TextValue | None
     router_aux_coef: NumberValue
     router_z_coef: NumberValue
     router_bias_rate: NumberValue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import os
 import shutil
@@ -45,7 +44,7 @@ from funrl.data.pictures import with_picture_form
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.flags.arguments import find_recipe, full_source, recipe_name
-from funrl.mesh.launch import Waiting, check_devices, device_type, launch
+from funrl.mesh.launch import check_devices, device_type, launch
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Model, ModelConfig
 from funrl.models.huggingface import directories as hf
@@ -64,6 +63,7 @@ from funrl.track.report.page import write_report
 from funrl.track.report.run_files import ReportError
 from funrl.trainer.checkpoints.resumable import check_resume
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model, with_model_directories
+from funrl.trainer.env_check import check_first_episode
 from funrl.trainer.inference import read_stored_model, stored_picture_form, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
@@ -75,6 +75,7 @@ from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
+from funrl.trainer.waiting import waiting_of
 
 RECORDS = "records"  # in a run's config.json: prompts or texts given in Python
 
@@ -300,6 +301,7 @@ def train(
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         _say_changes(job, expanded(str(chosen.run.run_dir)))
+    check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
 
 
@@ -360,13 +362,11 @@ def _run(
         )
         with start as owned:
             run_dir = str(owned.path)
-            timeout = datetime.timedelta(minutes=chosen.waiting.timeout)
-            waiting = Waiting(timeout, chosen.waiting.heartbeat, chosen.waiting.stalled_after)
             rewards = functools.partial(open_rewards, job)
             try:
                 with warm_started(job) as started:
                     program = functools.partial(_rank, started, run_dir, on_step, source)
-                    outcome = launch(program, job.launched, job.device, before=rewards, waiting=waiting)
+                    outcome = launch(program, job.launched, job.device, before=rewards, waiting=waiting_of(job))
             except BaseException:
                 leave_nothing(owned)
                 raise

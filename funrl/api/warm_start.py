@@ -23,6 +23,7 @@ from funrl.compiled_kernels.kernel_library import cache_folder
 from funrl.data.file_digests import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.weight_files import WHOLE
 from funrl.processes.environment import read_environment
 from funrl.processes.module_process import module_process
 from funrl.tasks.embedded import embedded_task
@@ -167,7 +168,7 @@ def _problem(directory: Path, job: Job) -> str | None:
 
 def _digest(directory: Path) -> str:
     """A checksum of a model's config and weights."""
-    return files_digest({name: directory / name for name in ("config.json", hf.WHOLE)})
+    return files_digest({name: directory / name for name in ("config.json", WHOLE)})
 
 
 def _remove(path: Path) -> None:

@@ -134,13 +134,14 @@ def with_mesh(command: Command) -> Command:
     return command._replace(settings=chosen, notes=command.notes if note is None else (*command.notes, note))
 
 
-def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> Command:
+def read_command(experiment: Experiment, argv: Sequence[str], writes: bool, rewarded: bool = True) -> Command:
     """Read and check a command line.
 
     Args:
       experiment: the experiment.
       argv: the program's name and its arguments.
       writes: whether this process writes the run directory.
+      rewarded: whether an algorithm that reads rewards must be given some.
 
     Raises:
       ValueError, OSError: the first flag that cannot work, with its value and a way out.
@@ -151,7 +152,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool) -> C
         source, settings = _read_common(experiment, common, line)
         if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
             check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
-        return _read_recipe(experiment, common, line, source, settings)
+        return _read_recipe(experiment, common, line, source=source, settings=settings, rewarded=rewarded)
 
 
 def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tuple[str, Settings]:
@@ -178,7 +179,7 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
 
 def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: frozenset[str]) -> None:
     """Refuse names of TRL and verl; the error gives ours. Raises: SettingsError."""
-    known = dict.fromkeys([*common.values, *arguments])
+    known = dict.fromkeys([*common.values, *arguments]) | dict(settings_flags())
     context = NameContext({}, common.values, arguments, source.rpartition(":")[2])
     try:
         check_names(names_given(common.unknown), known, context)
@@ -188,7 +189,9 @@ def _refuse_other_names(common: flags.Read, line: Line, source: str, arguments: 
         raise SettingsError(f"{error}\n`funrl import {line.config.path}` translates the whole file") from error
 
 
-def _read_recipe(experiment: Experiment, common: flags.Read, line: Line, source: str, settings: Settings) -> Command:
+def _read_recipe(
+    experiment: Experiment, common: flags.Read, line: Line, source: str, settings: Settings, rewarded: bool
+) -> Command:
     """The command, with the arguments of the recipe. From here on torch is imported."""
     arguments, own = experiment.arguments(source)
     rest = flags.read(own, ["", *common.unknown])
@@ -216,7 +219,8 @@ def _read_recipe(experiment: Experiment, common: flags.Read, line: Line, source:
     settings = for_kind(settings, kind)
     from funrl.trainer.settings.checks import check_settings
 
-    check_settings(settings, kind, not isinstance(algorithm, Algorithm) or reads_scores(algorithm))
+    reads = not isinstance(algorithm, Algorithm) or reads_scores(algorithm)
+    check_settings(settings, kind, rewarded and reads)
     return command._replace(settings=settings, kind=kind)
 
 

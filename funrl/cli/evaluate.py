@@ -49,6 +49,7 @@ from funrl.track.records.run_directory import (
 )
 from funrl.track.records.run_lock import owned_run
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
+from funrl.trainer.env_check import check_first_episode
 from funrl.trainer.inference import ALL, given_objects, prepare_inference, run_inference
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.provenance import Given
@@ -314,7 +315,8 @@ def _own_names(data: str) -> Any:
 
 
 def launched(program: Callable[..., Any], job: RLJob) -> Any:
-    """Run a program on all ranks of a job and return what rank 0 returned."""
+    """Run a program on all ranks of a job, after a trial of its environment, and return what rank 0 returned."""
+    check_first_episode(job)
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
     return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
 

@@ -10,7 +10,6 @@ and Ctrl-C let it go: what it has not completed goes to others.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import json
 import sys
@@ -22,7 +21,7 @@ from funrl.cli.line import read_words
 from funrl.cli.replay import recorded_command
 from funrl.cli.run import PLAIN
 from funrl.cli.usages import COMMANDS
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join
 from funrl.mesh.text import parse
@@ -34,6 +33,7 @@ from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.waiting import waiting_of
 
 RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 
@@ -55,14 +55,13 @@ def join_command(argv: Sequence[str]) -> int:
         raise SettingsError(f"--mesh={mesh}: a generator is one replica, such as tp2; start more of them for more")
     wait_s = 60.0 * line.values["wait"]
     job = joining_job(run, mesh, wait_s)
-    waiting = job.settings.waiting
     try:
         ending, units, loads = launch(
             functools.partial(_generate, job, run, wait_s),
             job.sizes,
             job.device,
             (*PLAIN, PeerError),
-            waiting=Waiting(datetime.timedelta(minutes=waiting.timeout), waiting.heartbeat, waiting.stalled_after),
+            waiting=waiting_of(job),
         )
     except (WorkerError, PeerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
@@ -86,6 +85,10 @@ def joining_job(run: str, mesh: str, wait_s: float) -> RLJob:
     """
     file = RunDirectory(Path(run)).config
     deadline = time.monotonic() + wait_s
+    if not file.exists() and wait_s:
+        print(
+            f"waiting {wait_s / 60:g} minutes (--wait) for {file}, which a run writes when it begins", file=sys.stderr
+        )
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(RUN_LOOK_S)
     recorded = {}

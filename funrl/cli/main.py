@@ -16,6 +16,7 @@ funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
 funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
+funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
 funrl compile grpo --mesh=dp4,tp4 --target=v5e:4x4
 funrl --help
@@ -48,7 +49,8 @@ from funrl.flags.arguments import (
     recipe_names,
 )
 from funrl.processes.output import lasting_output
-from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
+from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, one_of
+from funrl.trainer.settings.models import SAVED_DTYPES
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags
@@ -61,6 +63,7 @@ MODULES = {
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",
+    "show": "funrl.cli.show:show_command",
 }
 
 
@@ -79,7 +82,7 @@ def _main(argv: list[str]) -> int:
         print(f"usage: {USAGE}; funrl --help lists the names", file=sys.stderr)
         return 2
     try:
-        place = 2 if argv[1] == "doctor" else 1  # index of the experiment
+        place = 2 if argv[1] in ("doctor", "show") else 1  # index of the experiment
         if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
             argv.insert(place, _name_in_config(argv))
         name = argv[1]
@@ -140,7 +143,7 @@ def _name_in_config(argv: Sequence[str]) -> str:
 
 
 def export(argv: Sequence[str]) -> int:
-    """Run `funrl export RUN [--step=N] [--to=DIR] [--adapter] [--overwrite]`; return the exit status."""
+    """Run `funrl export RUN`, whose usage line is in `COMMANDS`; return the exit status."""
     own = [
         Flag("step", None, int, optional=True, text="step of the checkpoint", bounds=(at_least(0),)),
         Flag("to", None, str, optional=True, text="the directory to write"),
@@ -152,6 +155,15 @@ def export(argv: Sequence[str]) -> int:
             text="export only the adapters, in PEFT's format, instead of merged weights",
         ),
         Flag("overwrite", False, bool, optional=False, text="replace a model in --to"),
+        Flag(
+            "save_dtype",
+            None,
+            str,
+            optional=True,
+            text="dtype of the weights",
+            bounds=(one_of(*SAVED_DTYPES),),
+            chosen="that in which the run saves its model",
+        ),
     ]
     (run,), line = read_words(own, argv, COMMANDS["export"].usage)
     from funrl.trainer.checkpoints.export import export_checkpoint

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import faulthandler
 import functools
 import os
@@ -91,6 +90,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
             inputs = _inputs(command) if first else {}
             if command.settings.run.resume:
                 _say(_check_resume(command, inputs), first)
+            _check_episode(command)
             if first:
                 run_dir = str(owned.enter_context(_owned(command, name)).path)
         except (ValueError, OSError, ImportError) as error:
@@ -120,25 +120,19 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
       inputs: digests of the run's files, known on the first rank.
     """
     from funrl.api.warm_start import warm_started
-    from funrl.mesh.launch import Waiting, WorkerError, launch
+    from funrl.mesh.launch import WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
+    from funrl.trainer.waiting import waiting_of
 
     job = _job(command)
     status = 0
     outcome = None
     problem = ""
     try:
-        with _signals():
-            settings = command.settings
-            waiting = Waiting(
-                datetime.timedelta(minutes=settings.waiting.timeout),
-                settings.waiting.heartbeat,
-                settings.waiting.stalled_after,
-            )
-            with warm_started(job) as started:
-                program = functools.partial(_rank, command, run_dir, inputs, started.start)
-                rewards = functools.partial(_rewards, command)
-                outcome = launch(program, job.launched, job.device, PLAIN, before=rewards, waiting=waiting)
+        with _signals(), warm_started(job) as started:
+            program = functools.partial(_rank, command, run_dir, inputs, started.start)
+            rewards = functools.partial(_rewards, command)
+            outcome = launch(program, job.launched, job.device, PLAIN, before=rewards, waiting=waiting_of(job))
         if outcome.error:  # the same on every rank
             status = 1
             problem = f"error: {outcome.error}" if first else ""
@@ -190,6 +184,12 @@ def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
     folder = expanded(str(command.settings.run.run_dir))
     check_can_go_on(folder)
     return check_resume(_with_inputs(_job(command), inputs), folder)
+
+
+def _check_episode(command: Command) -> None:
+    from funrl.trainer.env_check import check_first_episode
+
+    check_first_episode(_job(command))
 
 
 def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:

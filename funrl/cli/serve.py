@@ -22,8 +22,8 @@ from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.serve.asks import Ask
-from funrl.serve.endpoint import check_installed, listening_socket, serve_until_stopped
-from funrl.serve.session import choices_of
+from funrl.serve.endpoint import KEPT_EXCHANGES, check_installed, listening_socket, serve_until_stopped, speech_of
+from funrl.serve.session import Session, choices_of
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.inference import build_with_weights, prepare_inference
 from funrl.trainer.jobs.job import RLJob
@@ -93,6 +93,7 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
     positions = job.model.config.max_positions
     sampling = dataclasses.replace(job.eval_sampling, samples=1, max_new_tokens=served.bound or positions)
     chat = chat_of(job)
+    speech = speech_of(chat)
     limits = EpisodeLimits(turns=MOST_TURNS, length=positions)
 
     def ready(url: str, key: str) -> None:
@@ -108,8 +109,13 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
             return Policy(resident.complete, setup, request_seed(job.settings.run.seed, number), limits)
 
         await serve_until_stopped(
-            policy_for, chat, model=served.name, address=served.address, key=served.key, ready=ready
+            Session(policy_for, speech, kept=KEPT_EXCHANGES, length=positions),
+            speech.decode,
+            model=served.name,
+            address=served.address,
+            key=served.key,
+            ready=ready,
         )
 
     with awake(engine), stops_when_asked():  # so that the other ranks compute until the first has ended its connections
-        run_beside(engine, parts.generator.mesh, main)
+        run_beside(engine, parts.generator.mesh, main, lasting=True)

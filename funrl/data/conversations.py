@@ -119,7 +119,8 @@ class ChatTemplate(NamedTuple):
             thoughts = ""
         reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            reply = self._reply(QUESTION, message, self.render(QUESTION, opens=True).text)
+            plain = self._replace(tools=())
+            reply = plain._reply(QUESTION, message, plain._synthetic(QUESTION, opens=True))
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
@@ -257,6 +258,23 @@ class ChatTemplate(NamedTuple):
                 known[key] = ""
         return known[key]
 
+    def next_marks(self) -> dict[str, str]:
+        """Role -> marker of its turn, which ends a reply before it; {} where the template ends replies otherwise."""
+        closing, end = self.closing()
+        if closing is None or end:
+            return {}
+        call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
+        replies: dict[str, dict[str, Any]] = {"user": {}, "tool": {"tool_calls": [call]}}
+        marks: dict[str, str] = {}
+        for role, calls in replies.items():
+            conversation = [*QUESTION, {"role": "assistant", "content": REPLY, **calls}, {"role": role, "content": "?"}]
+            before = self._synthetic(conversation[:-1], opens=False)
+            after = self._synthetic(conversation, opens=False)
+            match = markers_of(self.tokenizer).match(after, len(before)) if after.startswith(before) else None
+            if match and len(match[0]) > 1:
+                marks[role] = match[0]
+        return marks
+
 
 _SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
@@ -306,7 +324,8 @@ def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 
         turn = template.turn(messages[: place + 1])
         if rows[-1].text and not rows[-1].goes_on(turn.prompt):
             rows.append(_Row(template.tokenizer))
-        rows[-1].add(turn)
+        follows = messages[place + 1]["role"] if place + 1 < len(messages) else ""
+        rows[-1].add(turn, "" if turn.ended else template.next_marks().get(follows, ""))
     texts = [row.finished() for row in rows if row.text]
     if not texts:
         raise DataError("no turn of the assistant is trained: each has weight 0 or train false")
@@ -379,6 +398,7 @@ class _Row:
         self.tokenizer = tokenizer
         self.text = ""
         self.ended = True
+        self.mark = ""
         self.tokens: list[int] = []
         self.trained: list[bool] = []
 
@@ -389,20 +409,27 @@ class _Row:
         mark = self._mark_after(prompt)
         return self.ended or bool(mark and prompt.text[len(self.text) + len(mark) :].strip())
 
-    def add(self, turn: Turn) -> None:
-        """Append a turn and what is before it."""
+    def add(self, turn: Turn, mark: str = "") -> None:
+        """Append a turn and what is before it.
+
+        Args:
+          turn: of the assistant.
+          mark: of the turn that follows, where it ends this one; "": the end-of-text token does.
+        """
         if not self.ended:
-            mark = self._mark_after(turn.prompt)
-            self._append(encode_after(self.tokenizer, self.text, mark), trained=True)
-            self.text += mark
+            end = self._mark_after(turn.prompt)
+            self._append(encode_after(self.tokenizer, self.text, end), trained=True)
+            self.text += end
         self._append(encode_rendered(self.tokenizer, turn.prompt, len(self.text)), trained=False)
         self._append(encode_after(self.tokenizer, turn.prompt.text, turn.reply), trained=True)
         self.text = turn.prompt.text + turn.reply
         self.ended = turn.ended
+        self.mark = mark
 
     def finished(self) -> Text:
-        """The row, with the end-of-text token where no mark ends its last turn."""
-        end = self.tokenizer.eos_token_id
+        """The row, with a token that ends its last turn where the template writes none."""
+        mark = self.mark or str(self.tokenizer.eos_token or "")
+        end = self.tokenizer.convert_tokens_to_ids(mark) if mark else None
         if not self.ended and end is not None and self.tokens[-1] != end:
             self._append([end], trained=True)
         self.trained[0] = False  # nothing predicts it

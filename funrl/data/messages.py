@@ -34,6 +34,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of what the a
 END_THINK = "</think>"
 TRAIN = "train"  # field of a message: false where its turn is not trained
 READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAIN, "weight", *THOUGHTS})
+_ROLES = frozenset(ROLES)
 _PLAIN = frozenset({"role", "content"})
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
@@ -90,6 +91,39 @@ def normal_message(message: Any) -> Message:
     if role == "assistant" and not _is_trained(message):
         normal[TRAIN] = False
     return normal
+
+
+def normal_changes(given: Mapping[str, Any], normal: Message) -> list[str]:
+    """Differences between a message as it was given and its normal form, in words, for a reader of the record."""
+    changes = []
+    content = given.get("content")
+    if isinstance(content, list) and isinstance(normal["content"], str) and content:
+        is_text = text_of_parts(content) is not None
+        changes.append(f"{len(content)} parts of text are joined" if is_text else "its content is written as JSON")
+    elif content is not None and not isinstance(content, str | list):
+        changes.append("its content is written as JSON")
+    calls = [call.get("function") or call for call in given.get("tool_calls") or []]
+    decoded = sum(isinstance(call.get("arguments"), str) for call in calls)
+    changes += [f"the arguments of {decoded} call{'s' * (decoded > 1)} are decoded from JSON text"] * bool(decoded)
+    changes += [f"{name} is read as {THOUGHTS[0]}" for name in THOUGHTS[1:] if given.get(name)]
+    nulls = [name for name, value in given.items() if value is None and name != "content"]
+    changes += [f"fields that are null are left out: {', '.join(nulls)}"] * bool(nulls)
+    if normal.get(TRAIN) is False:
+        changes.append("not trained: weight 0" if given.get("weight") == 0 else "not trained: train false")
+    return changes
+
+
+def are_usual(messages: Sequence[Any]) -> bool:
+    """True only of messages that `normal_messages` takes, with usual roles and fields; quick, for millions of records.
+
+    Fields may be null.
+    """
+    for message in messages:
+        if type(message) is not dict or type(message.get("content")) is not str or message.get("role") not in _ROLES:
+            return False
+        if len(message) > 2 and not (READ.issuperset(message) and _are_usual_fields(message)):
+            return False
+    return True
 
 
 def normal_calls(calls: Any) -> list[Message]:
@@ -181,6 +215,26 @@ def text_of_parts(parts: Sequence[Any]) -> str | None:
     """The texts of parts joined; None if one is not a part of text."""
     texts = [part["text"] for part in parts if _is_text_part(part)]
     return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _are_usual_fields(message: Message) -> bool:
+    get = message.get
+    calls = get("tool_calls")
+    if get("weight") is not None or get(TRAIN) is not None or (calls and type(calls) is not list):
+        return False
+    if any(get(name) is not None for name in THOUGHTS):  # which a template may leave out
+        return False
+    for call in calls or ():
+        function = call.get("function") if type(call) is dict else None
+        if type(function) is not dict or type(function.get("name")) is not str or not function["name"]:
+            return False
+        arguments = function.get("arguments")
+        if type(arguments) is not dict:
+            try:
+                decoded_arguments(arguments)
+            except DataError:
+                return False
+    return True
 
 
 def _content(content: Any, role: str, may_be_empty: bool) -> Any:

@@ -79,7 +79,7 @@ def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]
     if problem := source_problem(path):
         raise PromptError(f"{path}: {problem}; prompts are {FORMATS}, with a field 'prompt'")
     try:
-        prompts = [_check_record(where, record, fields or {}) for where, record in read_records(path)]
+        prompts = [prompt_of_record(where, record, fields or {}) for where, record in read_records(path)]
     except DataError as error:
         raise PromptError(str(error)) from error
     if not prompts:
@@ -98,7 +98,7 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     """
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
-    return [_check_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(rows_of(records), 1)]
+    return [prompt_of_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(rows_of(records), 1)]
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
@@ -166,7 +166,8 @@ def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> 
     return [prompts[place] for place in places_in_order(prompts, count, seed, position=consumed).tolist()]
 
 
-def _check_record(where: str, record: Any, fields: Fields) -> Prompt:
+def prompt_of_record(where: str, record: Any, fields: Fields) -> Prompt:
+    """The prompt of a record that is at some place. Raises: PromptError."""
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
     try:

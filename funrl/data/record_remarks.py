@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import are_messages, check_roles, fields_read, unread_fields
-from funrl.data.tokenizer import has_own_begin
+from funrl.data.messages import THOUGHTS, are_usual, check_roles, fields_read, unread_fields
 
 FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
@@ -23,26 +22,35 @@ class RecordRemarks:
     """
 
     def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
         self.template = getattr(tokenizer, "chat_template", None)
-        self.known = fields_read(self.template)  # and further names that have been looked at
+        self.begin = getattr(tokenizer, "bos_token", None)
+        self.known = fields_read(self.template)  # and further names, once they have been looked at
+        self.thinks = THOUGHTS[0] in self.known
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
         self.pairs = 0
 
-    def see(self, number: int, record: Mapping[str, Any]) -> None:
-        """Look at a record in its normal form. Raises: DataError, a role that nothing knows."""
-        for name in FIELDS:
+    def see(self, number: int, record: Mapping[str, Any], usual: bool = False) -> None:
+        """Look at a record.
+
+        Args:
+          number: of the record.
+          record: as of `normal_record`.
+          usual: whether all messages are known to be; see `are_usual`.
+
+        Raises:
+          DataError: a role that nothing knows.
+        """
+        for name in () if usual and self.thinks else FIELDS:
             value: Any = record.get(name)
-            if are_messages(value):
+            if type(value) is list and value and not (self.thinks and are_usual(value)):
                 check_roles(value, self.template)
-                if not all(self.known.issuperset(message) for message in value):
-                    for field in unread_fields(value, self.template):
-                        self.unread.setdefault(field, number)
-                    self.known = self.known.union(*value)
+                new = {x for message in value for x in message if x not in self.known and message[x] is not None}
+                self.unread |= dict.fromkeys(unread_fields([dict.fromkeys(sorted(new))], self.template), number)
+                self.known |= new
         text = record.get("prompt", record.get("text"))
-        if isinstance(text, str) and has_own_begin(self.tokenizer, text):
+        if self.begin and isinstance(text, str) and text.startswith(self.begin):
             self.begun.append(number)
         if "chosen" in record:
             self.pairs += 1
@@ -61,7 +69,7 @@ class RecordRemarks:
         lines = [f"messages have a field {x!r}, which nothing reads ({where(n)})" for x, n in self.unread.items()]
         if self.begun:
             lines.append(
-                f"{len(self.begun)} texts begin with {self.tokenizer.bos_token!r}, as rendered chats do; they get no "
+                f"{len(self.begun)} texts begin with {self.begin!r}, as rendered chats do; they get no "
                 f"second one (the first: {where(self.begun[0])})"
             )
         if self.equal and len(self.equal) == self.pairs:

@@ -89,8 +89,8 @@ class TableRows(NamedTuple):
         return self
 
     def scan(self) -> Iterator[tuple[int, Any]]:
-        """Yield each row with its index."""
-        return enumerate(map(without_arrow_nulls, self.rows) if self.is_arrow else self.rows)
+        """Yield each row with its index, as it is in the table."""
+        return enumerate(self.rows)
 
     def read(self, place: int) -> Any:
         """Read a row."""
@@ -125,9 +125,10 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     Raises:
       DataError: the file or a line of it cannot be read, or a library for its format is not installed.
     """
-    table = _table(Path(path))
+    table = open_table(Path(path))
+    is_arrow = isinstance(table, TableRows) and table.is_arrow
     for place, record in table.scan():
-        yield table.where(place), record
+        yield table.where(place), without_arrow_nulls(record) if is_arrow else record
 
 
 def rows_of(records: Sequence[Any]) -> Sequence[Any]:
@@ -146,7 +147,7 @@ def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
     Raises:
       DataError: the file cannot be read, or a record fails the check; the message names the first such record.
     """
-    table = _table(Path(path)).indexed()
+    table = open_table(Path(path)).indexed()
     places = array("q")
     for place, record in table.scan():
         try:
@@ -157,7 +158,8 @@ def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
     return Records(table, np.frombuffer(places, dtype=np.int64))
 
 
-def _table(path: Path) -> JsonLines | TableRows:
+def open_table(path: Path) -> JsonLines | TableRows:
+    """The rows of a file, or of a dataset by its name. Raises: DataError."""
     saved = _saved_folder(path)
     if saved is not None:
         return _dataset(path, lambda datasets: datasets.load_from_disk(str(saved)))
@@ -165,7 +167,7 @@ def _table(path: Path) -> JsonLines | TableRows:
     if wanted is not None:
         return _dataset(path, lambda datasets: load_cached(datasets, wanted))
     if path.suffix == ".parquet":
-        return _dataset(path, lambda datasets: datasets.load_dataset("parquet", data_files=str(path), split=TRAIN))
+        return _dataset(path, lambda datasets: _parquet_rows(datasets, path))
     if path.suffix not in (".csv", ".json"):
         return JsonLines(path)
     try:
@@ -178,6 +180,14 @@ def _table(path: Path) -> JsonLines | TableRows:
         return TableRows(str(path), _csv_rows(content) if path.suffix == ".csv" else parse_json(content))
     except ValueError as error:
         raise DataError(f"{path}: {error}") from error
+
+
+def _parquet_rows(datasets: Any, path: Path) -> Any:
+    """Rows of a parquet file; of one without any, which `datasets` fails on, none."""
+    metadata = importlib.import_module("pyarrow.parquet").read_metadata(path)
+    if not metadata.num_rows:
+        return datasets.Dataset.from_dict({})
+    return datasets.load_dataset("parquet", data_files=str(path), split=TRAIN)
 
 
 def _csv_rows(content: bytes) -> list[dict[str, str]]:

@@ -44,7 +44,7 @@ from funrl.data.conversations import (
     whole_text,
 )
 from funrl.data.json_lines import DataError
-from funrl.data.messages import Message, are_messages, check_roles, normal_messages
+from funrl.data.messages import Message, are_messages, are_usual, check_roles, normal_messages
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
@@ -198,8 +198,9 @@ def load_examples(
         record = rename_columns(record, fields)
         paired = kind == "ratings" and is_pair(record) if paired is None else paired
         read_kind = "preferences" if paired else kind
-        normal = normal_record(text_columns(record, read_kind), read_kind)
-        remarks.see(count, normal)
+        columns = text_columns(record, read_kind)
+        normal = normal_record(columns, read_kind)
+        remarks.see(count, normal, usual=normal is columns)
         count += 1
         without_margin += normal.get("margin") is None
 
@@ -226,17 +227,18 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
 
 
 def normal_record(record: Any, kind: str) -> dict[str, Any]:
-    """A record after `text_columns` with its messages and tools in their normal form.
+    """Check a record after `text_columns`; messages that are not as usual come out in their normal form.
 
     Raises:
       DataError: a field is missing or of the wrong type.
     """
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
-    normal = dict(record)
+    normal: dict[str, Any] = record if type(record) is dict else dict(record)
     for name in ("prompt",) if kind == "steps" else ("prompt", "messages", *TEXT_FIELDS[kind]):
-        if are_messages(normal.get(name)):
-            normal[name] = _normal_field(name, normal[name])
+        value = normal.get(name)
+        if type(value) is list and value and not are_usual(value):
+            normal = {**normal, name: _normal_field(name, value)}
     if kind == "demonstrations" and "messages" in normal:
         messages = normal["messages"]
         roles = [message["role"] for message in messages] if are_messages(messages) else []
@@ -350,10 +352,10 @@ def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) 
     """Texts of a formatted prompt and a completion."""
     if not isinstance(prompt, str):
         check_roles(prompt, template.tokenizer.chat_template)
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-        return continued_texts(prompt, said, template)
+        replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        return continued_texts(prompt, normal_messages(replies), template)
     if not isinstance(completion, str):
-        (message,) = completion
+        (message,) = normal_messages(completion)
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
             beside = ", ".join(sorted(set(message) - {"role", "content"})) or "parts"
             raise DataError(
@@ -406,7 +408,7 @@ def text_batch(
       device: of the batch.
       steps: for a reader, set the mask after each trained token instead, so that there is a number for every step.
     """
-    read = _read_steps if steps else _read
+    read = _read_steps if steps else read_at_end
     rows_of_texts = [[read(text, pad) for text in x.texts] if reader else x.texts for x in examples]
     rows = [[i for text in texts for i in text.tokens] for texts in rows_of_texts]
     masks = [[i for text in texts for i in text.trained] for texts in rows_of_texts]
@@ -448,7 +450,7 @@ def shortened(example: TextExample, most: int) -> TextExample:
     return example._replace(texts=texts, labels=example.labels[: sum(texts[0].trained)])
 
 
-def _read(text: Text, pad: int) -> Text:
+def read_at_end(text: Text, pad: int) -> Text:
     """Remove trailing padding from a text, and append a token, the only trained one."""
     length = max((i for i, token in enumerate(text.tokens, 1) if token != pad), default=1)
     return Text([*text.tokens[:length], pad], [False] * length + [True])

@@ -213,7 +213,7 @@ def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     content = message.get("content")
     inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHTS[0])
     if inline and _reads_thoughts(template):
-        answer = content.rpartition(END_THINK)[2].lstrip("\n")
+        answer = str(content).rpartition(END_THINK)[2].lstrip("\n")
         message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
     if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
         message = {**message, **{name: message[THOUGHTS[0]] for name in THOUGHTS if mentions(template, name)}}

@@ -23,15 +23,16 @@ from funrl.data.pictures import inner_pictures
 from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
-from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment
+from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment, ReturnError
 from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
 from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
-from funrl.rollout.policy import LimitReached, Policy
+from funrl.rollout.policy import LimitReached, Policy, Tools
 
 LONGEST_ERROR = 2000  # characters of an error's text
+GYM = "; an environment of gymnasium is --env=gymnasium:FILE.py:NAME"
 
 
 def message_environment(make: Callable[[], MessageEnvironment | PlainEnvironment]) -> Environment:
@@ -91,6 +92,8 @@ def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
     """JSON schema of a function, from its types and its docstring. Raises ValueError if it lacks them."""
     from transformers.utils import get_json_schema
 
+    if not callable(tool):
+        raise ValueError(f"{tool!r:.100} is no tool: a list of functions with types and docstrings is needed")
     try:
         return get_json_schema(tool)
     except Exception as error:
@@ -192,8 +195,9 @@ class _Conversations:
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Let the policy and a new environment take turns."""
         environment = self.make()
+        name = type(environment).__name__
         try:
-            messages, tools = _parts_of("reset", await call(environment.reset, example, seed), "messages, tools")
+            messages, tools = checked_reset(name, await call(environment.reset, example, seed))
             policy.answered((messages, tools))
             trajectory = policy.start(messages, tools)
             rewards: dict[Node, float] = {}
@@ -210,11 +214,10 @@ class _Conversations:
                 if state is not None:
                     states[trajectory.leaf] = state
                 message = {**reply.message, "problems": list(reply.problems)} if reply.problems else reply.message
-                answer = await call(environment.step, message)
-                messages, reward, ended = _parts_of("step", answer, "messages, reward, whether the episode ends")
+                messages, reward, ended = checked_step(name, await call(environment.step, message))
                 policy.answered((messages, reward, ended))
                 if reward is not None:
-                    rewards[trajectory.leaf] = _checked_reward(reward)
+                    rewards[trajectory.leaf] = reward
                 if not ended:
                     trajectory = policy.extend(trajectory, messages)
             total = math.fsum(rewards.values()) if rewards else None
@@ -230,8 +233,8 @@ class _Tools:
     agents = (POLICY,)
 
     def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
-        self._tools = {tool.__name__: tool for tool in tools}
         self.tools = [tool_schema(tool) for tool in tools]
+        self._tools = {tool["function"]["name"]: function for tool, function in zip(self.tools, tools, strict=True)}
         self._score = score
         self._system = system
 
@@ -313,18 +316,45 @@ def seen_fields(function: Callable[..., Any], example: Example, messages: Sequen
     return {**example.fields, **({"images": pictures} if takes else {})}
 
 
-def _parts_of(method: str, value: Any, parts: str) -> Any:
-    """The parts of what a method of an environment returned, a tuple. Raises TypeError if it is anything else."""
-    if not isinstance(value, tuple | list) or len(value) != len(parts.split(", ")):
-        raise TypeError(f"{method} returned {value!r:.200}; return a tuple: {parts}")
-    return value
+def checked_reset(name: str, value: Any) -> tuple[Sequence[Message], Tools]:
+    """The messages and tools that `reset` of a class returned. Raises ReturnError if it returned anything else."""
+    wanted = 'return (messages, tools), such as ([{"role": "user", "content": "..."}], ())'
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ReturnError(f"{name}.reset returned {value!r:.200}; {wanted}")
+    messages, tools = value
+    if not _are_messages(messages):
+        gym = GYM if isinstance(tools, Mapping) else ""
+        raise ReturnError(f"{name}.reset returned {value!r:.200}; {wanted}{gym}")
+    if tools and not isinstance(tools, list | tuple):
+        raise ReturnError(f"{name}.reset returned the tools {tools!r:.200}; {wanted}: tools are a list of schemas")
+    return messages, tools or ()
 
 
-def _checked_reward(reward: Any) -> Any:
-    """The reward of a step. Raises TypeError if it is no number."""
-    if not isinstance(reward, Real):
-        raise TypeError(f"step returned the reward {reward!r:.200}; a number or None is needed")
-    return reward
+def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
+    """Messages, reward and end that `step` of a class returned. Raises ReturnError if it returned anything else."""
+    wanted = "return (messages, reward, ended)"
+    if not isinstance(value, tuple | list) or len(value) != 3:
+        gym = GYM if isinstance(value, tuple) and len(value) == 5 and isinstance(value[4], Mapping) else ""
+        raise ReturnError(f"{name}.step returned {value!r:.200}; {wanted}{gym}")
+    messages, reward, ended = value
+    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number or None is needed")
+    if not ended and not _are_messages(messages):
+        raise ReturnError(
+            f"{name}.step returned the messages {messages!r:.200} and goes on; at least one message such as "
+            '{"role": "user", "content": "..."} is needed'
+        )
+    return messages, reward, ended
+
+
+def _are_messages(value: Any) -> bool:
+    """True of at least one message, or token id."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__") or not len(value):
+        return False
+    parts = list(value)
+    if isinstance(parts[0], Mapping):
+        return all(isinstance(part, Mapping) and isinstance(part.get("role"), str) for part in parts)
+    return all(hasattr(part, "__index__") and not isinstance(part, bool) for part in parts)
 
 
 def output_text(value: Any) -> str:

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from numbers import Real
 
+from funrl.environments.environment import ReturnError
+from funrl.loading import user_frames, user_trace
 from funrl.rollout.episodes import Episode, Trajectory
 from funrl.rollout.policy import LimitReached, Policy, RunEndingError
 
@@ -99,7 +101,9 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
             task.cancel()
             await asyncio.wait({task}, timeout=CLEAN_UP_S)
             raise
-    return failed_episode(f"the environment took longer than {clock.limit_s:g} s between two calls of the policy")
+    return failed_episode(
+        f"the environment took longer than {clock.limit_s:g} s (--env_timeout) between two calls of the policy"
+    )
 
 
 def failed_episode(problem: str) -> Episode:
@@ -108,11 +112,12 @@ def failed_episode(problem: str) -> Episode:
 
 
 def problem_text(what: str, error: BaseException) -> str:
-    """A line with the error and where it was raised, and the traceback below it."""
-    trace = "".join(traceback.format_exception(error))
-    frames = traceback.extract_tb(error.__traceback__)
+    """A line with the error and where it was raised, and the traceback below it without funrl's first frames."""
+    if isinstance(error, ReturnError):
+        return str(error)
+    frames = traceback.extract_tb(user_frames(error))
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{what} raised {error!r}{where}\n{trace[-LONGEST_PROBLEM:]}"
+    return f"{what} raised {error!r}{where}\n{user_trace(error)[-LONGEST_PROBLEM:]}"
 
 
 def checked_scores(scores: Sequence[float | None], count: int) -> list[float | None]:

@@ -48,6 +48,10 @@ class PromptingEnvironment(Protocol):
         ...
 
 
+class ReturnError(TypeError):
+    """A method of an environment returned something else than it has to; the message names class, value and remedy."""
+
+
 class MessageEnvironment(Protocol):
     """The other side of one conversation. A new one is made for each attempt at an episode.
 

@@ -8,7 +8,6 @@ import itertools
 import pickle
 import resource
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ import torch
 
 from funrl.environments.attempt import LONGEST_PROBLEM
 from funrl.environments.calls import call
+from funrl.loading import user_trace
 from funrl.processes.forks import leave_signals_to_the_rank, own_group
 from funrl.processes.parent import end_with_parent
 
@@ -98,7 +98,7 @@ class _Answers:
             value = pickle.dumps(await call(getattr(self._sessions[session], method), *args))
             self._connection.send((number, value, "", None))
         except (Exception, SystemExit, asyncio.CancelledError) as error:
-            trace = "".join(traceback.format_exception(error))[-LONGEST_PROBLEM:]
+            trace = user_trace(error)[-LONGEST_PROBLEM:]
             self._connection.send((number, b"", f"it raised {error!r}\n{trace}", None))
 
     async def _ask(self, call_number: int, question: Any) -> Any:

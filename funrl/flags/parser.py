@@ -159,6 +159,9 @@ def refuse_idle(given: Collection[str], kind: str, source: str, settings: Settin
 
     Raises: SettingsError.
     """
+    rank = settings.adapters.lora_rank
+    if rank is not None and "freeze" in given and settings.optimization.freeze is None:  # --freeze=none
+        raise SettingsError(f"--freeze=none: with --lora_rank={rank} adapters learn alone; leave it out")
     for name, flag in settings_flags().items():
         if name in given and flag_value(settings, name) != 0:
             refuse_beside(name, flag_value(settings, name), settings)

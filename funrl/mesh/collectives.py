@@ -32,6 +32,7 @@ from funrl.processes import gloo
 from funrl.processes.heartbeat import entered, left
 
 _c10d = torch.ops._c10d_functional
+_KEY_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def psum(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
@@ -45,8 +46,12 @@ def pbroadcast(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
 
 
 def pmax(x: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
-    """Elementwise maximum over `axes`; no gradient."""
-    return x if mesh.size(axes) == 1 else _all_reduce(x.detach(), "max", mesh.group_name(axes))
+    """Elementwise maximum over `axes`, NaN where a rank has it, which backends' maximum may lose; no gradient."""
+    if mesh.size(axes) == 1:
+        return x
+    keys = ascending_keys(x.detach()) if x.is_floating_point() else x
+    largest = _all_reduce(keys, "max", mesh.group_name(axes))
+    return from_ascending_keys(largest, x.dtype) if x.is_floating_point() else largest
 
 
 def all_gather(x: Tensor, mesh: Mesh, axes: Axes, dim: int = 0) -> Tensor:
@@ -206,6 +211,23 @@ def _all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     result = _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), op, group))
     left()
     return result
+
+
+def ascending_keys(x: Tensor) -> Tensor:
+    """Integers of at least 32 bits in the order of the numbers of x: a NaN is above all numbers, -0 is 0."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    bits = torch.where(wide.isnan(), torch.nan, wide + 0.0).view(_KEY_DTYPES[wide.dtype])  # one NaN, one zero
+    return _reverse_negatives(bits)
+
+
+def from_ascending_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers, of a dtype, whose `ascending_keys` these are."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return _reverse_negatives(keys.to(_KEY_DTYPES[wide])).view(wide).to(dtype)
+
+
+def _reverse_negatives(bits: Tensor) -> Tensor:
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def _gather(x: Tensor, size: int, group: str, dim: int) -> Tensor:

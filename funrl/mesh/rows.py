@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funrl.across import Across, row_sums
 from funrl.kinds import FIELD_KINDS, FieldKind, Value, line_places
-from funrl.mesh.collectives import psum, ragged_all_to_all
+from funrl.mesh.collectives import ascending_keys, from_ascending_keys, psum, ragged_all_to_all
 from funrl.mesh.mesh import Axes, Mesh, MeshError, coordinates
 from funrl.processes.device_memory import copy_to_device
 
@@ -85,8 +85,8 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
     wide = x_bT.to(torch.promote_types(x_bT.dtype, torch.float32)).flatten()
     bits = wide.element_size() * 8
     # What is left out of a choice is -inf, often most numbers: these are counted once and not looked at again.
-    parts = [_ascending(part[part != -torch.inf]) for part in wide.split(1 << 20)]
-    lowest = _ascending(wide.new_tensor(-torch.inf))
+    parts = [ascending_keys(part[part != -torch.inf]).long() for part in wide.split(1 << 20)]
+    lowest = ascending_keys(wide.new_tensor(-torch.inf)).long()
     left_out = wide.numel() - sum(map(len, parts))
     k = k.long().to(wide.device)
     prefix = torch.zeros((), dtype=torch.int64, device=wide.device)
@@ -107,7 +107,7 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
         digit = (at_least >= k).sum() - 1
         k = k - (at_least[digit] - counts[digit])
         prefix = base + digit
-    return _from_ascending(prefix, wide.dtype).to(x_bT.dtype)
+    return from_ascending_keys(prefix, wide.dtype).to(x_bT.dtype)
 
 
 ROW_MULTIPLE = 8  # tokens that the width of rows is a multiple of after a move
@@ -431,16 +431,3 @@ def _from_words(x: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_floating_point:
         return x.int().view(torch.float32).to(dtype)
     return x.to(dtype)
-
-
-def _ascending(x: Tensor) -> Tensor:
-    """int64 keys in the order of x."""
-    x = torch.where(x.isnan(), torch.nan, x + 0.0)  # one NaN, one zero
-    bits, low = (x.view(torch.int64), 2**63 - 1) if x.dtype == torch.float64 else (x.view(torch.int32), 2**31 - 1)
-    return torch.where(bits < 0, bits ^ low, bits).long()
-
-
-def _from_ascending(key: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float64:
-        return torch.where(key < 0, key ^ (2**63 - 1), key).view(dtype)
-    return torch.where(key < 0, key ^ (2**31 - 1), key).int().view(dtype)

@@ -119,7 +119,7 @@ def first_trained(
     mesh: Mesh,
     generator: torch.Generator,
     dtype: torch.dtype,
-    head: Mapping[str, Tensor] | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> trees.Tree:
     """This rank's part of what learns before the first step: the same numbers on every mesh.
 
@@ -127,12 +127,12 @@ def first_trained(
       model: with adapters.
       layouts: of what learns.
       generator: on the CPU; the numbers are drawn in float32.
-      head: weights of the value head that the run begins with; one that is not there begins at 0.
+      given: this rank's part of weights that the run begins with: a value head, or adapters of another run.
     """
 
     def first(name: str, x: Tensor, layout: Any) -> Tensor:
-        if head is not None and name in head:
-            return head[name].detach().to(mesh.device, dtype, copy=True)
+        if given is not None and name in given:
+            return given[name].detach().to(mesh.device, dtype, copy=True)
         box = layout.box(mesh.rank)
         whole = _first(name, x, generator)
         part = whole[tuple(slice(low, high) for low, high in box)]

@@ -359,6 +359,7 @@ class Abilities(NamedTuple):
       unsampled: ids of tokens that are never sampled: they have the probability 0.
       layer_kinds: for each layer the number of its kind; layers of one kind differ in nothing but their weights. ():
         unknown.
+      constant: names of weights that never learn: buffers of transformers' modules.
     """
 
     cost: ModelCost
@@ -372,6 +373,7 @@ class Abilities(NamedTuple):
     exact_sums: tuple[int, ...] | str = "it has another architecture"
     unsampled: tuple[int, ...] = ()
     layer_kinds: tuple[int, ...] = ()
+    constant: tuple[str, ...] = ()
 
     @property
     def choices(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from funrl.processes.heartbeat import NOBODY, NOT_BEGUN, RUNNING, Order, Sign
 
+REWARD_PHASE = "reward"  # phase in which a rank waits for a user's function
 NAMED = 4  # ranks that a line names; the others it counts
 GAP_S = 10.0  # more between two polls is time in which the monitor itself was stopped
 TIMED_OUT = 0.9  # part of the timeout after which a collective that fails has waited in vain
@@ -19,16 +20,18 @@ TIMED_OUT = 0.9  # part of the timeout after which a collective that fails has w
 class StallMonitor:
     """Monitor of some ranks: it warns when one has made no progress for a heartbeat, then less and less often."""
 
-    def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None) -> None:
+    def __init__(self, heartbeat_s: float, ending: str = "", stalled_s: float | None = None, reward: str = "") -> None:
         """Make a monitor.
 
         Args:
           heartbeat_s: seconds without progress.
           ending: continues a line, such as "; --timeout=60 ends the run".
+          reward: continues it instead where no rank waits for another, but all that are late for a reward.
           stalled_s: seconds without an answer after which a rank counts as stalled; None: it never does.
         """
         self.heartbeat_s = heartbeat_s
         self.ending = ending
+        self.reward = reward
         self.stalled_s = stalled_s
         self.unanswered_s: dict[int, float] = {}  # of each rank, without the time in which this process was stopped
         self.polled: float | None = None
@@ -72,7 +75,10 @@ class StallMonitor:
         why = ", which does not answer: it is stopped, swapped out or in a call that holds it" if silent else ""
         if silent and self.stalled_s is not None:
             why += f"; after {duration(self.stalled_s)} without an answer the run ends (--stalled_after)"
-        return f"no progress for {still_s:.0f} s: the run waits for {named_ranks(ranks, signs)}{why}{self.ending}"
+        rewarding = all(running[rank].phase == REWARD_PHASE for rank in ranks if rank in running)
+        alone = rewarding and not any(sign.waiting for sign in running.values())
+        ending = self.reward if alone and self.reward else self.ending
+        return f"no progress for {still_s:.0f} s: the run waits for {named_ranks(ranks, signs)}{why}{ending}"
 
     def silent(self, signs: Mapping[int, Sign], now: float) -> set[int]:
         """Ranks whose threads do not count on, as far as was seen."""

@@ -34,11 +34,13 @@ class Waiting(NamedTuple):
       heartbeat_s: seconds without progress after which a line on the standard error names the rank that the run waits
         for, and its phase; None: no line.
       stalled_s: seconds without a sign of life from a rank's process after which the run ends; None: it does not.
+      reward: what ends a wait for a reward function, as a line continues; "": as for any other.
     """
 
     timeout: timedelta = timedelta(minutes=10)
     heartbeat_s: float | None = HEARTBEAT_S
     stalled_s: float | None = None
+    reward: str = ""
 
 
 class Watch:
@@ -55,7 +57,9 @@ class Watch:
         self.timeout_s = waiting.timeout.total_seconds()
         self.speaks = waiting.heartbeat_s is not None
         ending = f"; the run ends when a rank has waited {stall_monitor.duration(self.timeout_s)} (--timeout)"
-        self.monitor = stall_monitor.StallMonitor(waiting.heartbeat_s or HEARTBEAT_S, ending, waiting.stalled_s)
+        self.monitor = stall_monitor.StallMonitor(
+            waiting.heartbeat_s or HEARTBEAT_S, ending, waiting.stalled_s, waiting.reward
+        )
         self.signs: dict[int, Sign] = dict.fromkeys(range(world), NOT_BEGUN)
         self.next_poll = 0.0
         self.next_read = 0.0

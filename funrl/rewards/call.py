@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from funrl.rewards.named import unique_names
+from funrl.rewards.views import TEXT, TextView, view_of
 
 Reward = Callable[..., Any]  # (prompt, completion, **fields), or (completions, **columns)
 LARGEST = torch.finfo(torch.float32).max  # the trainer computes in float32
@@ -57,6 +58,7 @@ class Completed(NamedTuple):
       completion_ids: tokens of the completion, for batched functions that take them.
       messages: messages of a prompt that is a chat; None for a text. Batched functions then receive lists of messages
         instead of texts, as TRL's do.
+      views: the completion as functions read it that read something else than its text, by name of `TEXT_VIEWS`.
     """
 
     prompt: str
@@ -64,6 +66,11 @@ class Completed(NamedTuple):
     fields: Mapping[str, Any] = {}
     completion_ids: Sequence[int] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
+    views: Mapping[str, str] = {}
+
+    def seen_by(self, reward: RewardFunction) -> Completed:
+        """The row as a function reads it."""
+        return self._replace(completion=self.views.get(reward.view.name, self.completion), views={})
 
 
 class TooSlow(Exception):
@@ -110,6 +117,7 @@ class RewardFunction(NamedTuple):
       needs: tuples of fields; a prompt's record must have at least one field of each.
       check: raises ValueError if a record's fields cannot be used; None: no check.
       alone: whether it is the only function, so that it must apply to every completion.
+      view: what it reads of a completion.
     """
 
     name: str
@@ -121,6 +129,7 @@ class RewardFunction(NamedTuple):
     needs: tuple[tuple[str, ...], ...] = ()
     check: Callable[[Mapping[str, Any]], None] | None = None
     alone: bool = True
+    view: TextView = TextView(TEXT)
 
     def __call__(self, *args: Any, **fields: Any) -> Any:
         return self.function(*args, **fields)
@@ -139,19 +148,32 @@ def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
 
 
 def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
-    """Describe a function by its signature."""
+    """Describe a function by its signature. Raises: RewardError, it is a generator function."""
+    if any(map(_yields, (function, getattr(function, "__call__", None)))):  # noqa: B004
+        raise RewardError(f"the reward function {name} is a generator, as it has a yield: it must return its number")
     awaited = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
     try:
         arguments = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function written in C has no signature
-        return RewardFunction(name, function, awaited=awaited, needs=needs)
+        return RewardFunction(name, function, awaited=awaited, needs=needs, view=view_of(function))
     takes = frozenset(
         argument.name for argument in arguments if argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
     )
     keywords = any(argument.kind == argument.VAR_KEYWORD for argument in arguments)
     return RewardFunction(
-        name, function, bool(takes & set(BATCH_ARGUMENTS)), awaited=awaited, takes=takes, keywords=keywords, needs=needs
+        name,
+        function,
+        bool(takes & set(BATCH_ARGUMENTS)),
+        awaited=awaited,
+        takes=takes,
+        keywords=keywords,
+        needs=needs,
+        view=view_of(function),
     )
+
+
+def _yields(function: Any) -> bool:
+    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def function_name(function: Reward) -> str:
@@ -177,6 +199,7 @@ def torch_state_kept() -> Iterator[None]:
 
 def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
     """Outcomes of a function that is not awaited, in the order of the rows. Raises nothing."""
+    rows = [row.seen_by(reward) for row in rows]
     if reward.batched:
         return _batch_outcomes(reward, rows, lambda: reward.function(**columns_of(reward, rows)))
     return [_row_outcome(reward, row, lambda row=row: _called(reward, row)) for row in rows]
@@ -192,6 +215,7 @@ async def awaited_outcomes(
       rows: what to reward.
       timeout_s: timeout of a call.
     """
+    rows = [row.seen_by(reward) for row in rows]
     if reward.batched:
         return _batch_outcomes(
             reward, rows, await _awaited(lambda: reward.function(**columns_of(reward, rows)), timeout_s)
@@ -326,9 +350,8 @@ def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcom
     if not reward.alone and (value is None or (number is not None and math.isnan(number))):
         return math.nan
     if number is None or not abs(number) <= LARGEST:  # nor is nan
-        return failure_of(
-            reward, row, f"gave {value!r}, a finite number is needed (of float32: up to 3.4e38)", rest="", value=value
-        )
+        where = "in a dict under the name 'score'" if isinstance(value, Mapping) else "of float32: up to 3.4e38"
+        return failure_of(reward, row, f"gave {value!r}, a finite number is needed ({where})", rest="", value=value)
     return Score(number, entries) if entries else number
 
 

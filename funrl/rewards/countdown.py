@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from funrl.rewards.answers import last_tagged
+from funrl.rewards.mathematics.numbers import decimal_of, right_answer_text
+from funrl.rewards.views import MARKS, read_as
 
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
@@ -20,8 +22,15 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 LONGEST_EXPRESSION = 500  # characters of an expression
 
 
+@read_as(MARKS)
 def countdown(
-    prompt: str, completion: str, *, target: Any, nums: Sequence[Any] = (), numbers: Sequence[Any] = (), **fields: Any
+    prompt: str,
+    completion: str,
+    *,
+    target: Any,
+    nums: Sequence[Any] | None = None,
+    numbers: Sequence[Any] | None = None,
+    **fields: Any,
 ) -> float:
     """1 if the completion's expression uses each of the numbers once and has the value of the target.
 
@@ -30,11 +39,15 @@ def countdown(
 
     Args:
       target: a number.
-      nums, numbers: the numbers, by either name.
+      nums, numbers: the numbers, by either name; None: it has the other one.
+
+    Raises:
+      ValueError: the target or the numbers are not numbers.
 
     Example: countdown("...", "<answer>(4 - 1) * 8 = 24</answer>", target=24, nums=[1, 4, 8]) is 1.0.
     References: the game as TinyZero trains it, https://github.com/Jiayi-Pan/TinyZero
     """
+    wanted, given = _game(target, nums, numbers)
     tagged = last_tagged(completion)
     lines = completion.strip().splitlines()
     text = (lines or [""])[-1] if tagged is None else tagged
@@ -44,8 +57,25 @@ def countdown(
         value = _value(ast.parse(expression, mode="eval").body, used) if len(expression) <= LONGEST_EXPRESSION else None
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
-    given = [Fraction(str(number)) for number in (nums if len(nums) else numbers)]
-    return float(value == Fraction(str(target)) and Counter(used) == Counter(given))
+    return float(value == wanted and Counter(used) == Counter(given))
+
+
+def check_countdown(fields: Mapping[str, Any]) -> None:
+    """Check the fields of a record before anything is computed. Raises: ValueError, as `countdown`."""
+    _game(fields.get("target"), fields.get("nums"), fields.get("numbers"))
+
+
+def _game(target: Any, nums: Sequence[Any] | None, numbers: Sequence[Any] | None) -> tuple[Fraction, list[Fraction]]:
+    """The target and the numbers. Raises: ValueError."""
+    given = numbers if nums is None or not len(nums) else nums
+    if given is None or isinstance(given, str) or not len(given):
+        raise ValueError(f"one of the fields nums, numbers must hold a list of numbers, not {given!r}")
+    values = [decimal_of(right_answer_text(number)) for number in (target, *given)]
+    bad = next((number for number, value in zip((target, *given), values, strict=True) if value is None), None)
+    if bad is not None or None in values:
+        raise ValueError(f"the target {target!r} and the numbers {list(given)!r} must be numbers; {bad!r} is not")
+    wanted, *rest = [Fraction(value) for value in values if value is not None]
+    return wanted, rest
 
 
 def _value(node: ast.expr, used: list[Fraction]) -> Fraction:

@@ -56,33 +56,56 @@ def _loaded(named: NamedReward) -> RewardFunction:
     return described._replace(check=check)
 
 
-def check_fields(text: str, reward: Reward, fields: Sequence[Mapping[str, Any]]) -> None:
+def check_fields(
+    text: str, reward: Reward, fields: Sequence[Mapping[str, Any]], sources: Sequence[str] | None = None
+) -> None:
     """Raise RewardError if a prompt has a field that a function does not take, or lacks one that it needs.
 
     Args:
       text: value of the flag, or name of the function, for errors.
       reward: the function.
       fields: for every prompt, the fields of its record.
+      sources: of every prompt, its file and line or row, for errors; None: unknown.
     """
     (described,) = reward_functions([reward])
-    for names in dict.fromkeys(tuple(sorted(f)) for f in fields):
-        missing = next((group for group in described.needs if not set(group) & set(names)), None)
-        if missing is not None:
-            wanted = f"a field {missing[0]!r}" if len(missing) == 1 else f"one of the fields {', '.join(missing)}"
+    checked: set[tuple[str, ...]] = set()
+    for number, record in enumerate(fields):
+        names = tuple(sorted(record))
+        source = "" if sources is None else sources[number]
+        if names not in checked:
+            checked.add(names)
+            missing = next((group for group in described.needs if not set(group) & set(names)), None)
+            if missing is not None:
+                raise RewardError(
+                    f"--reward={text}: {described.name} needs {_wanted(missing)}, and {source or 'a prompt'} has "
+                    f"{', '.join(names) or 'none'}; --fields=NEW:OLD renames columns"
+                )
+            if described.takes or not described.keywords:  # one written in C does not say
+                _check_call(text, described, names)
+        if problem := _value_problem(described, record):
             raise RewardError(
-                f"--reward={text}: {described.name} needs {wanted}, and a prompt has {', '.join(names) or 'none'}; "
-                "--fields=NEW:OLD renames columns"
+                f"--reward={text}: {source and f'{source}: '}{problem}; correct the record, or leave it out"
             )
-        if described.takes or not described.keywords:  # one written in C does not say
-            _check_call(text, described, names)
-    if described.check is None:
-        return
-    for record in fields:
-        try:
-            described.check(record)
-        except ValueError as error:
-            shown = {name: value for name, value in record.items() if any(name in group for group in described.needs)}
-            raise RewardError(f"--reward={text}: {error}; it is of the prompt with {str(shown)[:300]}") from None
+
+
+def _value_problem(reward: RewardFunction, record: Mapping[str, Any]) -> str:
+    """The reason why a function cannot use the values of a record; "" if it can."""
+    for group in reward.needs:
+        if all(record.get(name) is None for name in group):
+            named = ", ".join(f"{name!r}" for name in group if name in record)
+            return f"{reward.name} needs {_wanted(group)}, and {named} is null"
+    if reward.check is None:
+        return ""
+    try:
+        reward.check(record)
+    except ValueError as error:
+        shown = {name: value for name, value in record.items() if any(name in group for group in reward.needs)}
+        return f"{error}; it has {str(shown)[:300]}" if shown else str(error)
+    return ""
+
+
+def _wanted(group: Sequence[str]) -> str:
+    return f"a field {group[0]!r}" if len(group) == 1 else f"one of the fields {', '.join(group)}"
 
 
 def _check_call(text: str, reward: RewardFunction, names: Sequence[str]) -> None:

@@ -36,21 +36,30 @@ class Verifier(NamedTuple):
     check: str = ""
 
 
+_HERE = "funrl.rewards"
 VERIFIERS: Mapping[str, Verifier] = {
-    "exact": Verifier("funrl.rewards.verifiers:exact_match", (GOLD,)),
-    "gsm8k": Verifier("funrl.rewards.verifiers:gsm8k", (GOLD,)),
-    "math": Verifier("funrl.rewards.formulas:math_answer", (GOLD,), "math_verify", extra="math"),
-    "boxed": Verifier("funrl.rewards.formulas:boxed_answer", (GOLD,), "math_verify", extra="math"),
-    "choice": Verifier("funrl.rewards.verifiers:multiple_choice", (GOLD,)),
-    "regex": Verifier(
-        "funrl.rewards.verifiers:matches_pattern", (("pattern",),), check="funrl.rewards.verifiers:check_pattern"
+    "exact": Verifier(f"{_HERE}.verifiers:exact_match", (GOLD,), check=f"{_HERE}.verifiers:check_exact"),
+    "gsm8k": Verifier(f"{_HERE}.verifiers:gsm8k", (GOLD,), check=f"{_HERE}.verifiers:check_number"),
+    "math": Verifier(
+        f"{_HERE}.formulas:math_answer", (GOLD,), "math_verify", extra="math", check=f"{_HERE}.formulas:check_formula"
     ),
-    "json": Verifier("funrl.rewards.structure:json_schema", (), "jsonschema", extra="json"),
-    "format": Verifier("funrl.rewards.structure:think_then_answer"),
-    "length": Verifier("funrl.rewards.style:within_length", (("min_words", "max_words"),)),
-    "repetition": Verifier("funrl.rewards.style:repetition"),
-    "countdown": Verifier("funrl.rewards.countdown:countdown", (("target",), ("nums", "numbers"))),
-    "code": Verifier("funrl.rewards.unit_tests:code_tests", (TESTS,), check="funrl.rewards.unit_tests:check_tests"),
+    "boxed": Verifier(
+        f"{_HERE}.formulas:boxed_answer", (GOLD,), "math_verify", extra="math", check=f"{_HERE}.formulas:check_formula"
+    ),
+    "choice": Verifier(f"{_HERE}.verifiers:multiple_choice", (GOLD,), check=f"{_HERE}.verifiers:check_choice"),
+    "regex": Verifier(f"{_HERE}.verifiers:matches_pattern", (("pattern",),), check=f"{_HERE}.verifiers:check_pattern"),
+    "json": Verifier(
+        f"{_HERE}.structure:json_schema", (), "jsonschema", extra="json", check=f"{_HERE}.structure:check_schema"
+    ),
+    "format": Verifier(f"{_HERE}.structure:think_then_answer"),
+    "length": Verifier(
+        f"{_HERE}.style:within_length", (("min_words", "max_words"),), check=f"{_HERE}.style:check_length"
+    ),
+    "repetition": Verifier(f"{_HERE}.style:repetition"),
+    "countdown": Verifier(
+        f"{_HERE}.countdown:countdown", (("target",), ("nums", "numbers")), check=f"{_HERE}.countdown:check_countdown"
+    ),
+    "code": Verifier(f"{_HERE}.unit_tests:code_tests", (TESTS,), check=f"{_HERE}.unit_tests:check_tests"),
 }
 
 

@@ -41,6 +41,7 @@ from funrl.rewards.call import (
     row_text,
 )
 from funrl.rewards.pool_server import ServerOptions, Submission, serve_rewards
+from funrl.rewards.views import TEXT
 
 
 class Pool:
@@ -48,6 +49,7 @@ class Pool:
 
     Attributes:
       functions: the reward functions.
+      views: names of the views that they read instead of the text.
       workers: bound on the processes that run them; 0: this process does.
     """
 
@@ -55,6 +57,7 @@ class Pool:
         self, rewards: Sequence[Reward], workers: int = 0, connection: Connection | None = None, server: int = 0
     ):
         self.functions = reward_functions(rewards)
+        self.views = {function.view.name for function in self.functions} - {TEXT}
         self.workers = workers
         self._connection = connection
         self._server = server

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
+from funrl.rewards.answers import last_fenced
+from funrl.rewards.views import ANSWER, MARKS, read_as
+
 _TAGGED = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-_FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
+@read_as(MARKS, example="<think>a</think><answer>4</answer>")
 def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the completion is <think>...</think> and then <answer>...</answer>, each tag once and nothing around.
 
@@ -19,13 +23,15 @@ def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
     Example: think_then_answer("2+2=", "<think>Two and two.</think> <answer>4</answer>") is 1.0.
     """
     text = "<think>" + completion if prompt.rstrip().endswith("<think>") else completion
-    return float(_TAGGED.fullmatch(text) is not None and all(text.count(tag) == 1 for tag in _TAGS))
+    once = all(text.count(tag) == 1 for tag in _TAGS)  # then the pattern takes time linear in the text
+    return float(once and _TAGGED.fullmatch(text) is not None)
 
 
+@read_as(ANSWER, example='{"a": [1]}')
 def json_schema(prompt: str, completion: str, *, schema: Any = None, **fields: Any) -> float:
     """1 if the completion is JSON that the schema of the field "schema" allows.
 
-    The JSON is the completion's last fenced block, where it has one, else all of it.
+    The JSON is the completion's last fenced block of `json`, else the last one without a word, else all of it.
 
     Args:
       schema: a JSON schema, as an object or as text; None: any JSON will do. References to other documents are not
@@ -36,12 +42,21 @@ def json_schema(prompt: str, completion: str, *, schema: Any = None, **fields: A
 
     Example: json_schema("Who?", '{"age": 7}', schema={"properties": {"age": {"type": "integer"}}}) is 1.0.
     """
-    blocks = _FENCED.findall(completion)
+    block = last_fenced(completion, "json")
     try:
-        value = json.loads(blocks[-1] if blocks else completion, parse_constant=_refuse)
-        return float(schema is None or _validator(schema).is_valid(value))
-    except (json.JSONDecodeError, RecursionError, _NotJSONError):
+        value = json.loads(completion if block is None else block, parse_constant=_refuse)
+    except (ValueError, RecursionError):  # ValueError also for integers that Python does not convert
         return 0.0
+    try:
+        return float(schema is None or _validator(schema).is_valid(value))
+    except RecursionError:
+        return 0.0
+
+
+def check_schema(fields: Mapping[str, Any]) -> None:
+    """Check the field "schema" of a record before anything is computed. Raises: ValueError, it is not a schema."""
+    if fields.get("schema") is not None:
+        _validator(fields["schema"])
 
 
 def _validator(schema: Any) -> Any:
@@ -60,9 +75,6 @@ def _validator(schema: Any) -> Any:
     return kind(schema, registry=Registry())
 
 
-class _NotJSONError(ValueError):
-    """A word that Python's parser takes and JSON has not."""
-
-
 def _refuse(word: str) -> None:
-    raise _NotJSONError(word)
+    """Refuse NaN and Infinity, which Python's parser takes and JSON does not have."""
+    raise ValueError(word)

@@ -6,8 +6,11 @@ Each makes a function `(prompt, completion, **fields) -> float`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
+
+from funrl.rewards.views import read_as, view_of
 
 
 def words(text: str) -> int:
@@ -36,8 +39,9 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
 
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         tokens = completion.lower().split()
-        grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-        return -penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+        grams = len(tokens) - n + 1
+        different = len(set(zip(*(tokens[i:] for i in range(n)), strict=False)))
+        return -penalty * (1 - different / grams) if grams > 0 else 0.0
 
     return reward
 
@@ -57,6 +61,14 @@ def within_length(
     """
     count = words(completion)
     return float((min_words is None or count >= min_words) and (max_words is None or count <= max_words))
+
+
+def check_length(fields: Mapping[str, Any]) -> None:
+    """Check the bounds of a record before anything is computed. Raises: ValueError, one is not a number."""
+    for name in ("min_words", "max_words"):
+        bound = fields.get(name)
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Real) or math.isnan(bound)):
+            raise ValueError(f"the field {name!r} is a number of words, not {bound!r}")
 
 
 def cosine_length(
@@ -90,6 +102,7 @@ def cosine_length(
     if longest <= 0:
         raise ValueError(f"cosine_length(longest={longest}): it must be above 0")
 
+    @read_as(*view_of(right))
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         is_right = right(prompt, completion, **fields) > 0.5
         begin, end = right_range if is_right else wrong_range

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from funrl.rewards.answers import last_fenced
 from funrl.rewards.named import TESTS
 from funrl.rewards.sandbox import LIMITS, Limits, run_program
-
-_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+from funrl.rewards.views import ANSWER, read_as
 
 
 class UnitTests(NamedTuple):
@@ -28,8 +28,9 @@ class UnitTests(NamedTuple):
 def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., float]:
     """A reward of 1.0 for a program that passes all its tests, or, with `share`, the share of tests that pass.
 
-    The program is the completion's last fenced block if it has one, else the whole completion. If a field "entry_point"
-    names a function that the program lacks, the program continues the prompt.
+    The program is the completion's last fenced block of Python (`python`, `py`, `python3`), else the last one without a
+    word, else the whole completion. If a field "entry_point" names a function that the program lacks, the program
+    continues the prompt.
 
     The tests are the first of the fields "tests", "test_list", "test_cases", "test" and "ground_truth" that the record
     has: Python text; a list of such texts, each a test, such as "assert f(2) == 4"; or {"inputs": [...], "outputs":
@@ -50,6 +51,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
       0.5
     """
 
+    @read_as(ANSWER)
     def reward(prompt: str, completion: str, **fields: Any) -> float:
         check_tests(fields)
         tests = read_tests(fields)
@@ -73,10 +75,13 @@ code_tests = unit_tests()
 
 def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     """Extract the program of a completion."""
-    blocks = _FENCED.findall(completion)
-    program = blocks[-1] if blocks else completion
+    block = last_fenced(completion, r"(python|py)[\d.]*")
+    program = completion if block is None else block
     entry = fields.get("entry_point")
-    lacks = entry is not None and not re.search(rf"^\s*def\s+{re.escape(str(entry))}\b", program, re.MULTILINE)
+    if entry is None:
+        return program
+    definition = rf"^[ \t]*(?:async[ \t]+)?def[ \t]+{re.escape(str(entry))}\b"
+    lacks = str(entry) not in program or not re.search(definition, program, re.MULTILINE)
     return prompt + program if lacks else program
 
 
@@ -105,7 +110,7 @@ def read_tests(fields: Mapping[str, Any]) -> UnitTests:
         except json.JSONDecodeError:
             given = fields[name]  # Python that begins with a bracket
     if isinstance(given, str):
-        call = f"\ncheck({fields['entry_point']})" if "entry_point" in fields and "def check(" in given else ""
+        call = f"\ncheck({fields['entry_point']})" if fields.get("entry_point") and "def check(" in given else ""
         return UnitTests((given + call,))
     if isinstance(given, Mapping) and {"inputs", "outputs"} <= set(given) and not given.get("fn_name"):
         return UnitTests(pairs=_pairs(given["inputs"], given["outputs"]))

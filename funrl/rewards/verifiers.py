@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from funrl.rewards.mathematics.numbers import decimal_of, number_after, right_answer_text, same_text_or_number
 from funrl.rewards.named import GOLD
 from funrl.rewards.patterns import compile_pattern, matches_anywhere
+from funrl.rewards.views import ANSWER, MARKS, read_as
 
-_NUMBER = r"[-+]?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_LAST_PART = 10_000  # characters, in which a completion says what its answer is
 
 
 def right_answer(fields: Mapping[str, Any]) -> Any:
@@ -25,14 +27,26 @@ def right_answer(fields: Mapping[str, Any]) -> Any:
     return fields[name]
 
 
+@read_as(ANSWER)
 def exact_match(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the completion is the right answer, blanks around either aside.
 
+    A right answer that is a number, not text, is compared as a number: 72.0 and "72" are the same.
+
+    Raises:
+      ValueError: the right answer is neither text nor a finite number.
+
     Example: exact_match("2+2=", " 4", answer=4) is 1.0.
     """
-    return float(completion.strip() == str(right_answer(fields)).strip())
+    return float(same_text_or_number(right_answer(fields), completion))
 
 
+def check_exact(fields: Mapping[str, Any]) -> None:
+    """Check the right answer of a record before anything is computed. Raises: ValueError, as `exact_match`."""
+    right_answer_text(right_answer(fields))
+
+
+@read_as(ANSWER, example="#### 4")
 def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
     """1 if the number after the last "####" of the completion is that of the right answer.
 
@@ -45,18 +59,28 @@ def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
     References: Cobbe et al., 2021, https://arxiv.org/abs/2110.14168
     Warning: strict: without "####" the reward is 0. verl's flexible mode takes the last number of the completion.
     """
-    answer = str(right_answer(fields))
-    wanted = number_after("####", answer) if "####" in answer else _decimal(answer)
+    return float(number_after("####", completion) == _right_number(fields))
+
+
+def check_number(fields: Mapping[str, Any]) -> None:
+    """Check the right answer of a record before anything is computed. Raises: ValueError, as `gsm8k`."""
+    _right_number(fields)
+
+
+def _right_number(fields: Mapping[str, Any]) -> Decimal:
+    answer = right_answer_text(right_answer(fields))
+    wanted = number_after("####", answer) if "####" in answer else decimal_of(answer.replace(",", ""))
     if wanted is None:
-        raise ValueError(f"there is no number in the right answer {answer!r}")
-    return float(number_after("####", completion) == wanted)
+        raise ValueError(f"there is no number in the right answer {answer[:200]!r}")
+    return wanted
 
 
-def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] = (), **fields: Any) -> float:
+@read_as(ANSWER)
+def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | None = None, **fields: Any) -> float:
     r"""1 if the completion chooses the right letter.
 
-    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)", else a letter that the completion
-    consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
+    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)" in its last 10,000 characters, else a
+    letter that it consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
 
     Args:
       choices: the texts to choose from, where the record has them. The right answer may then be one of these texts, or
@@ -67,15 +91,22 @@ def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] = ()
 
     Example: multiple_choice("Which?", "Not A. The answer is (B).", answer="B") is 1.0.
     """
-    wanted = _letter_of(right_answer(fields), choices)
+    wanted = _letter_of(right_answer(fields), () if choices is None else choices)
     # No two neighbouring parts of these patterns match the same text: they take time linear in the completion.
     boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])\)?[\s.}]", completion)
-    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion)
+    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion[-_LAST_PART:])
     first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
     letters = boxed[-1:] or ["".join(pair) for pair in stated[-1:]] or (["".join(first.groups(""))] if first else [])
     return float([letter.upper() for letter in letters] == [wanted])
 
 
+def check_choice(fields: Mapping[str, Any]) -> None:
+    """Check the right answer of a record before anything is computed. Raises: ValueError, as `multiple_choice`."""
+    choices = fields.get("choices")
+    _letter_of(right_answer(fields), () if choices is None else choices)
+
+
+@read_as(MARKS)
 def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any) -> float:
     """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
 
@@ -121,25 +152,14 @@ def matches(pattern: str, flags: int = 0) -> Callable[..., float]:
     return reward
 
 
-def number_after(mark: str, text: str) -> Decimal | None:
-    """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none."""
-    _, separator, rest = text.rpartition(mark)
-    match = re.match(rf"\s*({_NUMBER})", rest) if separator else None
-    return None if match is None else _decimal(match[1])
-
-
-def _decimal(text: str) -> Decimal | None:
-    plain = re.fullmatch(_NUMBER, text.strip())
-    return None if plain is None else Decimal(re.sub(r"[$,]", "", plain[0]))
-
-
 def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
     """The letter of a right answer: itself, its place among the choices, or the place of its text."""
-    text = str(answer).strip()
-    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < (len(choices) or 26):
-        return chr(ord("A") + answer)
+    text = right_answer_text(answer).strip()
+    place = None if isinstance(answer, (str, bool)) else decimal_of(text)
+    if place is not None and 0 <= place < (len(choices) or 26) and place == int(place):
+        return chr(ord("A") + int(place))
     if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
         return plain[1].upper()
-    if text in (texts := [str(choice).strip() for choice in choices]):
+    if text in (texts := [right_answer_text(choice).strip() for choice in choices]):
         return chr(ord("A") + texts.index(text))
     raise ValueError(f"the right answer {answer!r} is no letter, nor one of the choices {list(choices)!r}")

@@ -136,7 +136,7 @@ class Engine(Protocol):
 
         Raises:
           RuntimeError: no weights have been loaded.
-          FloatingPointError: the model's logits are not finite.
+          LogitsError: the model's logits are not finite for some requests, which have ended; others go on.
         """
         ...
 

@@ -21,7 +21,7 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.huggingface.names import fused, names_of, stored_in
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.requests import Completion, Request, check_requests
+from funrl.rollout.requests import Completion, LogitsError, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
@@ -76,8 +76,8 @@ class HFEngine:
         held = self.model.state_dict()
         names = self.weights.names
         return (
-            (there, held[stored.name][slice(*stored.rows)])
-            for (there, _), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
+            (there, held[stored.name][slice(*stored.rows)] if shape else held[stored.name])
+            for (there, shape), stored in zip(names.values(), (self._stored[name] for name in names), strict=True)
         )
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -105,7 +105,11 @@ class HFEngine:
         together = [request for request in self._waiting if request.sampling == sampling]
         self._waiting = [request for request in self._waiting if request.sampling != sampling]
         self._passes += 1
-        return self._complete(together, sampling)
+        try:
+            return self._complete(together, sampling)
+        except LogitsError as error:
+            self._waiting += [request for request in together if request.number not in error.numbers]
+            raise
 
     def unfinished(self) -> int:
         """Number of waiting requests."""
@@ -184,22 +188,25 @@ class HFEngine:
                 torch.manual_seed(hash(tuple(request.seed for request in requests)))
                 out = self.model.generate(inputs=tokens_BT, attention_mask=mask_BT)
         except RuntimeError as error:
-            if "probability tensor" in str(error):
-                raise FloatingPointError(NOT_FINITE) from error
-            raise
+            if "probability tensor" not in str(error):
+                raise
+            if len(requests) == 1:
+                raise LogitsError(NOT_FINITE, [requests[0].number]) from error
+            return [done for request in requests for done in self._complete([request], sampling)]  # which one it is
         tokens_RT = out.sequences[:, width:]
 
         def chosen(logits: tuple[Tensor, ...]) -> Tensor:
             return torch.stack(logits, 1).log_softmax(-1).gather(2, tokens_RT.unsqueeze(2)).squeeze(2).cpu()
 
         raw_RT = chosen(out.logits)
-        if not raw_RT.isfinite().all():
-            raise FloatingPointError(NOT_FINITE)
         sampling_RT = raw_RT if sampling.greedy else chosen(out.scores)
         done = []
+        failed = []
         for row, request in enumerate(requests):
             stops = [place for place, token in enumerate(tokens_RT[row].tolist()) if token in sampling.stop]
             count = stops[0] + 1 if stops else tokens_RT.shape[1]
+            if not raw_RT[row, :count].isfinite().all():
+                failed.append(request.number)
             self._decoded += count
             done.append(
                 Completion(
@@ -211,6 +218,8 @@ class HFEngine:
                     finish="stop" if stops else "length",
                 )
             )
+        if failed:
+            raise LogitsError(NOT_FINITE, failed)
         return done
 
 

@@ -46,6 +46,28 @@ class Request(NamedTuple):
     owned: OwnedLines | None = None
 
 
+class LogitsError(FloatingPointError):
+    """Logits of some sequences are not finite. The engine has ended these, and can go on with the others.
+
+    Attributes:
+      numbers: of their requests.
+    """
+
+    def __init__(self, message: str, numbers: Sequence[int] = ()):
+        super().__init__(message)
+        self.numbers = numbers
+
+
+def logits_error(failed: Sequence[tuple[int, int]]) -> LogitsError:
+    """The error of some sequences: (number of the request, index of the token in its completion) of each."""
+    number, index = failed[0]
+    return LogitsError(
+        f"the model's logits are not finite at token {index} of completion {number}: its weights are damaged, or it "
+        "has diverged, which a lower --lr may prevent",
+        [number for number, _ in failed],
+    )
+
+
 Finish = Literal["stop", "string", "length", "paused", "cancelled"]
 
 

@@ -21,7 +21,7 @@ from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes.heartbeat import beat
 from funrl.rollout.engine import Engine, awake_step
-from funrl.rollout.requests import Completion, Request
+from funrl.rollout.requests import Completion, LogitsError, Request
 from funrl.rollout.sampling_parameters import Sampling
 
 _T = TypeVar("_T")
@@ -74,8 +74,10 @@ class ResidentEngine:
       running_s: seconds in which the engine had an unfinished request.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, lasting: bool = False):
+        """Make it. Args: as of `run_beside`."""
         self.running_s = 0.0
+        self._lasting = lasting
         self._engine = engine
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._running: dict[int, Request] = {}
@@ -189,8 +191,9 @@ class ResidentEngine:
             return
         begin = time.perf_counter()
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
-        for completions in _iterations(self._engine, orders, mesh):
+        for completions, error in _iterations(self._engine, orders, mesh, self._lasting):
             self.end(completions)
+            self.fail(error)
             for number, (listener, known) in self._listeners.items():
                 tokens = self._engine.sampled(number, known)
                 if tokens:
@@ -229,6 +232,15 @@ class ResidentEngine:
                 future.set_result(done)
                 self._progress.set()
             self._listeners.pop(done.number, None)
+
+    def fail(self, error: LogitsError | None) -> None:
+        """Raise an error where its requests are waited for."""
+        for number in () if error is None else error.numbers:
+            self._running.pop(number, None)
+            future = self._waiting.pop(number, None)
+            if future is not None and not future.done():
+                future.set_exception(LogitsError(str(error)))
+                self._progress.set()
 
     def take_new(self) -> dict[int, Request]:
         """Requests that the engine does not have yet, which it does not get before `give_back`."""
@@ -294,6 +306,7 @@ def run_beside(
     mesh: Mesh,
     program: Callable[[ResidentEngine], Awaitable[_T]],
     loop: asyncio.AbstractEventLoop | None = None,
+    lasting: bool = False,
 ) -> _T | None:
     """Run a program beside the engine's steps. Collective over "tensor".
 
@@ -302,6 +315,7 @@ def run_beside(
       mesh: of the engine.
       program: its coroutine runs on the first rank of a replica.
       loop: an event loop that is not running, on which it runs; None: one of its own.
+      lasting: whether logits that are not finite are an error of their request only, and the engine goes on.
 
     Returns: the program's result on the first rank; None on the others.
 
@@ -312,7 +326,7 @@ def run_beside(
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
     if mesh.index("tensor") == 0:
-        return run_coroutine(_lead(engine, mesh, program), loop)
+        return run_coroutine(_lead(engine, mesh, program, lasting), loop)
     while True:
         beat()
         orders = from_first(None, mesh, "tensor") or _Orders()
@@ -322,16 +336,18 @@ def run_beside(
                 raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
             return None
         if not orders.idle:
-            for _ in _iterations(engine, orders, mesh):
+            for _ in _iterations(engine, orders, mesh, lasting):
                 pass
 
 
-async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]]) -> _T:
-    resident = ResidentEngine(engine)
+async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]], lasting: bool) -> _T:
+    resident = ResidentEngine(engine, lasting)
     return await resident.lead(program(resident), mesh)
 
 
-def _iterations(engine: Engine, orders: _Orders, mesh: Mesh) -> Iterator[list[Completion]]:
+def _iterations(
+    engine: Engine, orders: _Orders, mesh: Mesh, lasting: bool = False
+) -> Iterator[tuple[list[Completion], LogitsError | None]]:
     """Carry out orders and step the engine, several times where orders make the host wait; yields what has ended."""
     if orders.cancel:
         engine.cancel(orders.cancel)
@@ -341,7 +357,18 @@ def _iterations(engine: Engine, orders: _Orders, mesh: Mesh) -> Iterator[list[Co
         engine.submit(orders.submit)
     for _ in range(1 if mesh.size("tensor") == 1 else ORDERS_EVERY.get(mesh.device.type, 8)):
         if engine.unfinished():
-            yield awake_step(engine)
+            yield _step(engine, lasting)
+
+
+def _step(engine: Engine, lasting: bool) -> tuple[list[Completion], LogitsError | None]:
+    """The completions of a step, and the error of others that are then cancelled, if the engine is to outlast it."""
+    try:
+        return awake_step(engine), None
+    except LogitsError as error:
+        if not lasting:
+            raise
+        engine.cancel(error.numbers)
+        return [], error
 
 
 async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None:

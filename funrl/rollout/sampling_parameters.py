@@ -6,6 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+SMALLEST_TEMPERATURE = 1e-5  # below it vLLM too takes the most probable token; float32 has no logits / 1e-39
+PENALTIES = (1e-10, 1e10)  # of which logits stay finite
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -19,7 +22,7 @@ class Sampling:
     5. min_p: of these, those are kept that have at least this part of the largest probability.
 
     Attributes:
-      temperature: above 0.
+      temperature: at least `SMALLEST_TEMPERATURE`.
       top_k: 0: all tokens.
       top_p: above 0; 1: all.
       max_new_tokens: tokens that a completion may have, the stop token included.
@@ -27,7 +30,7 @@ class Sampling:
       samples: completions of each prompt.
       greedy: take the most probable token; temperature, top_k, top_p and min_p play no part.
       min_p: from 0 (all) to 1.
-      repetition_penalty: above 0; 1: none; below 1 it favours repetition. It acts on greedy sampling too.
+      repetition_penalty: within `PENALTIES`; 1: none; below 1 it favours repetition. It acts on greedy sampling too.
       stop_strings: texts that end a completion whose text has one of them.
 
     Raises:
@@ -54,9 +57,10 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
+        if not SMALLEST_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature is {self.temperature}, it must be above 0; greedy=True takes the most probable"
+                f"temperature is {self.temperature}, it must be above 0 and at least {SMALLEST_TEMPERATURE}, "
+                "as logits divided by less may overflow; greedy=True takes the most probable"
             )
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}, it must be at least 0 (0: all tokens)")
@@ -64,8 +68,12 @@ class Sampling:
             raise ValueError(f"top_p is {self.top_p}, it must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}, it must be from 0 (all tokens) to 1")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}, it must be above 0 (1: none)")
+        low, high = PENALTIES
+        if not low <= self.repetition_penalty <= high:
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}, it must be above 0, from {low:g} to {high:g} "
+                "(1: none)"
+            )
         if isinstance(self.stop_strings, str) or not all(self.stop_strings):
             raise ValueError(f"stop_strings is {self.stop_strings!r}, it must be a tuple of texts that are not empty")
         for name in ("max_new_tokens", "samples"):

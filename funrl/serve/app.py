@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -17,8 +18,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from funrl.serve import chat_completions, connections, generate, messages, responses
+from funrl.serve.aside import Aside, decode_json
 from funrl.serve.asks import Ask, BadRequest, Body
-from funrl.serve.session import DecodeIds, Exchange, Session, replies_again, request_digest
+from funrl.serve.history import request_digest
+from funrl.serve.session import DecodeIds, Exchange, Session, replies_again
 from funrl.serve.streams import TextStream
 
 LARGEST_BODY = 64 << 20  # bytes
@@ -121,6 +124,7 @@ class _Server:
         self._sessions = sessions
         self._model = model
         self._decode = decode
+        self._aside = Aside()
         self._began = int(time.time())
 
     def guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
@@ -141,15 +145,14 @@ class _Server:
 
         async def serve(request: Request) -> Response:
             session = self._sessions.of(request.headers)
-            body = await _read_body(request)
-            ask = dialect.read(Body(_json(body)))
-            digest = request_digest(path, body)
+            ask, digest = await self._read(request, session, dialect.read)
             pieces = _pieces(session, ask, digest, again=replies_again(request.headers), decode=self._decode)
             head = {"id": dialect.prefix + secrets.token_hex(12), "created": int(time.time()), "model": self._model}
             first = await anext(pieces)  # errors of the request, before the answer begins
             if ask.stream and dialect.events is not None:
                 events = dialect.events(ask, head, self._decode)
-                return StreamingResponse(_stream(events, first, pieces), media_type="text/event-stream")
+                stream = _stream(events, first, pieces, path)
+                return StreamingResponse(stream, media_type="text/event-stream")
             while not isinstance(first, list):
                 first = await anext(pieces)
             return _Answer(dialect.answer(ask, [end.exchange for end in first], head, self._decode))
@@ -158,8 +161,19 @@ class _Server:
 
     async def count(self, request: Request) -> Response:
         session = self._sessions.of(request.headers)
-        ask = messages.read_messages(Body({"max_tokens": 1, **_object(_json(await _read_body(request)))}))
+        ask, _ = await self._read(request, session, messages.read_counted)
         return _Answer({"input_tokens": await session.count(ask)})
+
+    async def _read(self, request: Request, session: Session, read: Callable[[Body], Ask]) -> tuple[Ask, bytes]:
+        """The request of a body, and its digest. Raises BadRequest."""
+        parts, size = await _read_body(request, session.check_body)
+
+        def read_whole() -> tuple[Ask, bytes]:
+            body = b"".join(parts)
+            ask = read(Body(_json(body)))
+            return dataclasses.replace(ask, size=size), request_digest(request.url.path, body)
+
+        return await self._aside.run(size, read_whole)
 
     async def models(self, request: Request) -> Response:
         self._sessions.of(request.headers)
@@ -225,7 +239,7 @@ async def _pieces(
 
 
 async def _stream(
-    events: Events, first: _Piece | list[_End], pieces: AsyncIterator[_Piece | list[_End]]
+    events: Events, first: _Piece | list[_End], pieces: AsyncIterator[_Piece | list[_End]], path: str
 ) -> AsyncIterator[str]:
     yield "".join(events.begin())
     piece = first
@@ -234,18 +248,22 @@ async def _stream(
         try:
             piece = await anext(pieces)
         except BadRequest as error:  # too late for a status
-            yield f"data: {json.dumps(_error(error))}\n\n"
+            yield _error_event(path, error)
             return
     yield "".join(events.end([end.exchange for end in piece], [end.rest for end in piece]))
 
 
-async def _read_body(request: Request) -> bytes:
-    """The body, within its limits. Raises BadRequest."""
+async def _read_body(request: Request, check: Callable[[int], None]) -> tuple[list[bytes], int]:
+    """The parts of a body and their bytes, within the limits of the server, and of `check`. Raises BadRequest.
+
+    One that `check` refuses is still read to its end, as clients read no answer before, and is not kept.
+    """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > LARGEST_BODY:
         raise BadRequest(f"the body has {announced} bytes; {LARGEST_BODY} are allowed", status=413, code="too_large")
     parts: list[bytes] = []
     size = 0
+    refused: BadRequest | None = None
     try:
         async with asyncio.timeout(connections.BODY_S):
             async for part in request.stream():
@@ -253,39 +271,53 @@ async def _read_body(request: Request) -> bytes:
                 size += len(part)
                 if size > LARGEST_BODY:
                     raise BadRequest(f"the body has more than {LARGEST_BODY} bytes", status=413, code="too_large")
+                try:
+                    check(max(size, int(announced)))
+                except BadRequest as error:
+                    refused = error
+                    parts.clear()
     except TimeoutError:
         raise BadRequest(f"the body took longer than {connections.BODY_S:g} s", status=408, code="timeout") from None
-    return b"".join(parts)
+    if refused is not None:
+        raise refused
+    return parts, size
 
 
 def _json(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        return decode_json(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 
 
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRequest("the body must be a JSON object")
-    return value
-
-
 def _problem(request: Request, error: BadRequest) -> Response:
-    if request.url.path.startswith("/v1/messages"):
-        kind = {401: "authentication_error", 413: "request_too_large", 404: "not_found_error"}.get(
-            error.status, "invalid_request_error"
-        )
-        value = {"type": "error", "error": {"type": kind, "message": str(error)}}
-    else:
-        value = _error(error)
+    value = _error_value(request.url.path, error)
     # A connection whose body was not read to its end cannot have a further request.
     headers = {"connection": "close"} if error.status in (401, 408, 413) else None
     return _Answer(value, status_code=error.status, headers=headers)
 
 
+def _error_value(path: str, error: BadRequest) -> dict[str, Any]:
+    """An error as the clients of an endpoint read it."""
+    if not path.startswith("/v1/messages"):
+        return _error(error)
+    kinds = {401: "authentication_error", 413: "request_too_large", 404: "not_found_error", 500: "api_error"}
+    kind = kinds.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _error_event(path: str, error: BadRequest) -> str:
+    """An error as an event of a stream, which clients of two dialects know by its name."""
+    value = _error_value(path, error)
+    if path == "/v1/responses":
+        value = {"type": "error", "sequence_number": 0} | {x: value["error"][x] for x in ("message", "param", "code")}
+    name = "event: error\n" if "type" in value else ""
+    return f"{name}data: {json.dumps(value)}\n\n"
+
+
 def _error(error: BadRequest) -> dict[str, Any]:
-    kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+    kinds = {401: "authentication_error", 500: "server_error"}
+    kind = kinds.get(error.status, "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}
 
 

@@ -7,7 +7,10 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from funrl.data.json_lines import DataError
+from funrl.data.messages import decoded_arguments
 from funrl.rollout.episodes import Message
+from funrl.rollout.sampling_parameters import SMALLEST_TEMPERATURE
 
 MOST_CHOICES = 128
 MOST_STOPS = 16
@@ -71,6 +74,7 @@ class Ask:
       ids_as_text: whether log-probabilities name tokens as "token_id:7".
       stream: whether the answer comes in pieces.
       usage: whether a stream ends with the numbers of tokens.
+      size: bytes of its body.
       reasoning: whether the client wants what the policy thinks, apart from the content; None: it does not say, and
         gets it so where calls are read, else in the content.
     """
@@ -92,6 +96,7 @@ class Ask:
     ids_as_text: bool = False
     stream: bool = False
     usage: bool = False
+    size: int = 0
     reasoning: bool | None = None
 
 
@@ -183,8 +188,8 @@ class Body:
         if fields.get("top_p") == 0:
             fields["top_p"] = 1e-9
         if temperature is not None:
-            fields["greedy"] = temperature == 0
-            if temperature == 0:
+            fields["greedy"] = temperature < SMALLEST_TEMPERATURE
+            if fields["greedy"]:
                 del fields["temperature"]
         return fields
 
@@ -277,17 +282,17 @@ def checked_choice(choice: str, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _arguments(given: Any, field: str) -> dict[str, Any]:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given or "{}")
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"arguments of a call are not JSON: {error}", field) from None
-    if not isinstance(given, dict):
-        raise BadRequest(f"arguments of a call are {_short(given)}, they must be an object", field)
-    return given
+    try:
+        return decoded_arguments(given)
+    except DataError as error:
+        raise BadRequest(str(error), field) from None
 
 
 def _short(value: Any) -> str:
     """A value as JSON, cut off."""
-    text = json.dumps(value)
+    text = ""
+    for part in json.JSONEncoder().iterencode(value[:100] if isinstance(value, str | list) else value):
+        text += part
+        if len(text) > 100:
+            break
     return text if len(text) <= 100 else text[:97] + "..."

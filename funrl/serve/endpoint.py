@@ -25,7 +25,7 @@ from funrl.environments.forms.response_templates import END_THINK, OPEN
 from funrl.rollout.episodes import Endpoint
 from funrl.rollout.policy import LimitReached, Policy
 from funrl.serve.asks import Ask
-from funrl.serve.session import Sampler, Session, Speech
+from funrl.serve.session import DecodeIds, Sampler, Session, Speech
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class _Shared(NamedTuple):
     sessions: Any
 
 
+_LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
 
 
@@ -149,7 +150,15 @@ def speech_of(chat: TemplateChat) -> Speech:
         call_opening=_hermes_opening if hermes else None,
         thinks=END_THINK in str(tokenizer.chat_template),
         form=picture_form_of(tokenizer),
+        longest=_longest_token(tokenizer),
     )
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Bytes that the longest token of a tokenizer may have; found once for each."""
+    if tokenizer not in _LONGEST:
+        _LONGEST[tokenizer] = max((len(token.encode("utf-8", "replace")) for token in tokenizer.get_vocab()), default=0)
+    return _LONGEST[tokenizer]
 
 
 @contextlib.asynccontextmanager
@@ -181,7 +190,7 @@ async def serve_policy(
             note(f"the run's sampling parameters replace those of a client, {dict(ask.sampling)}")
         return policy
 
-    session = Session(policy_for, speech_of(chat), agent=agent)
+    session = Session(policy_for, speech_of(chat), agent=agent, length=policy.limits.length)
     shared = await _server_of_loop(chat)
     key = shared.sessions.open(session)
     try:
@@ -229,8 +238,8 @@ async def _server_of_loop(chat: TemplateChat) -> _Shared:
 
 
 async def serve_until_stopped(
-    policy_for: Callable[[Ask], Sampler],
-    chat: TemplateChat,
+    session: Session,
+    decode: DecodeIds,
     *,
     model: str,
     address: tuple[str, int],
@@ -240,8 +249,8 @@ async def serve_until_stopped(
     """Serve a model under one key until SIGINT or SIGTERM.
 
     Args:
-      policy_for: a request -> the policy that samples its replies.
-      chat: renders messages and reads replies.
+      session: that answers.
+      decode: token ids -> text.
       model: its name.
       address: host and port.
       key: that clients give; "": a new one.
@@ -250,10 +259,8 @@ async def serve_until_stopped(
     from funrl.serve.app import Sessions, make_app
 
     sessions = Sessions()
-    speech = speech_of(chat)
-    session = Session(policy_for, speech, kept=KEPT_EXCHANGES)
     key = sessions.open(session, key)
-    server = HTTPServer(make_app(sessions, model, speech.decode), *address)
+    server = HTTPServer(make_app(sessions, model, decode), *address)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end)

@@ -69,6 +69,11 @@ def read_messages(body: Body) -> Ask:
     )
 
 
+def read_counted(body: Body) -> Ask:
+    """The request of a body of `/v1/messages/count_tokens`."""
+    return read_messages(Body({"max_tokens": 1} | body.values))
+
+
 def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
     """The answer of `/v1/messages`."""
     (exchange,) = exchanges

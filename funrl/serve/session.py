@@ -11,7 +11,6 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -25,12 +24,19 @@ from funrl.environments.chat import continued_text
 from funrl.environments.forms.response_templates import END_THINK, THINK
 from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
 from funrl.rollout.policy import Chat, LimitReached
+from funrl.rollout.requests import LogitsError
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.serve.aside import Aside
 from funrl.serve.asks import Ask, BadRequest
+from funrl.serve.history import History, PromptBound
 from funrl.serve.pictures import seen_messages
 
 KEPT_PICTURE_BYTES = 1 << 30  # of pictures in the exchanges that a server of a model remembers
+UNSAMPLED = (
+    "the model's logits are not finite for this request, so no reply can be sampled: its weights are damaged, or the "
+    "numbers of this prompt overflow in its dtype"
+)
 THOUGHTS = ("reasoning_content", "thinking")  # names of the field of thoughts in a message that was read
 DecodeIds = Callable[[list[int]], str]
 # (index of the reply, its token ids so far)
@@ -66,6 +72,7 @@ class Speech(NamedTuple):
       call_opening: name of a function, or None for any -> the text that a call of it begins with; None: the form of
         calls is unknown, so that no call can be demanded.
       form: in which the policy takes pictures; None: it sees none.
+      longest: bytes of its longest token; 0: unknown.
     """
 
     chat: Chat
@@ -74,6 +81,7 @@ class Speech(NamedTuple):
     call_opening: Callable[[str | None], str] | None = None
     thinks: bool = False
     form: PictureForm | None = None
+    longest: int = 0
 
 
 class ReplyCall(NamedTuple):
@@ -115,6 +123,7 @@ class Session:
 
     Attributes:
       forks: histories whose replies were changed, so that they began a trajectory of their own.
+      bound: on its prompts.
       limit: of the episode that a request would have passed; None: none.
     """
 
@@ -125,6 +134,7 @@ class Session:
         *,
         agent: str = "policy",
         kept: int | None = None,
+        length: int = 0,
     ):
         """Make it.
 
@@ -133,12 +143,15 @@ class Session:
           speech: how it reads and writes text.
           agent: whose trajectories these are.
           kept: exchanges that are remembered, fewer if they have many pictures; None: all, as an episode needs them.
+          length: tokens that prompt and reply may have; 0: no limit.
         """
         self.forks = 0
         self.limit: Status | None = None
         self._policy_for = policy_for
         self._speech = speech
         self._agent = agent
+        self._aside = Aside()
+        self.bound = PromptBound(length, speech.longest, speech.form is not None)
         self._kept = kept
         self._by_history: OrderedDict[bytes, Trajectory] = OrderedDict()
         self._by_tokens: OrderedDict[bytes, Trajectory] = OrderedDict()
@@ -186,6 +199,14 @@ class Session:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def check_body(self, size: int) -> None:
+        """Raise BadRequest where no prompt can have as many bytes."""
+        try:
+            self.bound.check_body(size)
+        except LimitReached as limit:
+            self.limit = limit.status
+            raise _beyond(limit) from limit
+
     def waits(self, ask: Ask) -> bool:
         """True if what of a reply is its content is known at its end only."""
         calls = bool(ask.tools) and ask.tool_choice != "none"
@@ -196,7 +217,10 @@ class Session:
     async def count(self, ask: Ask) -> int:
         """Tokens of a request's prompt. Raises: BadRequest, it cannot be served."""
         try:
-            return len((await self._begin(self._policy_for(ask), ask)).token_ids())
+            policy = self._policy_for(ask)
+            return sum(len(node.tokens) for node in (await self._begin(policy, ask, History(ask))).nodes())
+        except LimitReached as limit:
+            raise _beyond(limit) from limit
         except ValueError as error:
             raise _refused(error) from error
 
@@ -209,7 +233,8 @@ class Session:
                     f"{list(policy.sampling.stop)}",
                     "stop_token_ids",
                 )
-            trajectory = await self._begin(policy, ask)
+            history = History(ask)
+            trajectory = await self._begin(policy, ask, history)
             forced = self._forced(ask)
             start = policy.extend(trajectory, forced) if forced else trajectory
             sample = functools.partial(policy.sample, start, ask.max_tokens, ask.stop, opening=len(forced))
@@ -217,7 +242,9 @@ class Session:
             sampled = await asyncio.gather(*replies)
         except LimitReached as limit:
             self.limit = limit.status
-            raise BadRequest(str(limit), code="context_length_exceeded") from limit
+            raise _beyond(limit) from limit
+        except LogitsError as error:
+            raise BadRequest(UNSAMPLED, status=500, code="server_error") from error
         except ValueError as error:
             raise _refused(error) from error
         exchanges = []
@@ -225,24 +252,40 @@ class Session:
             exchange = self._exchange(ask, reply, end, forced)
             if self._kept is None:
                 self._sampled.append(end)
-            self._remember(ask, exchange, end)
+            self._remember(history, exchange, end)
             exchanges.append(exchange)
         return exchanges
 
-    async def _begin(self, policy: Sampler, ask: Ask) -> Trajectory:
-        """The trajectory that a request continues."""
+    async def _begin(self, policy: Sampler, ask: Ask, history: History) -> Trajectory:
+        """The trajectory that a request continues.
+
+        Raises:
+          LimitReached: it has more tokens than the policy takes, or texts that cannot have fewer.
+        """
+        beside = functools.partial(self._aside.run, ask.size)
+        await beside(self.bound.check, ask, self._speech.encode)
+        trajectory = await self._begun(policy, ask, history, beside)
+        count = sum(len(node.tokens) for node in trajectory.nodes())
+        self.bound.check_tokens(count)
+        return trajectory
+
+    async def _begun(
+        self, policy: Sampler, ask: Ask, history: History, beside: Callable[..., Awaitable[Any]]
+    ) -> Trajectory:
         if ask.tokens or ask.text:
-            return self._begin_tokens(policy, list(ask.tokens or self._speech.encode(ask.text)))
-        histories = _histories(ask.tools, ask.messages)
+            tokens = ask.tokens or await beside(self._speech.encode, ask.text)
+            return await beside(self._begin_tokens, policy, list(tokens))
+        histories = await beside(history.read)
         replied = [n for n, message in enumerate(ask.messages) if message.get("role") == "assistant"]
         for place in reversed(replied):
             known = self._by_history.get(histories[place])
             rest = ask.messages[place + 1 :]
             if known is not None and rest:
                 self.forks += place != replied[-1]
-                return policy.extend(known, await seen_messages(rest, self._speech.form))
+                return await beside(policy.extend, known, await seen_messages(rest, self._speech.form))
         self.forks += bool(replied)
-        return policy.start(await seen_messages(ask.messages, self._speech.form), ask.tools, self._agent)
+        messages = await seen_messages(ask.messages, self._speech.form)
+        return await beside(policy.start, messages, ask.tools, self._agent)
 
     def _begin_tokens(self, policy: Sampler, tokens: list[int]) -> Trajectory:
         """The trajectory of a prompt of token ids: the longest one that it begins with, and the rest."""
@@ -311,19 +354,23 @@ class Session:
             thoughts="" if ask.reasoning is False else thoughts,
         )
 
-    def _remember(self, ask: Ask, exchange: Exchange, end: Trajectory) -> None:
+    def _remember(self, history: History, exchange: Exchange, end: Trajectory) -> None:
         if not any(node.owned for node in end.nodes()):  # the ids of pictures do not tell these apart
             ids = np.asarray([*exchange.prompt, *exchange.tokens], dtype="<i8")
             self._by_tokens[hashlib.blake2b(ids.tobytes(), digest_size=16).digest()] = end
             self._lengths.add(len(ids))
             _bound(self._by_tokens, self._kept)
-        if ask.messages:
+        if history.ask.messages:
             functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in exchange.calls]
             reply = {"role": "assistant", "content": exchange.content, "tool_calls": functions}
-            self._by_history[_histories(ask.tools, [*ask.messages, reply])[-1]] = end
+            self._by_history[history.after(reply)] = end
             _bound(self._by_history, self._kept)
             if self._kept is not None and any(node.owned for node in end.nodes()):
                 _bound_pictures(self._by_history, KEPT_PICTURE_BYTES)
+
+
+def _beyond(limit: LimitReached) -> BadRequest:
+    return BadRequest(str(limit), code="context_length_exceeded")
 
 
 def _refused(error: ValueError) -> BadRequest:
@@ -336,24 +383,6 @@ async def _reply(
     listener = None if hear is None else lambda ids: hear(number, ids)
     with tokens_heard(listener):
         return await sample(seed=None if ask.seed is None else ask.seed + number)
-
-
-def request_digest(path: str, body: bytes) -> bytes:
-    """Digest by which a request is found that a client library sends once more."""
-    return hashlib.blake2b(path.encode() + b"\n" + body, digest_size=16).digest()
-
-
-def _histories(tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]) -> list[bytes]:
-    """A digest of each begin of a history, which texts around replies and ids of calls do not change."""
-    digest = hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16)
-    histories = []
-    for message in messages:
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        facts = [message.get("role"), str(message.get("content") or "").strip()]
-        facts += [[call["name"], call["arguments"]] for call in calls]
-        digest.update(json.dumps(facts, sort_keys=True).encode() + b"\n")
-        histories.append(digest.digest())
-    return histories
 
 
 def _thoughts_of(message: Message) -> str:

@@ -191,7 +191,7 @@ class RunObserver:
             collections.deque(named, maxlen=0)
         else:
             with _writing(self.run):
-                hf.write(self.run.model, merged.model, named, self.job.tokenizer)
+                hf.write(self.run.model, merged.model, named, self.job.tokenizer, dtype=self.job.save_dtype)
         if placed.model.adapters is not None:
             self._write_adapters(placed, params)
         if self.run is None:

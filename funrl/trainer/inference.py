@@ -17,6 +17,7 @@ from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduc
 from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.answer_rewards import check_readings
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
@@ -88,6 +89,8 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     check_owned_values(settings, models, algorithm)
     generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
     task = _task(settings, given, tokenizer, most)
+    if not task.embedded:
+        check_readings(task.rewards, tokenizer)
     roles = Models(model, tokenizer, models, directories)
     return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
 

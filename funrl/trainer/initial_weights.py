@@ -12,6 +12,7 @@ from funrl.mesh import collectives
 from funrl.mesh.rules import shard
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.left_out import remarks_on_files
+from funrl.models.huggingface.peft_files import describe_adapter
 from funrl.models.placed import Placed
 from funrl.trainer.jobs.job import Job
 
@@ -42,6 +43,10 @@ def initial_weights(
         return trees.to_device(shard(random_weights(job), placed.stored, mesh), mesh.device)
     for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
         note(remark)
+    if job.settings.adapters.adapter is not None and mesh.rank == 0:
+        note(f"going on with the adapters of {job.settings.adapters.adapter} on {directory}; a reference is that base")
+        if dropout := describe_adapter(job.settings.adapters.adapter).dropout:
+            note(f"the adapters were made with a lora_dropout of {dropout:g}; here they have none")
     return hf.load(directory, job.initial_dtype, mesh, layouts=placed.stored, model=job.model)[1]
 
 

@@ -56,7 +56,7 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.curriculum import CurriculumError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
-from funrl.trainer.sources.selection import FilterError
+from funrl.trainer.sources.selection import FilterError, check_usable, nothing_learned
 from funrl.trainer.sources.source import Source, closed_at_end, is_skipped
 from funrl.trainer.steps.advantage_phase import advantages, describe
 from funrl.trainer.steps.clock import Clock, memory_metrics
@@ -144,14 +144,13 @@ def train_loop(
         saved_on_failure(saver) as recoverable,
     ):
         state, evaluations = saver.resumed(state)
-        if trainer.folder is not None:
+        if folder is not None:
             observer.began(state.step, job.provenance.inputs)
         outcome, state = run_steps(trainer, state, saver, evaluations, observer, recoverable)
-        if outcome.stopped is None and not (outcome.error and state.step == 0):
-            role = parts.roles[job.main_role]
+        if outcome.stopped is None and not (outcome.error and nothing_learned(state.source, state.step)):
             with heartbeat.phase("finish"):
-                params = role.whole(state.roles[job.main_role].params, trainer.frozen)
-                observer.finish(role.placed, params, outcome.error)
+                params = parts.roles[job.main_role].whole(state.roles[job.main_role].params, trainer.frozen)
+                observer.finish(parts.roles[job.main_role].placed, params, outcome.error)
             saver.wait()  # here, where a save that fails is made elsewhere
     return outcome
 
@@ -206,6 +205,7 @@ def run_steps(
                 stopped = step
                 break
         evaluator.settled()
+        check_usable(state.source, state.step)
         settle_proof(parts)
     except ENDING as error:
         failure = error

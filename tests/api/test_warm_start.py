@@ -17,6 +17,7 @@ from funrl.api import warm_start
 from funrl.api.warm_start import sft_flags, warm_started
 from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.weight_files import WHOLE
 from funrl.processes.module_process import module_process
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.prepare import prepare
@@ -127,9 +128,9 @@ def another_model(folder):
 
 
 DAMAGES = {
-    "a bit flipped": lambda folder: flipped(folder / hf.WHOLE),
+    "a bit flipped": lambda folder: flipped(folder / WHOLE),
     "no checksum": lambda folder: (folder / warm_start.DIGEST).unlink(),
-    "weights empty": lambda folder: (folder / hf.WHOLE).write_bytes(b""),
+    "weights empty": lambda folder: (folder / WHOLE).write_bytes(b""),
     "no config": lambda folder: (folder / "config.json").unlink(),
     "another model": another_model,
     "a file in its place": lambda folder: (shutil.rmtree(folder), folder.write_text("")),

@@ -85,11 +85,17 @@ def own(tmp_path_factory):
         "import no_such_module_anywhere\n\n\ndef fine(prompt, completion):\n    return 0.5\n"
     )
     (folder / "syntax.py").write_text("def score(:\n")
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    for name, tools in {"tool": [tool], "tools": [tool, {"type": "function"}], "no_tools": []}.items():
+        (folder / f"{name}.json").write_text(json.dumps(tools))
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     return folder
 
 
 TINY = ["--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4", "--eval_prompts=2", "--device=cpu"]
 DATA = ["--model={own}/model", "--prompts={own}/p.jsonl", "--reward={own}/r.py:fine"]
+
+CHAT = "--chat_template={own}/chat.jinja"
 
 BAD = [  # flags, and what the one line says
     (["--mesh=dp3,xx2"], "--mesh=dp3,xx2: 'xx2' is not an axis; write dp, tp, ep or sp and a size"),
@@ -129,6 +135,10 @@ BAD = [  # flags, and what the one line says
     (["--data={own}/p.jsonl"], "--data has no effect in reinforcement learning"),
     (["--optimizer=sgd"], "--optimizer=sgd: it must be one of adamw, muon"),
     (["--fsdp_models=policy,2"], "--fsdp_models=policy,2: it must be names such as policy,critic,implicit_reward"),
+    (["--lora_rank=4", "--freeze=none"], "--freeze=none: with --lora_rank=4 adapters learn alone; leave it out"),
+    ([*DATA, "--tools={own}/tools.json", CHAT], 'tool 2 is {{"type": "function"}}; {{"function": {{"name": ...}}}}'),
+    ([*DATA, "--tools={own}/no_tools.json", CHAT], "no_tools.json: it has no tool, and does nothing; leave it out"),
+    ([*DATA, "--tools={own}/tool.json", CHAT], "tool.json does nothing: the chat template shows no tools"),
     (["--fsdp_models=critic"], "--fsdp_models=critic does nothing without --fsdp; give --fsdp too"),
     (["--reward_lr=1e-3"], "--reward_lr is not a flag; did you mean --"),
     (["--nothing_like_it=3"], "--nothing_like_it is not a flag; --help lists all flags"),
@@ -139,6 +149,9 @@ BAD = [  # flags, and what the one line says
     (["--lr=nan"], "--lr=nan: a finite number is needed"),
     (["--kl_coef=inf"], "--kl_coef=inf: a finite number is needed"),
     (["--temperature=0"], "--temperature=0: it must be above 0"),
+    (["--temperature=1e-46"], "--temperature=1e-46: it must be above 0 and at least 1e-05"),
+    (["--eval_temperature=1e-46"], "--eval_temperature=1e-46: it must be 0, or at least 1e-05"),
+    (["--repetition_penalty=1e-46"], "--repetition_penalty=1e-46: it must be above 0 and at least 1e-10"),
     (["--top_p=1.5"], "--top_p=1.5: it must be above 0 and at most 1"),
     (["--temperature=0.5", "--top_k=4"], "use either a temperature, or top_k at temperature 1"),
     (["--seed=-1"], "--seed=-1: it must be at least 0"),

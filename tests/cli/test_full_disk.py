@@ -67,11 +67,13 @@ def test_a_full_disk_ends_the_run_and_the_state_is_saved_elsewhere(
     assert first.startswith(f"error: {run_dir}") and "cannot be written: " in first and "no space left" in first.lower()
     (there,) = elsewhere.glob("funrl-*")
     (saved,) = complete_checkpoints(there)
-    assert f"the state after step {saved} is saved in {there}; move it to {run_dir}/checkpoints" in second
+    checkpoints = run_dir / "checkpoints"
+    command = f"mkdir -p {checkpoints} && mv {there}/step-{saved} {checkpoints}"
+    assert f"the state after step {saved} is saved in {there}; `{command}` moves it to the run, and --resume" in second
     assert saved in steps
     if phase == "metrics":
         subprocess.run(["mount", "-o", "remount,size=30m", str(small_disk)], check=True)
-        shutil.copytree(there, run_dir / "checkpoints", dirs_exist_ok=True)
+        subprocess.run(command, shell=True, check=True)
         more = (f"--steps={saved + 1}", f"--run_dir={run_dir}", "--save_every=0", "--resume")
         assert main("grpo", ["grpo", *TINY, *more]) == 0
         lines = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -8,6 +8,7 @@ import time
 import pytest
 from forked_python import start_python
 
+from funrl.cli import join
 from funrl.cli import main as cli
 
 SMALL = ["--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4", "--warmstart_steps=0"]
@@ -46,6 +47,14 @@ def test_generators_join_a_run_and_one_of_them_leaves(tmp_path):
     assert [process.returncode for process in (one, *processes[2:])] == [0, 0, 0], texts
     assert "the run has ended: it has written" in texts[0][0]
     assert metrics(runs["joined"]) == metrics(runs["plain"])
+
+
+def test_a_run_that_is_not_there_yet_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(join, "RUN_LOOK_S", 0.01)
+    for wait_s, said in ((0.02, True), (0.0, False)):
+        with pytest.raises(ValueError, match=r"config\.json of a run: No such file"):
+            join.joining_job(str(tmp_path / "gone"), "dp1", wait_s)
+        assert (f"for {tmp_path / 'gone' / 'config.json'}, which a run writes" in capsys.readouterr().err) is said
 
 
 def wait_for(file):

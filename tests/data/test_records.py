@@ -177,3 +177,13 @@ def test_a_name_that_is_there_twice_is_refused_where_one_value_would_be_lost(tmp
     for read in (lambda: list(read_records(tmp_path / "a.jsonl")), lambda: load_prompts(tmp_path / "a.jsonl")):
         with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the key 'prompt' occurs twice"):
             read()
+
+
+def test_a_parquet_file_without_rows_is_empty_like_other_files(tmp_path, capfd):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, columns in (("columns", {"prompt": arrow.array([], arrow.string())}), ("nothing", {})):
+        parquet.write_table(arrow.table(columns), tmp_path / f"{name}.parquet")
+        with pytest.raises(PromptError, match=f"{name}.parquet: the file is empty; prompts are"):
+            load_prompts(tmp_path / f"{name}.parquet")
+    said = capfd.readouterr()
+    assert said.out == said.err == ""

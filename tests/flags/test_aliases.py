@@ -1,5 +1,6 @@
 """Names of TRL and verl: what an error says of them, on the command line and in Python, and `funrl import`."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from funrl.cli import main as cli
 from funrl.cli import run
 from funrl.cli.command import Experiment, read_command
 from funrl.cli.import_config import imported
+from funrl.flags import foreign
 from funrl.flags.config_file import read_config
 from funrl.flags.foreign import verl
 from funrl.flags.foreign.meaning import TEXT_RECIPES, NameContext
@@ -99,6 +101,8 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
         ({"learnign_rate": 1e-4}, "learnign_rate=0.0001.*did you mean TRL's learning_rate. Here it is lr=0.0001"),
         ({"LR": 1}, "did you mean lr?"),
         ({"nofsdp": True}, r"nofsdp=true: there is no such setting; did you mean fsdp\?"),
+        ({"numerics": "exact"}, "numerics=exact: there is no such setting; `funrl grpo --help` lists all"),
+        ({"learning_rate": "fast"}, "its value is none of ours: lr=fast: a number is needed"),
         ({"zzzz": 1}, "zzzz=1: there is no such setting; `funrl grpo --help` lists all"),
     ],
 )  # fmt: skip
@@ -142,6 +146,10 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
             "--learnign_rate=1e-4",
             r"--learnign_rate is not a flag; did you mean TRL's learning_rate\? Here it is --lr=1e-4",
         ),
+        ("grpo", "--numerics=exact", "--numerics is not a flag; --help"),
+        ("grpo", "--learnign_rate=fast", "--learnign_rate is not a flag; --help"),
+        ("grpo", "--num_iterations=exact", "TRL's name, and its value is none of ours: --epochs=exact: a whole number"),
+        ("grpo", "--top_entropy_quantile=0.2", "`keep_highest_entropy\\(\\)` of docs/pieces.md does it"),
         ("grpo", "--reward_funcs=own_file.py:f,it's.py:g", r"write --reward='own_file.py:f,it'\"'\"'s.py:g'"),
         ("grpo", "--LR=3", r"--LR is not a flag; did you mean --lr\?"),
         ("grpo", "--gamma=3", "--gamma is not a flag; it is an argument of .*ppo, .*and grpo has none"),
@@ -156,6 +164,24 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
 def test_what_has_no_equal_is_answered_with_what_there_is(name, flag, says):
     with pytest.raises(SettingsError, match=says):
         read(name, *flag.split())
+
+
+def test_every_piece_that_an_answer_names_exists():
+    """What stands between backquotes, with its arguments or without, is a recipe or a piece."""
+    texts = []
+    for file in Path(foreign.__path__[0]).glob("*.py"):
+        tree = ast.parse(file.read_text())
+        documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
+        docs = {
+            id(node.body[0].value)
+            for node in ast.walk(tree)
+            if isinstance(node, documented) and ast.get_docstring(node)
+        }
+        strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        texts += [node.value for node in strings if id(node) not in docs]
+    named = {name for text in texts for name in re.findall(r"`(\w+)(?:\([^`]*\))?`", text)}
+    assert {"adaptive_entropy_bonus", "adapt_entropy", "keep_highest_entropy", "corrected"} <= named
+    assert [name for name in named if name not in NAMES and not callable(getattr(funrl.algos, name, None))] == []
 
 
 def test_recipes_of_texts_are_known_by_name():

@@ -102,6 +102,12 @@ def test_what_has_no_equal_stops_with_a_list_and_is_left_out_on_request(
     assert "differs from their run" in (tmp_path / "ours.yaml").read_text()
 
 
+def test_gspo_of_verl_is_imported_with_its_gradient(tmp_path):
+    losses = {f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": "seq-mean-token-mean"}
+    whole = found(tmp_path, GROUPS | losses)
+    assert (whole.flags["experiment"], whole.flags["per_token"]) == ("gspo", "true")
+
+
 def test_with_partial_the_nearest_is_taken(tmp_path):
     whole = found(tmp_path, ONE | {"steps_per_generation": 2, "num_generations": 8})
     assert whole.lost and whole.flags["per_sequence"] == "false" and whole.flags["minibatches"] == "2"

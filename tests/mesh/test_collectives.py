@@ -91,6 +91,39 @@ def test_pmax_over_both_axes():
     assert all(torch.equal(v, x.amax(0)) for v in values)
 
 
+ODD_NUMBERS = [torch.nan, torch.inf, -torch.inf, -0.0, 1e-30, -3.5, 65504.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_maximum_of_ranks_is_that_of_one_tensor_and_keeps_each_nan(dtype):
+    x = torch.tensor(ODD_NUMBERS, dtype=dtype)
+    both = torch.cartesian_prod(x, x).T  # every number on the one rank beside every number on the other
+    with simulate("dp2") as mesh:
+        y = c.pmax(per_rank(2, lambda r: both[r]), mesh, "data")
+        values = [gather(y, r) for r in range(2)]
+    for value in values:
+        torch.testing.assert_close(value, both.amax(0), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_maximum_of_whole_numbers_is_theirs():
+    x = torch.tensor([[3, -7], [-(2**62) - 1, 2**62 + 1]])
+    with simulate("dp2") as mesh:
+        y = c.pmax(per_rank(2, lambda r: x[r]), mesh, "data")
+        assert gather(y, 0).tolist() == [3, 2**62 + 1]
+
+
+@pytest.mark.gloo
+def test_real_ranks_keep_a_nan_that_is_on_any_of_them():
+    """Gloo's own maximum has it or not by the order of the ranks."""
+
+    def program(mesh):
+        x = torch.arange(3.0) + 10 * mesh.rank
+        x[mesh.rank] = torch.nan
+        return c.gather_objects(str(c.pmax(torch.cat([x, x.new_tensor([mesh.rank])]), mesh, "data").tolist()), mesh)
+
+    assert launch(program, parse("dp3"), "cpu") == ["[nan, nan, nan, 2.0]"] * 3
+
+
 def test_size_one_is_the_identity():
     x, mesh = torch.randn(3, 2), single()
     for fn in (c.psum, c.pbroadcast, c.pmax, c.all_gather, c.psum_scatter, c.own_shard, c.gather_replicated):

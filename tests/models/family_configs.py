@@ -156,7 +156,18 @@ GEMMA4 = {
         "num_global_key_value_heads": 2, "final_logit_softcapping": 1.5,
     },
 }  # fmt: skip
-ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS | GEMMA4
+_FULL = {"layer_types": ["full_attention"] * 3, "head_dim": 8}
+_FULL_MOE = _FULL | {name: x for name, x in _DELTA_MOE.items() if name.endswith(("size", "experts", "tok"))}
+WITHOUT_WINDOWS = {  # of families whose layers usually differ
+    "olmo3 full": {"model_type": "olmo3"} | _FULL,
+    "gemma2 full": {"model_type": "gemma2"} | _FULL,
+    "gemma3 full": {"model_type": "gemma3_text"} | _FULL,
+    "exaone4 unused window": {"model_type": "exaone4", "sliding_window": 7} | _FULL,
+    "qwen3_next full": {"model_type": "qwen3_next"} | _FULL_MOE,
+    "qwen3_5 full": {"model_type": "qwen3_5_text"} | _FULL,
+    "qwen3_5_moe full": {"model_type": "qwen3_5_moe_text"} | _FULL_MOE,
+}
+ALL = SWITCHES | DENSE | SINKS | EXPERTS | DELTA_NETS | GEMMA4 | WITHOUT_WINDOWS
 # The meshes on which a family's small model is compared with one device, with gradients and in float64.
 # Those that have a kind of weights, positions or mixers that no other has; tests of adapters have more of them on tp2.
 MESHES = {

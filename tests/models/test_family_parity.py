@@ -13,7 +13,7 @@ from funrl.models import Inputs, place
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
-QUICK = ("llama gelu", "phi3 longrope", "gpt_oss", "glm4_moe")
+QUICK = ("llama gelu", "phi3 longrope", "gpt_oss", "glm4_moe", "gemma3 full", "exaone4 unused window", "qwen3_5 full")
 
 
 @pytest.mark.parametrize("name", quick(ALL, QUICK))

@@ -33,12 +33,20 @@ CONFIGS = {
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
     "bloom": {"model_type": "bloom"},
     "mamba": {"model_type": "mamba", "state_size": 4},
+    "apertus with buffers": {"model_type": "apertus", "intermediate_size": 48},
+    "mamba2 with an infinity": {
+        "model_type": "mamba2", "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8,
+    },
+    "bamba with an infinity": {
+        "model_type": "bamba", "num_key_value_heads": 2, "intermediate_size": 48, "attn_layer_indices": [1],
+        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 4, "mamba_chunk_size": 8,
+    },
     "qwen2": {
         "model_type": "qwen2", "num_key_value_heads": 2, "intermediate_size": 48, "use_sliding_window": True,
         "sliding_window": 5, "max_window_layers": 1,
     },
 }  # fmt: skip
-PADDED = ["bloom", "mamba"]
+PADDED = ["bloom", "mamba", "mamba2 with an infinity", "bamba with an infinity"]
 
 
 def _saved(name, folder):
@@ -70,7 +78,9 @@ def _packed(tokens_BT, lengths, padding=3):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_saved_files_and_packed_rows_are_the_modules(name, tmp_path):
     peer = _saved(name, tmp_path / "theirs")
+    assert ("__float__" in (tmp_path / "theirs" / "config.json").read_text()) == ("infinity" in name)
     model, params = _read(tmp_path / "theirs")
+    assert bool(model.abilities.constant) == ("buffers" in name)
     assert packs(model.config) == (name not in PADDED)
     tokens_BT = tokens_of(model.config, 3, 24)
     with torch.no_grad():
@@ -94,6 +104,16 @@ def test_logits_saved_files_and_packed_rows_are_the_modules(name, tmp_path):
     model_again, params_again = _read(tmp_path / "ours")
     assert model_again.config.layers == 3 and names_of(model_again) == names_of(model)
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(params), trees.leaves(params_again), strict=True))
+
+
+def test_a_new_model_has_the_buffers_of_a_new_module(tmp_path):
+    peer = _saved("apertus with buffers", tmp_path)
+    model, _ = _read(tmp_path)
+    params = dict(trees.named(model.init(torch.Generator().manual_seed(0))))
+    there = dict(peer.named_buffers())
+    assert len(model.abilities.constant) == 6
+    for name in model.abilities.constant:
+        assert torch.equal(params[name], there[names_of(model)[name][0]].float())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])

@@ -63,7 +63,7 @@ def test_what_learns_begins_with_the_same_numbers_on_every_mesh(valued):
         assert all(map(torch.equal, trees.leaves(own), trees.leaves(expected)))
         assert trees.count(own) < trees.count(whole)
     if valued:
-        assert not whole["value"].any() and begin(single(), head={"value": torch.ones(1, 12)})[0]["value"].all()
+        assert not whole["value"].any() and begin(single(), given={"value": torch.ones(1, 12)})[0]["value"].all()
 
 
 @pytest.mark.parametrize("case", ["tp2 three kv heads", "tp4 norms over shared heads", "tp2 gemma"])

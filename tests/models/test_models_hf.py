@@ -17,6 +17,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import ModelError, decoder_config, decoder_model, load_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface import weight_slices
+from funrl.models.huggingface.weight_files import INDEX
 from funrl.trainer.settings.settings import settings_of
 
 MODEL = every_bias(eos=(2, 3))
@@ -156,17 +157,17 @@ def test_the_padding_token_is_written(own, padding, reads, saved, tmp_path):
 
 def test_index_naming_what_is_not_there(tmp_path, params):
     hf.save(tmp_path, MODEL, params, max_shard_bytes=4000)
-    index = json.loads((tmp_path / hf.INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text())
     first = sorted(set(index["weight_map"].values()))[0]
     moved = index | {"weight_map": index["weight_map"] | {"model.norm.weight": first}}
-    (tmp_path / hf.INDEX).write_text(json.dumps(moved))
+    (tmp_path / INDEX).write_text(json.dumps(moved))
     with pytest.raises(ModelError, match=f"{first} lacks model.norm.weight"):
         hf.check_directory(tmp_path)
-    (tmp_path / hf.INDEX).write_text(json.dumps(index))
+    (tmp_path / INDEX).write_text(json.dumps(index))
     (tmp_path / first).unlink()
-    with pytest.raises(ModelError, match=f"{first} is missing; {hf.INDEX} names it"):
+    with pytest.raises(ModelError, match=f"{first} is missing; {INDEX} names it"):
         hf.check_directory(tmp_path)
-    (tmp_path / hf.INDEX).write_text("{}")
+    (tmp_path / INDEX).write_text("{}")
     with pytest.raises(ModelError, match="has no weight_map"):
         hf.check_directory(tmp_path)
 

@@ -1,17 +1,19 @@
 """Adapters in PEFT's format: what is in the files, and what PEFT computes with them."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers
 from hf_peers import logits_of, peer_of, random_weights, tokens_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_vl import picture_batch, rows_of, saved_model, transformers_logits
 
 from funrl import trees
+from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
-from funrl.models.huggingface.peft_files import targets_of, write_peft
+from funrl.models.huggingface.peft_files import describe_adapter, read_adapter, targets_of, write_peft
 from funrl.models.lora import on_base, trained_part, with_lora
 from funrl.models.model import Inputs, Lora
 from funrl.models.placed import inputs_of
@@ -120,3 +122,92 @@ def test_what_is_in_the_files(tmp_path):
     raw = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert raw["rank_pattern"] == {"gate_up_proj": 6, "qkv_proj": 9}
     assert raw["alpha_pattern"] == {"gate_up_proj": 10.0, "qkv_proj": 15.0}
+
+
+READ = CASES | {"phi3 two of three": ({"model_type": "phi3"}, "q_proj,v_proj,gate_proj")}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_adapters_are_read_back(case, tmp_path):
+    """Where a file holds several projections as one, those of them without adapters get some of product 0."""
+    raw, targets = READ[case]
+    peer_of(raw, tmp_path / "base")
+    own = adapted(tmp_path, targets)[2]
+    described = describe_adapter(tmp_path / "adapter")
+    assert (described.base, described.rank, described.alpha) == (str(tmp_path / "base"), 3, 5.0)
+    plain = hf.check_directory(tmp_path / "base")
+    again = with_lora(plain, Lora(3, 5.0, targets_of(",".join(described.modules), plain)))
+    found = read_adapter(tmp_path / "adapter", again)
+    expected = dict(trees.named(own))
+    assert expected.keys() <= found.keys()
+    assert (expected.keys() == found.keys()) == (case not in ("phi3 in part", "phi3 two of three"))
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    more = {name: x for name, x in found.items() if name not in expected}
+    assert not any(x.any() for name, x in more.items() if name.endswith("_lora_b"))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+def test_an_adapter_of_peft_has_its_logits(model_type, tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = peer_of({"model_type": model_type}, tmp_path / "base")
+    given = peft.LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", use_rslora=True, lora_dropout=0.1)
+    theirs = peft.get_peft_model(base, given).eval()
+    with torch.no_grad():
+        for name, x in theirs.named_parameters():
+            if "lora_" in name:
+                x.normal_(0, 0.1)
+    theirs.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "README.md").unlink(missing_ok=True)
+    described = describe_adapter(tmp_path / "adapter")
+    assert (described.rank, described.alpha, described.dropout) == (4, 12.0, 0.1)
+    plain, weights = hf.load(tmp_path / "base")
+    model = with_lora(plain, Lora(4, described.alpha, targets_of(",".join(described.modules), plain)))
+    own = trees.from_named(trained_part(model, model.shapes), read_adapter(tmp_path / "adapter", model).items())
+    tokens_BT = tokens_of(model.config)
+    with torch.no_grad():
+        ours, logits = logits_of(model, on_base(model, weights, own), tokens_BT), theirs(tokens_BT).logits
+        with theirs.disable_adapter():
+            assert (ours - theirs(tokens_BT).logits).abs().max() > 0.05
+    assert (ours - logits).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3', supported is 'LORA'; merge it with peft's merge_and_unload"),
+        ({"use_dora": True}, "use_dora is True, supported is False"),
+        ({"alpha_pattern": {"q_proj": 9}}, "q_proj has alpha 9 and rank 3, other modules have 5.0 and 3"),
+        ({"r": 0}, "r is 0 and lora_alpha 5.0, both must be above 0"),
+    ],
+)
+def test_adapters_that_are_more_than_plain_ones_are_refused_by_name(change, says, tmp_path):
+    peer_of({"model_type": "llama"}, tmp_path / "base")
+    adapted(tmp_path, "q_proj")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ModelError, match=re.escape(says)):
+        describe_adapter(tmp_path / "adapter")
+
+
+def test_tensors_of_an_adapter_are_strict(tmp_path):
+    peer_of({"model_type": "llama"}, tmp_path / "base")
+    model, _, _ = adapted(tmp_path, "q_proj,v_proj")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"
+    changes = {
+        "is missing; adapters of some layers alone": {key: x for key, x in tensors.items() if key != name},
+        "1 tensors have no place in the model, the first is base_model.model.x": tensors
+        | {"base_model.model.x": torch.ones(2)},
+        "has shape [2], the model needs [3, 48]": tensors | {name: torch.ones(2)},
+        "has numbers that are NaN or infinite": tensors | {name: tensors[name] / 0},
+    }
+    for says, changed in changes.items():
+        save_file(changed, file)
+        with pytest.raises(ModelError, match=re.escape(says)):
+            read_adapter(tmp_path / "adapter", model)
+    with pytest.raises(
+        ModelError, match=re.escape(f"holds adapters alone, for the base {tmp_path / 'base'}; merge it")
+    ):
+        hf.check_directory(tmp_path / "adapter")

@@ -56,6 +56,19 @@ def test_a_lookout_speaks_after_a_heartbeat_without_progress_and_then_ever_less_
     )
 
 
+def test_a_wait_for_a_reward_names_what_ends_it():
+    rewarding = SIGN._replace(phase="reward")
+    for signs, ending in (
+        ({0: rewarding, 1: rewarding}, "; a reward"),
+        ({0: rewarding}, "; a reward"),
+        ({0: rewarding, 1: WAITING}, "; the end"),  # a rank waits for another
+        ({0: rewarding, 1: SIGN}, "; the end"),
+    ):
+        watch = stall_monitor.StallMonitor(10.0, "; the end", reward="; a reward")
+        watch.poll(signs, 0.0)
+        assert str(watch.poll({rank: sign._replace(ticks=9) for rank, sign in signs.items()}, 10.0)).endswith(ending)
+
+
 def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_not():
     watch, signs = stall_monitor.StallMonitor(10.0, stalled_s=60.0), {0: WAITING, 1: SIGN}
     said = [watch.poll({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]

@@ -32,6 +32,13 @@ def test_scores_are_floats_of_each_row():
     assert all(type(x) is float for x in got)
 
 
+def test_a_dict_without_a_score_is_told_so():
+    with pytest.raises(
+        RewardError, match=r"gave \{'acc': 1.0\}, a finite number is needed \(in a dict under .* 'score'\)"
+    ):
+        score_all(lambda prompt, completion: {"acc": 1.0}, ["p"], ["c"], [{}])
+
+
 @pytest.mark.parametrize(
     "value", [math.nan, math.inf, -math.inf, 1e300, -3.5e38, 10**400, None, "1.0", b"1", [1.0], torch.ones(2), {}, 1j]
 )

@@ -2,8 +2,9 @@
 
 import pytest
 
-from funrl.rewards import formulas
-from funrl.rewards.formulas import boxed_answer, last_boxed, math_answer
+from funrl.rewards.answers import last_boxed
+from funrl.rewards.formulas import boxed_answer, math_answer
+from funrl.rewards.mathematics import judge
 
 CASES = [  # completion, right answer, whether `math` and `boxed` take it
     (r"It is $\frac{1}{2}$.", "0.5", True, False),
@@ -27,7 +28,7 @@ CASES = [  # completion, right answer, whether `math` and `boxed` take it
 @pytest.mark.slow
 def test_equal_formulas_are_right_and_near_misses_wrong(monkeypatch):
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(formulas, "TIMEOUT_S", 120)  # what takes longer is wrong, also on a machine that is busy
+    monkeypatch.setattr(judge, "TIMEOUT_S", 120)  # what takes longer is wrong, also on a machine that is busy
     for completion, answer, by_math, by_box in CASES:
         assert math_answer("", completion, answer=answer) == by_math, (completion, answer)
         assert boxed_answer("", completion, solution=answer) == by_box, (completion, answer)
@@ -44,3 +45,29 @@ def test_equal_formulas_are_right_and_near_misses_wrong(monkeypatch):
 )  # fmt: skip
 def test_the_last_box_that_is_closed(text, inside):
     assert last_boxed(text) == inside
+
+
+@pytest.mark.parametrize(
+    "completion,answer,right",
+    [
+        ("1e-05", "0.00001", 1), ("The answer is 1e-05", "1", 0), ("The answer is 1e-05.", "0.00001", 1),
+        ("So $x = 3$, and the answer is 4.", "4", 1), ("The answer is $x=3$.", "3", 1), ("**Answer: 42**", "42", 1),
+        ("The final answer is (1, 3).", "(1,3)", 1), ("3 + 4 = 7 apples", "7", 1), ("She has 5 cm left.", "5 m", 0),
+        ("She has 5 cm left.", "5 cm", 1), ("It costs $5 and then $7.", "7", 1), ("The answer is 10 000", "10000", 1),
+        (r"Thus \(x=2\) or \[x=5\]", "5", 1), ("it is 5-3", "2", 1), ("The answer is 50%.", "50", 1),
+        ("Answer: Paris", "Paris", 1), ("the answer is 1000, from step 3.", "1000", 1), ("no idea", "42", 0),
+        ("Therefore, the answer is \n\n\\[ 7 \\]", "7", 1), ("The answer is .5", "1/2", 1), ("between 3 and 5", "5", 1),
+        ("There are 2^10 ways", "1024", 1), ("x+1", "1+x", 1), ("The answer is \u22127.", "-7", 1),
+        ("7" * 20_000, "7", 0),
+    ],
+)  # fmt: skip
+def test_an_answer_without_a_box(completion, answer, right):
+    pytest.importorskip("math_verify")
+    assert math_answer("", completion, answer=answer) == right
+
+
+def test_drafts_are_not_answers():
+    pytest.importorskip("math_verify")
+    drafts = r"Try \boxed{3}. No, \boxed{5}. So \boxed{4}"
+    assert [math_answer("", drafts, answer=answer) for answer in (3, 4, 5)] == [0.0, 1.0, 0.0]
+    assert math_answer("", drafts + r", that is \boxed{", answer=4) == 1.0

@@ -1,5 +1,6 @@
 """Rewards by name: functions of files, verifiers, weights, and what does not fit the prompts."""
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -94,3 +95,67 @@ def test_fields_that_do_not_fit_a_function_are_told_before_the_run():
         "--reward=r.py:f: f needs one of the fields answer, solution, and a prompt has x; --fields"
     )
     assert re.search("f needs a field 'pattern', and a prompt has none", says(len, [{}], (("pattern",),)))
+
+
+def test_values_are_checked_and_the_row_is_named():
+    for name, record, message in (
+        (
+            "exact",
+            {"answer": None},
+            "exact needs one of the fields answer, solution, ground_truth, and 'answer' is null",
+        ),
+        ("exact", {"answer": [4]}, r"the right answer is list \[4\], neither text nor a number"),
+        ("exact", {"answer": float("nan")}, "the right answer is nan, not a finite number"),
+        ("gsm8k", {"answer": "none"}, "there is no number in the right answer 'none'"),
+        ("math", {"solution": " "}, "there is no formula in the right answer ' '"),
+        ("boxed", {"answer": r"\boxed{}"}, "there is no formula in the right answer"),
+        ("choice", {"answer": "BB", "choices": None}, "'BB' is no letter"),
+        ("countdown", {"target": None, "nums": [1]}, "countdown needs a field 'target', and 'target' is null"),
+        ("countdown", {"target": 4, "nums": [1, "x"]}, "must be numbers; 'x' is not"),
+        ("json", {"schema": "{"}, "the field 'schema' is not a JSON schema"),
+        ("length", {"min_words": None, "max_words": "3"}, "the field 'max_words' is a number of words, not '3'"),
+        ("regex", {"pattern": None}, "regex needs a field 'pattern', and 'pattern' is null"),
+        ("code", {"tests": None}, "code needs one of the fields tests,.* and 'tests' is null"),
+    ):
+        for package in (VERIFIERS[name].package,):
+            if package:
+                pytest.importorskip(package)
+        (reward,) = load_rewards(name)
+        good = {"exact": {"answer": 1}, "choice": {"answer": "A"}}.get(name)
+        fields = [record] if good is None else [good, record]
+        sources = ["a.jsonl, line 1", "a.jsonl, line 2"][: len(fields)]
+        with pytest.raises(RewardError, match=rf"--reward={name}: {sources[-1]}: .*{message}.*; correct the record"):
+            check_fields(name, reward, fields, sources)
+
+
+def test_nulls_that_some_records_have_are_as_if_they_were_not_there():
+    pytest.importorskip("jsonschema")
+    for name, records in (
+        ("choice", [{"answer": "A", "choices": ["x"]}, {"answer": "B", "choices": None}]),
+        ("exact", [{"answer": 1, "solution": None}, {"answer": None, "solution": "2"}]),
+        ("json", [{"schema": {}}, {"schema": None}]),
+        ("countdown", [{"target": 1, "nums": [1], "numbers": None}, {"target": 1, "nums": None, "numbers": [1]}]),
+        ("length", [{"min_words": 1, "max_words": None}]),
+    ):
+        (reward,) = load_rewards(name)
+        check_fields(name, reward, records)
+        assert {reward("", "1", **record) for record in records} <= {0.0, 1.0}
+
+
+def yields(prompt, completion):
+    yield 0.5
+
+
+async def yields_later(prompt, completion):
+    yield 0.5
+
+
+class Yielding:
+    def __call__(self, prompt, completion):
+        yield 0.5
+
+
+@pytest.mark.parametrize("function", [yields, yields_later, Yielding(), functools.partial(yields, "")])
+def test_generators_are_refused_before_the_run(function):
+    with pytest.raises(RewardError, match="is a generator, as it has a yield: it must return its number"):
+        describe_function(function, "f")

@@ -48,6 +48,17 @@ def test_the_program_of_a_completion():
     assert program_of("def f():\n", "def f(): return 1", {"entry_point": "f"}) == "def f(): return 1"
 
 
+@CONFINED
+def test_the_right_block_is_run():
+    program = "def inc(x):\n    return x + 1\n"
+    answers = (
+        f"First:\n```bash\npip list\n```\nThen:\n```python\n{program}```\nThat is all.",
+        f"```python\n{program}```\nIt prints:\n```text\n2\n```\n",
+        f"```Python3\n{program}```\nDone.".replace("\n", "\r\n"),
+    )
+    assert [code_tests("", answer, tests=["assert inc(1) == 2"]) for answer in answers] == [1.0] * 3
+
+
 def test_the_forms_of_tests():
     assert read_tests({"tests": "assert f() == [1]"}).sources == ("assert f() == [1]",)
     assert read_tests({"tests": "[print(x) for x in f()]"}).sources == ("[print(x) for x in f()]",)

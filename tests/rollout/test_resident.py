@@ -13,8 +13,9 @@ from funrl.models import decoder_model
 from funrl.processes.workers import WorkerError
 from funrl.rollout import resident
 from funrl.rollout.engine import complete
+from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.requests import requests_of
+from funrl.rollout.requests import LogitsError, requests_of
 from funrl.rollout.resident import run_beside
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -91,6 +92,43 @@ def test_an_error_of_the_engine_ends_the_program():
     with pytest.raises(FloatingPointError, match="not finite"):
         run_beside(engine, SINGLE, program)
     assert cleaned == [True] and engine.unfinished() == 0
+
+
+@pytest.mark.parametrize("kind", ["native", "unpacked", "speculating", pytest.param("hf", marks=pytest.mark.slow)])
+def test_an_engine_that_lasts_gives_an_error_to_the_request_of_it_alone(kind):
+    """A prompt with a token whose embedding is no number, among others that no other begins with."""
+    bad = 5
+    how = Sampling(max_new_tokens=12, stop=(bad,), greedy=True)
+    fine = weights(CONFIG)
+    broken = fine["embed"].clone()
+    broken[bad] = torch.nan
+
+    def engine_with(embed):
+        if kind == "hf":
+            engine = hf_engine(decoder_model(CONFIG))
+        else:
+            options = NativeOptions(max_rows=4, speculate=3 * (kind == "speculating"), packed=kind != "unpacked")
+            engine = native_engine(decoder_model(CONFIG), options=options)
+        return load(engine, fine | {"embed": embed})
+
+    prompts = [[1, 2, 3], [1, bad, 3], [4, 1], [7, 2, 9, bad], [1, 2, 3, 6]]
+    again = [[1, 2, 3, 6], *([n, n + 1] for n in range(6, 18))]  # in pages that others have left
+
+    async def program(engine):
+        asked = (engine.complete(prompt, how, seed) for seed, prompt in enumerate(prompts))
+        first = await asyncio.gather(*asked, return_exceptions=True)
+        later = (engine.complete(prompt, how, 0) for prompt in again)
+        return first, await asyncio.gather(*later)
+
+    done, later = run_beside(engine_with(broken), SINGLE, program, lasting=True)
+    assert [isinstance(x, LogitsError) for x in done] == [bad in prompt for prompt in prompts]
+    for prompt, one in zip([*prompts, *again], [*done, *later], strict=True):
+        expected = run_beside(engine_with(fine["embed"]), SINGLE, lambda engine, p=prompt: engine.complete(p, how, 0))
+        if not isinstance(one, LogitsError):
+            assert one.tokens.tolist() == expected.tokens.tolist()
+            torch.testing.assert_close(one.raw_logp, expected.raw_logp, rtol=0, atol=1e-5)
+    with pytest.raises(FloatingPointError, match="logits are not finite"):
+        run_beside(engine_with(broken), SINGLE, lambda engine: engine.complete(prompts[1], how, 0))
 
 
 def test_an_engine_that_only_waits_beats_and_computes_nothing(monkeypatch):

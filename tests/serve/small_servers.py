@@ -29,7 +29,7 @@ TOOL = {
 }
 
 
-def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, **how):
+def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, lasting=False, **how):
     """What a program returns that is given an endpoint beside the engine's steps."""
 
     async def main(resident):
@@ -37,7 +37,7 @@ def serve(engine, program, setup=LONG, limits=LIMITS, seed=3, **how):
         async with serve_policy(policy, **how) as (endpoint, session):
             return await program(SimpleNamespace(**endpoint._asdict(), session=session))
 
-    return run_beside(engine, SINGLE, main)
+    return run_beside(engine, SINGLE, main, lasting=lasting)
 
 
 def call(name="add", **arguments):

@@ -100,9 +100,11 @@ def test_prompts_outside_of_the_difficulty_have_less_weight():
     ],
 )
 def test_a_curriculum_that_fails_says_why(function, said):
+    """In its own frames: those of funrl explain nothing."""
     made = weigh(function)
-    with pytest.raises(CurriculumError, match=said):
+    with pytest.raises(CurriculumError, match=said) as caught:
         made.weights(made.init(), 3)
+    assert "trainer/sources/curriculum.py" not in str(caught.value)
 
 
 def test_what_cannot_work_is_refused():

@@ -23,6 +23,9 @@ from funrl.cli.run import main
 from funrl.data.tokenizer import character_tokenizer
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.peft_files import write_peft
+from funrl.models.lora import trained_part, with_lora
+from funrl.models.model import Lora
 from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import EFFECTS
 from funrl.trainer.settings.settings import settings_flags
@@ -108,6 +111,9 @@ def folder(tmp_path_factory):
         for x in trees.leaves(weights):  # so that some tokens are far more probable, and scores are not all 0
             x += 0.3 * torch.randn(x.shape, generator=noise) if x.ndim > 1 else 0
         hf.save(made / name, one, weights, tokenizer)
+    adapted = with_lora(model, Lora(2, 4.0, ("q",)))
+    own = trees.map(lambda x: torch.full(x.shape, 0.2), trained_part(adapted, adapted.shapes))
+    write_peft(made / "adapter", adapted, dict(trees.named(own)), made / "model")
     records = {
         "prompts": [{"prompt": p, "answer": "1"} for p in PROMPTS],
         "demonstrations": [{"prompt": p, "completion": "123"} for p in PROMPTS],
@@ -145,6 +151,7 @@ def named_files(kind, folder):
         "judge": "other", "prompts": "prompts1.jsonl", "data": f"{data}1.jsonl", "eval_data": f"{data}1.jsonl",
         "reward": "r.py:other", "curriculum": "r.py:weigh", "env": "r.py:weigh", "few_shot": "demonstrations1.jsonl:1",
         "chat_template": "chat.jinja", "tools": "tools.json", "judge_template": "judge.txt", "run_dir": "elsewhere",
+        "adapter": "adapter",
     }  # fmt: skip
 
 

@@ -79,6 +79,8 @@ TESTED = {  # flag: the test that fails where it does nothing
     "router_bias_rate": "trainer/test_router_bias.py::test_an_uneven_router_becomes_even",
     "router_replay": "trainer/test_router_replay.py::test_replay_narrows_the_gap",
     "sequence_parallel": "trainer/test_layouts.py::test_flags_that_cannot_work_are_refused",
+    "adapter": "cli/test_adapter_models.py::test_a_run_goes_on_with_an_adapter",
+    "save_dtype": "trainer/test_save_dtype.py::test_a_model_is_saved_as_it_came_or_as_the_flag_says",
     "grad_reduce_dtype": "trainer/test_layouts.py::"
     "test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it",
     "split_residual": "cost/test_dry_ranks.py::test_tensor_ranks_hold_a_share_and_talk",
@@ -87,6 +89,7 @@ TESTED = {  # flag: the test that fails where it does nothing
     "backend": "trainer/test_lowered_runs.py::test_a_run_in_jax_has_the_numbers_of_one_in_torch",
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",
     "hardware": "cost/test_dry_report.py::test_the_command_prints_everything_and_starts_nothing",
+    "env_check": "trainer/test_env_check.py::test_one_that_works_is_tried_without_a_trace",
     "timeout": "processes/test_heartbeat.py::test_a_rank_that_is_stopped_is_named_and_so_is_the_flag",
     "heartbeat": "api/test_python.py::test_a_reward_that_takes_long_is_told_after_a_heartbeat",
     "empty_filter": "trainer/test_empty_filter.py::test_a_skipped_step_changes_no_weight_and_is_said",

@@ -15,6 +15,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.call import Completed, RewardError
 from funrl.rewards.pool import Pool, open_pool
+from funrl.rewards.views import read_as
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
@@ -93,6 +94,24 @@ def test_a_reward_begins_when_its_completion_is_done_and_others_are_not(tmp_path
         engine = RewardedEngine(ScriptedEngine(write), single(), decode, pool)
         done = rollout(engine, examples, Sampling(max_new_tokens=1), 0)
     assert done.score.tolist() == [0.0, 1.0]
+
+
+def test_a_function_reads_what_it_asks_for():
+    @read_as("marks")
+    def marked(prompts, completions):
+        return [float(text == "marks of [7, 8] after [1]") for text in completions]
+
+    def plain(prompt, completion):
+        return float(completion == "x")
+
+    engine = RewardedEngine(
+        ScriptedEngine(lambda request: [8]), single(), lambda ids: "x" * len(ids), Pool([marked, plain]), (1, 2)
+    )
+    engine = engine._replace(
+        read=lambda names, *ids: {name: f"{name} of {[7, *ids[1]]} after {ids[0]}" for name in names}
+    )
+    done = rollout(engine, [Example([1], "p", {})], Sampling(max_new_tokens=1), 0)
+    assert done.score.tolist() == [3.0]
 
 
 @pytest.mark.slow

@@ -160,7 +160,7 @@ def test_one_device_saves_itself_and_elsewhere_where_the_folder_cannot_be_writte
     (note,) = caught.value.__notes__
     (there,) = tmp_path.glob("funrl-saved-*")
     assert "the state cannot be saved: " in note and "ot a directory" in note
-    assert f"the state after step 2 is saved in {there}; move it to" in note and "--resume continues" in note
+    assert f"the state after step 2 is saved in {there}; `mkdir -p " in note and "--resume continues" in note
     assert list(complete_checkpoints(there)) == [2]
 
 
@@ -203,7 +203,8 @@ def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhe
         r"ends after 2 s of that \(--stalled_after\)", capfd.readouterr().err,
     )  # fmt: skip
     (there,) = tmp_path.glob("funrl-*saved*")
-    assert f"the state after step 2 is saved in {there}; move it to {folder}, and --resume continues" in text
+    move = f"mkdir -p {folder} && mv {there}/step-2 {folder}"
+    assert f"the state after step 2 is saved in {there}; `{move}` moves it to the run, and --resume continues" in text
     assert list(complete_checkpoints(there)) == [2] and not complete_checkpoints(folder)
 
 

@@ -6,21 +6,23 @@ import difflib
 import functools
 import inspect
 import json
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import template_arguments
-from funrl.environments.adapters import function_environment, message_environment
+from funrl.environments.adapters import GYM, function_environment, message_environment
 from funrl.environments.builtin.reasoning_tasks import reasoning_task
 from funrl.environments.builtin.textarena_games import textarena_game
 from funrl.environments.builtin.tools import rewarded_tools
 from funrl.environments.environment import Environment
-from funrl.loading import LoadError, load_object
+from funrl.loading import LoadError, load_object, user_frames
 
 FLAG = "env"
 ARGUMENTS = "env_args"
 NO_ARGUMENTS: Mapping[str, Any] = {}
+SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 GAME_LIBRARIES: Mapping[str, Callable[..., Environment]] = {
     "textarena": textarena_game,
     "reasoning_gym": reasoning_task,
@@ -100,18 +102,58 @@ def environment_from(
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if any(parameter.name not in arguments for parameter in required):
         return function_environment(bound(given, arguments, f"{name}()", first=1))
-    environment = bound(given, arguments, f"{name}()")()
+    environment = made(bound(given, arguments, f"{name}()"), f"{name}()")
     if not hasattr(environment, "run"):
         raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
     return environment
 
 
 def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
-    missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
-    if missing and not hasattr(kind, "run"):
-        raise TypeError(f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close")
     make = bound(kind, arguments, f"class {kind.__name__}")
-    return make() if hasattr(kind, "run") else message_environment(make)
+    if hasattr(kind, "run"):
+        return made(make, f"class {kind.__name__}")
+    missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
+    if missing:
+        raise TypeError(
+            f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close{_gym(kind)}"
+        )
+    for name, given in SIDE_METHODS.items():
+        _check_takes(kind, name, given)
+    return message_environment(make)
+
+
+def _check_takes(kind: Any, name: str, given: str) -> None:
+    """Raise TypeError where a method of a class does not take what an episode gives it, such as "example, seed"."""
+    function = inspect.getattr_static(kind, name)
+    try:
+        signature = inspect.signature(getattr(kind, name))
+    except (TypeError, ValueError):  # of a builtin, or no function
+        return
+    first = () if isinstance(function, staticmethod | classmethod) else (None,)
+    try:
+        signature.bind(*first, *(x for x in given.split(", ") if x))
+    except TypeError:
+        wanted = ", ".join(["self", *([given] if given else [])])
+        raise TypeError(f"{kind.__name__}.{name} takes {signature}; it is called as ({wanted}){_gym(kind)}") from None
+
+
+def _gym(kind: Any) -> str:
+    """Advice for a class whose `reset` has the parameters of gymnasium's; ""."""
+    reset = getattr(kind, "reset", None)
+    names = inspect.signature(reset).parameters if inspect.isfunction(reset) else ()
+    return GYM if "options" in names else ""
+
+
+def made(make: Callable[[], Any], what: str) -> Any:
+    """The result of a user's function or class. Raises ValueError that names it where it raises."""
+    try:
+        return make()
+    except (TypeError, ValueError):  # whose text says what is wrong
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(user_frames(error))
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
 def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ def reasoning_task(name: str, size: int = 1000, attempts: int = 1, **config: Any
     """A data set of reasoning-gym, whose questions are the prompts of a run without --prompts.
 
     An answer is what stands in <answer> tags, else the whole reply; its reward, from 0 to 1, is that of the data set.
+    One that the data set's scorer cannot read is wrong: its reward is 0.
 
     Args:
       name: of the data set, such as "chain_sum".
@@ -67,4 +68,8 @@ class _ReasoningTask:
         from reasoning_gym.utils import extract_answer  # type: ignore[import-not-found]
 
         answer = extract_answer(reply) or reply.strip()
-        return ScoredAnswer(float(self._data.score_answer(answer, example.fields["entry"])), VERDICT)
+        try:
+            reward = float(self._data.score_answer(answer, example.fields["entry"]))
+        except Exception:  # of any scorer, on a text that it cannot read
+            reward = 0.0
+        return ScoredAnswer(reward, VERDICT)

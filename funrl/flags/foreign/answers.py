@@ -147,6 +147,8 @@ def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) ->
     shown = answer.name if python else given if "." in answer.name else f"--{given}"
     whose = f" is {answer.library}'s name" if answer.library else ""
     recipe = f"the recipe {answer.recipe!r}" if python else f"`funrl {answer.recipe}`"
+    if refused := _refused(answer.flags, known):
+        return f"{shown}{whose}, and its value is none of ours: {'' if python else '--'}{refused}"
     instead = [recipe] * bool(answer.recipe) + [_written(answer.flags, known, python)] * bool(answer.flags)
     difference = answer.meaning.difference
     action = f"write {' with '.join(instead)}" if instead else "leave it out"
@@ -179,12 +181,23 @@ def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameC
     if "steps" in known and (recipes := recipes_with(name)):
         more = ", ..." * (len(recipes) > MOST_RECIPES)
         return f"; it is an argument of {', '.join(recipes[:MOST_RECIPES])}{more}, and {context.recipe} has none"
-    names = [*known, *TRL] if "steps" in known else list(known)
-    near = next(iter(difflib.get_close_matches(name.lower(), names, 1)), "")
-    if near in known:
-        return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`
-    if not near:
-        return ""
-    (answer,) = answers_to({near: text}, context)
-    ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
-    return f"; did you mean TRL's {near}?{ours}"
+    for near in difflib.get_close_matches(name.lower(), [*known, *TRL] if "steps" in known else list(known)):
+        if near in known:
+            return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`
+        (answer,) = answers_to({near: text}, context)
+        if not _refused(answer.flags, known):
+            ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
+            return f"; did you mean TRL's {near}?{ours}"
+    return ""
+
+
+def _refused(flags: Mapping[str, str], known: Mapping[str, Flag | None]) -> str:
+    """Name and reason of the first flag that does not take its text; "" if each does, as far as is known."""
+    for name, text in flags.items():
+        flag = known.get(name)
+        try:
+            if flag is not None:
+                flag.parse(text)
+        except ValueError as error:
+            return f"{name}={text}: {error}"
+    return ""

@@ -108,7 +108,8 @@ def sampler(text: str, context: NameContext) -> str:
 
 
 loss_mode = first_of(
-    (recipe_is("dppo"), becomes(kind=lambda text, context: text.removeprefix("dppo_"), sampled_by=sampler))
+    (recipe_is("dppo"), becomes(kind=lambda text, context: text.removeprefix("dppo_"), sampled_by=sampler)),
+    (recipe_is("gspo"), becomes("verl's gradient is that of GSPO-token", per_token="true")),
 )
 
 

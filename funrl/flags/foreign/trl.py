@@ -203,7 +203,8 @@ def _shuffles(text: str, context: NameContext) -> Meaning:
 _IDLE = no_effect("decides no number of the run")
 _FIXED_BETAS = "AdamW's averages have 0.9 and 0.999"
 _MEMORY = "what is kept and computed again is --remat and --token_budget here"
-_ENTROPY = "no recipe has it; `adaptive_entropy_bonus` and `selected_only` of docs/pieces.md do it"
+_ENTROPY_BONUS = "no recipe has it; `adaptive_entropy_bonus()` and `adapt_entropy()` of docs/pieces.md do it"
+_TOP_ENTROPY = "no recipe has it; `keep_highest_entropy()` of docs/pieces.md does it, with that share"
 _QUANTIZED = "weights are not quantized; --lora_rank, --dtype=bfloat16, --remat=full and --offload save memory"
 _SHARDED = "weights, gradients and optimizer states are sharded by --fsdp"
 TRL: dict[str, NameRule] = {
@@ -335,8 +336,8 @@ TRL: dict[str, NameRule] = {
     "entropy_coef": losses.entropy_coef,
     "sapo_temperature_pos": losses.sapo_temperature("positive"),
     "sapo_temperature_neg": losses.sapo_temperature("negative"),
-    "use_adaptive_entropy": default_only("false", _ENTROPY),
-    "top_entropy_quantile": default_only("1", _ENTROPY),
+    "use_adaptive_entropy": default_only("false", _ENTROPY_BONUS),
+    "top_entropy_quantile": default_only("1", _TOP_ENTROPY),
     "off_policy_mask_threshold": default_only("none", "no recipe has it"),
     "multi_objective_aggregation": default_only("sum_then_normalize", "`funrl gdpo` normalises each reward"),
     "mask_truncated_completions": default_only("false", "completions that were cut short are trained on"),

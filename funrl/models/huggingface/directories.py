@@ -6,14 +6,11 @@ Names are strict: a tensor that is missing, unexpected or of the wrong shape is 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from funrl import trees
@@ -32,8 +29,9 @@ from funrl.models.huggingface.generation_config import GENERATION, with_generati
 from funrl.models.huggingface.left_out import is_redundant
 from funrl.models.huggingface.mxfp4_files import MXFP4, whole_entries
 from funrl.models.huggingface.names import UNEMBED, by_expert, fused, names_of, places_in_files
+from funrl.models.huggingface.peft_files import ADAPTER_CONFIG, MERGE_ADVICE, is_adapter
 from funrl.models.huggingface.resize import extended, is_of_vocabulary
-from funrl.models.huggingface.weight_files import INDEX, WHOLE, read_json, split_shards, weight_tables
+from funrl.models.huggingface.weight_files import read_json, weight_tables, write_weight_files
 from funrl.models.huggingface.weight_slices import check_tied, read_part, tensor_slices
 from funrl.models.model import Model, ModelConfig
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
@@ -335,40 +333,31 @@ def write(
     named_weights: Iterable[tuple[str, Tensor]],
     tokenizer: Any = None,
     max_shard_bytes: int = 5 * 10**9,
+    *,
+    dtype: str | None = None,
 ) -> None:
     """`save` of weights that arrive one by one, by the names and in the shapes of `names_of`.
 
     They may come from `funrl.mesh.reshard.export_weights`. No more than those of one file are held. Without weights,
     only the config and the tokenizer are written.
+
+    Args:
+      path, model, tokenizer, max_shard_bytes: as in `save`.
+      named_weights: the weights.
+      dtype: of the files, such as "bfloat16", but for weights that stay wide; None: as the weights are.
+
+    Raises:
+      ModelError: a weight is too large for the dtype.
     """
     folder = Path(path)
     config = model.config
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = config.source.dtype
-    partials = []
-    shards = []
-    total = 0
-    for shard in split_shards(by_expert(fused(config.source.family, names_of(model), named_weights)), max_shard_bytes):
-        dtype = str(max(shard.values(), key=Tensor.numel).dtype).removeprefix("torch.")
-        partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
-        partials[-1].write_bytes(b"")
-        mode = partials[-1].stat().st_mode  # the umask's; safetensors makes files that only their owner reads
-        save_file(shard, partials[-1], metadata={"format": "pt"})
-        partials[-1].chmod(mode)
-        shards.append(list(shard))
-        total += trees.nbytes(shard)
-    count = len(shards)
-    files = [WHOLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-    for partial, file in zip(partials, files, strict=True):
-        os.replace(partial, folder / file)
-    for old in folder.iterdir():  # a stale file of weights would be loaded instead of the new ones
-        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old.name) and old.name not in files:
-            old.unlink()
-    if count > 1:
-        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    raw = config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    named_weights = named_weights if dtype is None else _cast(model, named_weights, dtype)
+    tensors = by_expert(fused(config.source.family, names_of(model), named_weights))
+    largest = write_weight_files(folder, tensors, max_shard_bytes)
+    if dtype is None:
+        dtype = config.source.dtype if largest is None else str(largest).removeprefix("torch.")
+    raw = _with_dtype(config_to_hf(config), dtype)
     padding = getattr(tokenizer, "pad_token_id", None)
     if padding is not None and (config.special_tokens.pad is None or model.value is not None):
         raw["pad_token_id"] = padding
@@ -387,10 +376,33 @@ def write(
             (folder / name).write_text(text)
 
 
+def _cast(model: Model, named_weights: Iterable[tuple[str, Tensor]], dtype: str) -> Iterator[tuple[str, Tensor]]:
+    """Weights by the names of files in a dtype, or wider. Raises: ModelError, a number has no place in it."""
+    ours = {theirs: name for name, (theirs, _) in names_of(model).items()}
+    for name, x in named_weights:
+        cast = x.to(weight_dtype(ours[name], getattr(torch, dtype)))
+        if cast.dtype == torch.float16 and (count := int((cast.isinf() & x.isfinite()).sum())):
+            raise ModelError(f"{count} numbers of {name} are beyond the largest of float16; save it in bfloat16")
+        yield name, cast
+
+
+def _with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields of a config.json, those of its parts too, with another dtype."""
+    parts = {
+        name: part | dict.fromkeys(part.keys() & {"dtype", "torch_dtype"}, dtype)
+        for name, part in raw.items()
+        if name.endswith("_config") and isinstance(part, dict)
+    }
+    return {**raw, **parts, "dtype": dtype, "torch_dtype": dtype}
+
+
 def _directory(path: str | Path) -> Path:
     folder = Path(path)
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a directory, nor the name of a model in the local Hugging Face cache")
+    if is_adapter(folder):
+        base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        raise ModelError(f"{folder} holds adapters alone, for the base {base}; {MERGE_ADVICE}")
     if not any(folder.iterdir()):
         raise ModelError(f"{folder} is empty; a model directory has config.json and *.safetensors")
     return folder

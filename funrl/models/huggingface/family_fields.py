@@ -59,6 +59,15 @@ def write_window(config: Config) -> dict[str, Any]:
     return {"sliding_window": next(iter(sizes), None)}
 
 
+def write_layer_windows(config: Config) -> dict[str, Any]:
+    """The kinds of all layers and the size of the windows, for a class of transformers that makes a mask of windows.
+
+    It wants a size even where no layer has a window, and takes its own where none is written.
+    """
+    kinds = {"layer_types": layer_types(config)}
+    return kinds | (write_window(config) if config.attention.windows is not None else {})
+
+
 def write_phi3(config: Config) -> dict[str, Any]:
     scaling = config.rope.scaling
     original = config.max_positions if scaling is None else scaling.original
@@ -144,11 +153,10 @@ def write_gemma2(config: Config) -> dict[str, Any]:
     scale = config.attention.head**-0.5 if config.attention.scale is None else config.attention.scale
     return (
         write_bias(config)
-        | write_window(config)
+        | write_layer_windows(config)
         | {
             "hidden_act": GELU,
             "hidden_activation": GELU,
-            "layer_types": layer_types(config),
             "query_pre_attn_scalar": round(scale**-2),
             "attn_logit_softcapping": config.attention.cap,
             "final_logit_softcapping": config.scales.logit_cap,

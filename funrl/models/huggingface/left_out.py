@@ -52,7 +52,7 @@ def remarks_on_files(path: str | Path, model: Model) -> list[str]:
         )
     narrow = "FP8" if FP8 in dtypes.values() else "MXFP4" if any(name.endswith(MXFP4_BLOCKS) for name in dtypes) else ""
     if narrow:
-        remarks.append(f"the files have weights in {narrow}; they are trained, and saved, in the run's dtype")
+        remarks.append(f"the files have weights in {narrow}, and the saved model has them as --save_dtype says")
     return remarks
 
 

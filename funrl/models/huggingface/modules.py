@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from funrl.models.huggingface.skeletons import (
     attending,
     may_pack,
     named_weights,
+    persistent_buffers,
     running,
     skeleton,
     tracing,
@@ -122,11 +123,11 @@ def module_model(config: ModuleConfig) -> Model:
         layer=module_layer,
         init_cache=None,
         rebuild=module_model,
-        abilities=_abilities(config),
+        abilities=_abilities(config, tuple(_buffers(bones))),
     )
 
 
-def _abilities(config: ModuleConfig) -> Abilities:
+def _abilities(config: ModuleConfig, constant: tuple[str, ...]) -> Abilities:
     """Abilities of a module of transformers; costs follow the summary of its sizes."""
     queries = config.heads * config.head
     keys = config.kv_heads * config.head
@@ -143,6 +144,7 @@ def _abilities(config: ModuleConfig) -> Abilities:
         code=architecture(config),
         compiled_step="its layers are transformers' own code",
         heads=config.heads,
+        constant=constant,
     )
 
 
@@ -341,11 +343,20 @@ def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _shapes(one: Skeleton) -> trees.Tree:
     """The tree of whole weights, as tensors without memory."""
-    rest = {name: x.detach() for name, x in named_weights(one).items()}
-    unembed = {} if one.tied else {"unembed": rest.pop(one.head)}
+    return trees.map(lambda x: x.detach().to("meta"), _in_tree(one, named_weights))
+
+
+def _buffers(one: Skeleton) -> dict[str, Tensor]:
+    """Weights that do not learn, with their values in a new model, by their names in the tree."""
+    return dict(trees.named(_in_tree(one, persistent_buffers)))
+
+
+def _in_tree(one: Skeleton, tensors_of: Callable[[nn.Module], dict[str, Tensor]]) -> trees.Tree:
+    """Tensors of modules in their places in the tree of weights."""
+    rest = tensors_of(one.model)
+    unembed = {"unembed": rest.pop(one.head)} if one.head in rest and not one.tied else {}
     base = {name.removeprefix(one.prefix): x for name, x in rest.items()}
-    layers = tuple({name: x.detach() for name, x in block.named_parameters()} for block in one.blocks)
-    return {"base": base, "layers": layers, **unembed}
+    return {"base": base, "layers": tuple(tensors_of(block) for block in one.blocks), **unembed}
 
 
 def _axes(config: ModuleConfig, x: Tensor) -> tuple[str, ...]:
@@ -364,10 +375,13 @@ def _init(
 ) -> trees.Tree:
     """Random weights, whole: normal with variance 1 / D and embeddings 0.02, vectors the weights of norms or 0.
 
-    The numbers are drawn in float32, so every dtype begins with the same model.
+    Buffers have the numbers of a new module. The others are drawn in float32: every dtype begins with the same model.
     """
+    buffers = _buffers(skeleton(config, CPU, False))
 
     def draw(name: str, x: Tensor) -> Tensor:
+        if name in buffers:
+            return buffers[name].to(generator.device, dtype, copy=True)
         if x.ndim < 2:
             fill = 0.0 if name.endswith("bias") else 1.0
             return torch.full(x.shape, fill, dtype=dtype, device=generator.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ _LAYER = {
 }
 HEAD_NAMES = {HEAD: "score.weight", HEAD_BIAS: "score.bias"}  # in ForSequence- and ForTokenClassification
 _EXPERTS = ".experts."  # in the name of all experts' tensor; the file has one a number, ".experts.7."
+_NAMES_IN_TRANSFORMERS = {".block_sparse_moe.": ".mlp.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
 _TOP = {
     "embed": "embed_tokens.weight",
     "norm": "norm.weight",
@@ -223,10 +225,11 @@ def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored
     """Place of each weight in files with tensors of the names `found`.
 
     Files for transformers' own code may have older names than it has now. Files of a model with a vision tower have the
-    text part under names of its own, and may have all experts of a layer as one tensor.
+    text part under names of its own. The experts of a layer may be one tensor or one each.
     """
     config = model.config
-    places = stored_in(config.source.family, names_of(model))
+    names = names_of(model)
+    places = stored_in(config.source.family, names)
     if isinstance(config, ModuleConfig):
         from funrl.models.huggingface.skeletons import CPU, names_in_files, skeleton
 
@@ -235,12 +238,11 @@ def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored
     family = FAMILIES.get(config.source.family)
     if family is not None and family.vision is not None:
         others = family.vision.other_prefixes
-        return {name: place._replace(name=_other_name(place.name, others, found)) for name, place in places.items()}
-    if config.source.family not in TEXT_PARTS.values():
-        return places
-    if any(name.startswith(NESTED_PREFIX) for name in found):
+        places = {name: place._replace(name=_other_name(place.name, others, found)) for name, place in places.items()}
+    elif config.source.family in TEXT_PARTS.values() and any(name.startswith(NESTED_PREFIX) for name in found):
         places = {name: _nested(place) for name, place in places.items()}
-    return {name: _joint_experts(place, found) for name, place in places.items()}
+    shapes = {name: shape for name, (_, shape) in names.items()}
+    return {name: _other_experts(name, shapes[name], place, found=found) for name, place in places.items()}
 
 
 def _other_name(name: str, others: Mapping[str, Sequence[str]], found: Collection[str]) -> str:
@@ -261,19 +263,32 @@ def _nested(place: Stored) -> Stored:
     return place._replace(name=theirs(place.name), experts=tuple(map(theirs, place.experts)))
 
 
-def _joint_experts(place: Stored, found: Collection[str]) -> Stored:
-    """The place of experts' matrices in files that have all of a layer as one tensor, gates and ups side by side."""
-    if not place.experts:
+def _other_experts(name: str, shape: tuple[int, ...], place: Stored, *, found: Collection[str]) -> Stored:
+    """The place of a weight in files that have the experts of a layer in the other form, joint or one by one.
+
+    Joint ones are as transformers 5 has them in memory, gates and ups above one another, beside names of its own.
+    """
+    if any(x in found for x in place.tensors):
         return place
-    layer, _, kind = place.name.removesuffix("_proj.weight").rpartition(".")
-    joint = "down" if kind == "down" else "gate_up"
-    name = f"{layer}.{joint}_proj"
-    if name not in found:
+    theirs = place.name
+    for of_files, of_transformers in _NAMES_IN_TRANSFORMERS.items():
+        theirs = theirs.replace(of_files, of_transformers)
+    expert = re.fullmatch(r".*/expert_(gate|up|down)(_bias)?", name)
+    if expert is None:
+        return place._replace(name=theirs) if theirs in found else place
+    layer = theirs.partition(_EXPERTS)[0] + _EXPERTS
+    kind, bias = expert.groups()
+    end = "bias" if bias else "weight"
+    one_each = tuple(f"{layer}{i}.{kind}_proj.{end}" for i in range(shape[0]))
+    if one_each[0] in found:
+        return Stored(place.name, shape, (0, shape[0]), experts=one_each)
+    joint = f"{layer}{'down' if kind == 'down' else 'gate_up'}_proj"
+    if bias or joint not in found:
         return place
-    experts, rows, inner = place.shape
+    experts, rows, inner = shape
     begin = rows if kind == "up" else 0
     width = rows if kind == "down" else 2 * rows
-    return Stored(name, (experts, inner, width), (0, experts), columns=(begin, begin + rows))
+    return Stored(joint, (experts, inner, width), (0, experts), columns=(begin, begin + rows))
 
 
 def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

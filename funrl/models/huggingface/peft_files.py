@@ -6,16 +6,17 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.names import HEAD_NAMES, module_name, names_of
+from funrl.models.huggingface.weight_files import read_json, read_table
 from funrl.models.lora import FIRST, OF_SOME, OF_TOWERS, PROJECTIONS, SECOND, plain_name, trained_part
 from funrl.models.model import Model
 from funrl.models.value_head import is_token_classifier
@@ -25,6 +26,33 @@ ALL_LINEAR = "all-linear"  # every projection of the layers
 BEGIN = "base_model.model."  # of every name in the file
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+FACTOR_ENDS = (".lora_A.weight", ".lora_B.weight")
+# Fields of adapter_config.json that change what adapters compute, with their values in plain LoRA.
+PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    **dict.fromkeys(("use_dora", "use_qalora", "lora_bias"), (False, None)),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "layer_replication", "target_parameters"), (None, [])),
+}
+MERGE_ADVICE = "merge it with peft's merge_and_unload() and give the saved model"
+
+
+class PeftAdapter(NamedTuple):
+    """Description of the adapters of a directory.
+
+    Attributes:
+      base: directory or name of the model that they stand on; "" if it is not said.
+      rank, alpha: as in `Lora`.
+      modules: last parts of the names of adapted modules, such as "q_proj".
+      dropout: of the run that made them.
+    """
+
+    base: str
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    dropout: float
 
 
 def projections(model: Model) -> dict[str, tuple[str, ...]]:
@@ -174,3 +202,111 @@ def _one(pairs: list[tuple[tuple[Tensor, Tensor] | None, int]]) -> tuple[Tensor,
     a = torch.cat([first for first, _ in there])
     empty = there[0][1].new_zeros
     return a, torch.block_diag(*(empty(rows, 0) if pair is None else pair[1] for pair, rows in pairs))
+
+
+def is_adapter(folder: Path) -> bool:
+    """True of a directory that holds adapters alone."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def describe_adapter(path: str | Path) -> PeftAdapter:
+    """Read adapter_config.json and the names of the tensors beside it.
+
+    Raises:
+      ModelError: a file is missing or broken, or these are not adapters as `lora.with_lora` has them.
+    """
+    folder = Path(path)
+    raw = read_json(folder / ADAPTER_CONFIG)
+    for name, values in PLAIN_LORA.items():
+        if raw.get(name) not in values:
+            wrong = f"{name} is {raw.get(name)!r}, supported is {values[0]!r}"
+            raise ModelError(f"{folder / ADAPTER_CONFIG}: {wrong}; {MERGE_ADVICE}")
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    base = raw.get("base_model_name_or_path")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or alpha <= 0:
+        raise ModelError(f"{folder / ADAPTER_CONFIG}: r is {rank!r} and lora_alpha {alpha!r}, both must be above 0")
+    _check_patterns(folder, raw)
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS} is missing; other formats of adapters are not read")
+    names = [name.removeprefix(BEGIN) for name in read_table(folder / ADAPTER_WEIGHTS)]
+    modules = {name.removesuffix(end).rpartition(".")[2] for end in FACTOR_ENDS for name in names if name.endswith(end)}
+    if not modules:
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS} holds no adapters")
+    scale = rank**0.5 if raw.get("use_rslora") else 1.0
+    dropout = float(raw.get("lora_dropout") or 0.0)
+    return PeftAdapter(
+        base if isinstance(base, str) else "", rank, float(alpha) * scale, tuple(sorted(modules)), dropout
+    )
+
+
+def _check_patterns(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Raise ModelError unless alpha / rank is the same in all modules."""
+    ranks, alphas = ({**(raw.get(name) or {})} for name in ("rank_pattern", "alpha_pattern"))
+    for module in {*ranks, *alphas}:
+        rank, alpha = ranks.get(module, raw["r"]), alphas.get(module, raw["lora_alpha"])
+        if alpha * raw["r"] != raw["lora_alpha"] * rank:
+            raise ModelError(
+                f"{folder / ADAPTER_CONFIG}: {module} has alpha {alpha} and rank {rank}, other modules have "
+                f"{raw['lora_alpha']} and {raw['r']}; one ratio of them is supported; {MERGE_ADVICE}"
+            )
+
+
+def read_adapter(path: str | Path, model: Model) -> dict[str, Tensor]:
+    """Whole tensors of what learns, by the names of `trained_part`; a value head that the file lacks is left out.
+
+    Args:
+      path: a directory that `describe_adapter` has read.
+      model: with adapters.
+
+    Raises:
+      ModelError: a tensor is missing, unexpected, of another shape or not finite.
+    """
+    file = Path(path) / ADAPTER_WEIGHTS
+    tensors = {name.removeprefix(BEGIN): x for name, x in load_file(file).items()}
+    _split_fused(model, tensors)
+    names = names_of(model)
+    own: dict[str, Tensor] = {}
+    for name, x in trees.named(trained_part(model, model.shapes)):
+        there, shape = names[name]
+        if there not in tensors and name in HEAD_NAMES:
+            continue
+        if there not in tensors:
+            raise ModelError(f"{file}: {BEGIN}{there} is missing; adapters of some layers alone are not supported")
+        stored = tensors.pop(there)
+        if tuple(stored.shape) != shape:
+            raise ModelError(f"{file}: {BEGIN}{there} has shape {[*stored.shape]}, the model needs {[*shape]}")
+        if not torch.isfinite(stored).all():
+            raise ModelError(f"{file}: {BEGIN}{there} has numbers that are NaN or infinite")
+        own[name] = stored.reshape(x.shape)
+    if tensors:
+        first = f"{BEGIN}{min(tensors)}"
+        raise ModelError(f"{file}: {len(tensors)} tensors have no place in the model, the first is {first}")
+    return own
+
+
+def _split_fused(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Replace adapters of one matrix made of several by those of each, in place.
+
+    They share one A, unless it has rows of each and B is in blocks, as `write_peft` makes them.
+    """
+    assert model.adapters is not None
+    family = FAMILIES.get(model.config.source.family)
+    first, second = FACTOR_ENDS
+    for whole, parts in (family.fused if family is not None else {}).items():
+        end = whole.removesuffix(".weight")
+        ends = [part.removesuffix(".weight") for part in parts]
+        for layer in [name.removesuffix(end + first) for name in tensors if name.endswith(end + first)]:
+            a, b = tensors.pop(layer + end + first), tensors.pop(layer + end + second)
+            rank = model.adapters.lora.rank
+            groups = [slice(i, i + rank) for i in range(0, len(a), rank)]
+            for number, (part, block) in enumerate(
+                zip(ends, b.split([_rows(model, part) for part in ends]), strict=True)
+            ):
+                used = [i for i, group in enumerate(groups) if block[:, group].any()]
+                own = number if len(groups) == len(ends) else (used or [0])[0]
+                if set(used) - {own}:
+                    raise ModelError(
+                        f"the adapter of {layer + end} has rank {len(a)}, supported is {rank}; {MERGE_ADVICE}"
+                    )
+                tensors[layer + part + first] = a[groups[own]]
+                tensors[layer + part + second] = block[:, groups[own]]

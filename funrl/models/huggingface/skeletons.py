@@ -201,6 +201,9 @@ def _skeleton(module: str, layers: int, config: ModuleConfig, device: str, packe
         raise ModelError(f"{name} is not a list of layers behind an unembedding; it cannot be trained here")
     if getattr(head, "bias", None) is not None:
         raise ModelError(f"the unembedding of {name} has a bias, which is not supported")
+    whole = next((x for x, buffer in persistent_buffers(model).items() if not buffer.is_floating_point()), None)
+    if whole is not None:
+        raise ModelError(f"{name} has whole numbers among its weights, in {whole}; they are not supported")
     path = lists[0][0]
     blocks = tuple(lists[0][1])
     for number, block in enumerate(blocks):
@@ -271,9 +274,23 @@ def names_in_files(one: Skeleton, wanted: Collection[str], found: Collection[str
     return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in found}
 
 
-def named_weights(one: Skeleton) -> Mapping[str, Tensor]:
-    """The parameters of the model outside of its layers, by their names in it."""
-    return dict(one.model.named_parameters())
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of the files of a module, by its names: parameters, and buffers that are saved with them.
+
+    Args:
+      module: a layer; or a model, whose layers are left out.
+    """
+    return dict(module.named_parameters()) | persistent_buffers(module)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a module that are saved and do not learn, such as the bias by which experts are chosen."""
+    return {
+        f"{path}{'.' * bool(path)}{name}": x
+        for path, part in module.named_modules()
+        for name, x in part._buffers.items()
+        if x is not None and name not in part._non_persistent_buffers_set
+    }
 
 
 def classifier_name(config: ModuleConfig, tokens: bool) -> str | None:
@@ -305,7 +322,7 @@ def check_classifier(config: ModuleConfig, name: str, shapes: Mapping[str, tuple
     theirs.num_labels = next(shape[0] for there, shape in shapes.items() if there == "score.weight")
     with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
         model = getattr(transformers, name)(theirs)
-    expected = {there: tuple(x.shape) for there, x in model.named_parameters()}
+    expected = {there: tuple(x.shape) for there, x in named_weights(model).items()}
     if expected != dict(shapes):
         wrong = sorted(set(expected.items()) ^ set(shapes.items()))[0][0]
         raise ModelError(f"{name} is not a head of one matrix on the language model: they differ in {wrong}")

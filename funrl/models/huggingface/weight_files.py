@@ -1,20 +1,24 @@
-"""Tables of the safetensors files of a directory, checked before any weight is read."""
+"""The safetensors files of a directory: their tables, checked before any weight is read, and their writing."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from funrl.models.errors import ModelError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
+SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
 TABLE_LIMIT = 100_000_000  # bytes of a table, as in safetensors
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -25,11 +29,15 @@ ITEM_BYTES = {
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object that a file of JSON holds. Raises: ModelError, naming the file."""
+    """The object that a file of JSON holds; an infinity may be {"__float__": "Infinity"}, as transformers 5 writes it.
+
+    Raises:
+      ModelError: naming the file.
+    """
     if not file.is_file():
         raise ModelError(f"{file} is missing")
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(), object_hook=_special_float)
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {error}") from None
     except RecursionError:
@@ -39,6 +47,12 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ModelError(f"{file} holds a {type(raw).__name__}, not an object")
     return raw
+
+
+def _special_float(fields: dict[str, Any]) -> Any:
+    """The float that transformers has written as an object; any other object as it is."""
+    text = fields.get("__float__") if len(fields) == 1 else None
+    return float(text) if text in SPECIAL_FLOATS else fields
 
 
 def weight_tables(folder: Path) -> dict[Path, dict[str, Any]]:
@@ -139,6 +153,43 @@ def _counts(value: Any) -> TypeGuard[list[int]]:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def write_weight_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], limit: int) -> torch.dtype | None:
+    """Write tensors that arrive one by one, instead of the weights that a directory holds.
+
+    Args:
+      folder: that they are written to.
+      tensors: names and tensors.
+      limit: bytes beyond which they are split over several files, with an index.
+
+    Returns: the dtype of the largest one of the last file; None: there are no tensors.
+    """
+    partials: list[Path] = []
+    shards: list[list[str]] = []
+    total = 0
+    dtype = None
+    for shard in split_shards(tensors, limit):
+        dtype = max(shard.values(), key=Tensor.numel).dtype
+        partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
+        partials[-1].write_bytes(b"")
+        mode = partials[-1].stat().st_mode  # the umask's; safetensors makes files that only their owner reads
+        save_file(shard, partials[-1], metadata={"format": "pt"})
+        partials[-1].chmod(mode)
+        shards.append(list(shard))
+        total += sum(x.nbytes for x in shard.values())
+    count = len(shards)
+    files = [WHOLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    for partial, file in zip(partials, files, strict=True):
+        os.replace(partial, folder / file)
+    for old in folder.iterdir():  # a stale file of weights would be loaded instead of the new ones
+        if re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", old.name) and old.name not in files:
+            old.unlink()
+    if count > 1:
+        weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype
 
 
 def split_shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

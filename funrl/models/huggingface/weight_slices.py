@@ -73,6 +73,8 @@ def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tu
     Args:
       tensor: a slice object of safetensors, or `Dequantized`.
     """
+    if not shape:
+        return tensor[()]
     if len(stored.shape) > len(shape):  # a matrix of one row
         return tensor[(slice(0, 1), *(slice(*edge) for edge in box))][0]
     if stored.turn is not None:

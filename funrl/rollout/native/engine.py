@@ -248,6 +248,9 @@ class NativeEngine:
             return self._sequences.take_ended()
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
+        if self._sequences.damaged:  # no mask hides a NaN in the cache
+            self._sequences.damaged = False
+            self._drop_cache()
         self._make_room()
         if self._scheduler.short_of_pages:  # the choice of rows to preempt depends on what has been sampled
             self._poll()
@@ -366,8 +369,10 @@ class NativeEngine:
 
     def _poll(self, *keep: int) -> None:
         """Poll all but the last `keep` passes, and release the pages and rows of ended requests."""
-        self._sequences.poll(*keep)
-        self._scheduler.release(self._sequences.take_released())
+        try:
+            self._sequences.poll(*keep)
+        finally:
+            self._scheduler.release(self._sequences.take_released())
 
     def _make_room(self) -> None:
         """Grow the cache to what is wanted, which recomputes what it held."""

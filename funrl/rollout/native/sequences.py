@@ -17,7 +17,7 @@ from funrl.rollout.native.device.slot_noise import NOISE_STEPS, SlotNoise
 from funrl.rollout.native.passes import Backend
 from funrl.rollout.native.prompt_lookup import PromptLookup
 from funrl.rollout.native.sequence import RunningSequence
-from funrl.rollout.requests import Completion, Finish, Request
+from funrl.rollout.requests import Completion, Finish, Request, logits_error
 from funrl.rollout.sampling_parameters import Sampling
 
 STOPS = 4  # columns for stop tokens at first
@@ -37,6 +37,7 @@ class RunningSequences:
       serials: [slots] number of the assignment that holds each slot, never used twice; `NO_HOLDER`: the slot is free.
       epoch: number of the weights that left earlier keys and values in the cache, for sequences that begin now.
       needs_sync: whether the next sampling needs all tokens on the host, for a repetition penalty.
+      damaged: whether a sequence without finite logits may have left NaN in the cache.
       any_at_limit: whether a sequence has reached its limit since the last poll.
     """
 
@@ -72,7 +73,7 @@ class RunningSequences:
         self._noise = SlotNoise(device)
         self.serials = self.lengths.copy()
         self._assignments = 0
-        self.needs_sync = self.any_at_limit = self._owns = False
+        self.needs_sync = self.any_at_limit = self.damaged = self._owns = False
         if slots:
             self._add_slots(slots)
 
@@ -309,20 +310,22 @@ class RunningSequences:
           keep: latest iterations that are left to the next poll.
 
         Raises:
-          FloatingPointError: a log-probability is not finite.
+          LogitsError: a log-probability is not finite. Its sequence has ended, and all others are read.
         """
         read = max(0, len(self._pending) - keep)
         pending = self._pending[:read]
         later = self._pending[read:]
-        self._pending = []
+        self._pending = later
+        failed: list[tuple[int, int]] = []
         self.needs_sync = False
         self.any_at_limit = False
         for slots, serials, positions, copy in pending:
             token_R, sampling_R, raw_R = (x[: len(slots)] for x in copy.arrays())
             alive = serials == self.serials[slots]
-            if not np.isfinite(raw_R[alive]).all():
-                bad = int(np.flatnonzero(alive & ~np.isfinite(raw_R))[0])
-                self._not_finite(int(slots[bad]), int(positions[bad]))
+            bad = np.flatnonzero(alive & ~np.isfinite(raw_R))
+            if len(bad):
+                failed += [self._fail(int(slots[i]), int(positions[i])) for i in bad]
+                alive = serials == self.serials[slots]
             if not alive.all():
                 slots, positions, token_R, sampling_R, raw_R = (
                     x[alive] for x in (slots, positions, token_R, sampling_R, raw_R)
@@ -333,7 +336,8 @@ class RunningSequences:
             self._logps[1, slots, new] = raw_R
             self.decoded += len(slots)
             self._end_some(slots, positions, token_R)
-        self._pending = later
+        if failed:
+            raise logits_error(failed)
 
     def take_released(self) -> list[RunningSequence]:
         """Sequences that ended since the last call; they still hold pages."""
@@ -404,13 +408,14 @@ class RunningSequences:
             row[torch.from_numpy(self._tokens[slot, :length])] = True
         return seen.to(self._device)
 
-    def _not_finite(self, slot: int, position: int) -> None:
+    def _fail(self, slot: int, position: int) -> tuple[int, int]:
+        """End the sequence of a slot, whose token at a position has no logits; returns them as in `logits_error`."""
         sequence = self._by_slot[slot]
         assert sequence is not None
-        raise FloatingPointError(
-            f"the model's logits are not finite at token {position - len(sequence.request.prompt)} of completion "
-            f"{sequence.request.number}: its weights are damaged, or it has diverged, which a lower --lr may prevent"
-        )
+        self.damaged = True
+        self.lengths[slot] = position
+        self.finish(sequence, "cancelled")
+        return sequence.request.number, position - len(sequence.request.prompt)
 
     def _add_slots(self, more: int = 0) -> None:
         """Add slots: `more`, or as many as there are."""

@@ -20,7 +20,7 @@ from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.requests import Completion, Finish, Request, check_requests
+from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
 from funrl.rollout.vllm.contract import Core, CoreRequest, SampledTokens
 from funrl.rollout.vllm.core import start_vllm
 
@@ -214,14 +214,14 @@ class VLLMEngine:
             sequence.inside = False
 
     def _check_finite(self, sampled: Sequence[SampledTokens]) -> None:
-        for sample in sampled:
-            if not all(map(math.isfinite, sample.raw_logp)):
-                self._withdraw()
-                position = len(self._sequences[sample.number].tokens)
-                raise FloatingPointError(
-                    f"the model's logits are not finite at token {position} of completion {sample.number}: its weights "
-                    "are damaged, or it has diverged, which a lower --lr may prevent"
-                )
+        failed = [
+            (sample.number, len(self._sequences[sample.number].tokens))
+            for sample in sampled
+            if not all(map(math.isfinite, sample.raw_logp))
+        ]
+        if failed:
+            self._withdraw()
+            raise logits_error(failed)
 
     def _grown(self, sequence: PartialCompletion, sample: SampledTokens) -> list[Completion]:
         """Add sampled tokens; returns the completion if they end it."""

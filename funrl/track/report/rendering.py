@@ -31,7 +31,7 @@ def _environment() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=_visible,
+        finalize=written_out,
     )
     environment.filters |= {"number": number, "shown": shown_value}
     return environment
@@ -46,7 +46,7 @@ def shown_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _visible(value: Any) -> Any:
+def written_out(value: Any) -> Any:
     """Write out invisible characters of a text; what a template has rendered already stays as it is."""
     if type(value) is not str:
         return value

@@ -90,6 +90,34 @@ def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
     return {step: paths[step] for step in sorted(paths) if (paths[step] / COMPLETE).exists()}
 
 
+def incomplete_checkpoints(folder: str | Path) -> list[Path]:
+    """Steps after the newest whole checkpoint that lack their record, oldest first: something has taken it away.
+
+    Older ones are what the removal of a checkpoint has left when it was interrupted.
+    """
+    newest = max(complete_checkpoints(folder), default=-1)
+    paths = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
+    return [paths[step] for step in sorted(paths) if step > newest and paths[step].is_dir()]
+
+
+def adopt_rescued(folder: str | Path) -> list[str]:
+    """Move checkpoints that stand in a folder of their own, as a failing run saves them elsewhere, to the others.
+
+    Returns: a line on each that was found.
+    """
+    remarks = []
+    for path in sorted(Path(folder).glob("[!.]*/step-*")):
+        target = Path(folder) / path.name
+        if step_of(path) is None or not (path / COMPLETE).exists():
+            continue
+        if target.exists():
+            remarks.append(f"{path} is not read, as {target} is there too")
+            continue
+        path.rename(target)
+        remarks.append(f"{path} is now {target}")
+    return remarks
+
+
 def sweep(folder: str | Path) -> None:
     """Remove what interrupted saves have left."""
     for path in Path(folder).glob(".step-*"):
@@ -135,7 +163,7 @@ def _parsed(path: Path) -> tuple[Recorded, dict[str, int]]:
         raise ValueError(f"it is of step {facts['step']}")
     if not arrays or not files:
         raise ValueError(f"it has no {'files' if arrays else 'arrays'}")
-    for name in ("first", "last", "run", "frozen", "lora", "base", "provenance"):
+    for name in ("first", "last", "run", "frozen", "lora", "base", "provenance", "outline"):
         dict(facts.get(name, {}).items())
     dict((facts.get("unfinished") or {}).items())
     return Recorded(path, arrays, facts), files

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +26,17 @@ from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtype
 from funrl.trainer.checkpoints.base_model import base_directory, check_base, lora_in
-from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
+from funrl.trainer.checkpoints.checkpoint import (
+    Recorded,
+    complete_checkpoints,
+    incomplete_checkpoints,
+    recorded,
+    step_of,
+)
 from funrl.trainer.checkpoints.weight_digests import weight_digests
+from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import TOKENIZER_FILES
-from funrl.trainer.storage.shard_server import CheckpointError
+from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, DamagedError
 from funrl.trainer.storage.shards import TENSOR_DTYPES, ShardError, ShardServer, read_tensors
 
 OUTLINE = "model"  # beside the checkpoints: what a Hugging Face directory has but the weights
@@ -38,9 +46,37 @@ MODEL_FILES = re.compile(
 )  # files of a model, its tokenizer or its adapters
 
 
-def write_outline(folder: str | Path, model: Model, tokenizer: Any) -> None:
-    """Write config and tokenizer of the model of a run beside its checkpoints."""
-    hf.write(Path(folder) / OUTLINE, model, (), tokenizer=tokenizer)
+def write_outline(folder: str | Path, model: Model, job: Job) -> dict[str, str]:
+    """Write config and tokenizer of the model of a run beside its checkpoints; return the digests of the files."""
+    hf.write(Path(folder) / OUTLINE, model, (), tokenizer=job.tokenizer, dtype=job.save_dtype)
+    return outline_digests(folder)
+
+
+def outline_digests(folder: str | Path) -> dict[str, str]:
+    """Digests of the files of a model's outline beside checkpoints, by name; other files there are left out."""
+    files = sorted((Path(folder) / OUTLINE).glob("*"))
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if file.is_file() and MODEL_FILES.fullmatch(file.name)
+    }
+
+
+def check_outline(record: Recorded) -> None:
+    """Compare the outline beside a checkpoint with its record; those of earlier versions have none of it.
+
+    Raises:
+      DamagedError: a file is missing, changed or added.
+    """
+    known = record.facts.get("outline")
+    if not known:
+        return
+    folder = record.path.parent
+    digests = outline_digests(folder)
+    for name in sorted(known.keys() | digests.keys()):
+        if known.get(name) != digests.get(name):
+            what = "it is missing" if name not in digests else "its checksum is wrong" if name in known else "it is new"
+            raise DamagedError(f"{folder / OUTLINE / name}: {what}")
 
 
 def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
@@ -51,17 +87,27 @@ def checkpoint_of(run_dir: str | Path, step: int | None = None) -> Recorded:
       step: its step; None: the newest.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
+      CheckpointError: there is none, or it or the outline beside it is damaged.
     """
     folder = Path(run_dir) / "checkpoints"
     paths = complete_checkpoints(folder)
+    damaged = incomplete_checkpoints(folder)
+    if (step is None and damaged) or step in map(step_of, damaged):
+        path = damaged[-1] if step is None else folder / f"step-{step}"
+        others = f"; --step takes another: {', '.join(map(str, paths))}" if paths else ""
+        raise DamagedError(f"{path / COMPLETE}: it is missing{others}")
     if not paths:
         end = Path(run_dir) / "model"
         rest = f"; the model at its end is {end}" if (end / "config.json").is_file() else ""
         raise CheckpointError(f"{run_dir} has no checkpoint; --save_every makes some{rest}")
     if step is not None and step not in paths:
         raise CheckpointError(f"--step={step}: {run_dir} has checkpoints of steps {', '.join(map(str, paths))}")
-    return recorded(paths[max(paths) if step is None else step])
+    record = recorded(paths[max(paths) if step is None else step])
+    try:
+        check_outline(record)
+    except DamagedError as error:
+        raise DamagedError(f"{error}; --resume of the run writes it anew") from error
+    return record
 
 
 class Exported(NamedTuple):
@@ -77,6 +123,8 @@ def export_checkpoint(
     to: str | Path | None = None,
     adapter: bool = False,
     overwrite: bool = False,
+    *,
+    save_dtype: str | None = None,
 ) -> Exported:
     """Write a Hugging Face directory of a checkpoint; one file of weights at a time is in memory.
 
@@ -89,6 +137,7 @@ def export_checkpoint(
       to: the directory; None: model-step-N in that of the run, or adapter-step-N.
       adapter: write adapters alone, as PEFT has them.
       overwrite: a model, or a part of one, that is in `to` may be lost; other files there stay.
+      save_dtype: of the weights; None: that in which the run saves its model.
 
     Raises:
       CheckpointError: there is no such checkpoint, it cannot be read, its base has changed, or `to` holds a model.
@@ -96,28 +145,37 @@ def export_checkpoint(
     record = checkpoint_of(run_dir, step)
     if adapter and lora_in(record.facts) is None:
         raise CheckpointError(f"--adapter: {record.path} holds all weights and no adapters; leave it out")
+    if adapter and save_dtype is not None:
+        raise CheckpointError(f"--save_dtype={save_dtype}: adapters are saved as they were trained; leave it out")
     name = f"{'adapter' if adapter else 'model'}-step-{record.facts['step']}"
     target = Path(run_dir) / name if to is None else Path(to)
     _check_target(target, record, Path(run_dir), overwrite=overwrite or to is None)
     draft = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.partial")
     try:
-        _write_files(record, draft, adapter)
+        if adapter:
+            _write_adapters(record, draft)
+        else:
+            _write_model(record, draft, save_dtype)
         _take_places(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Exported(target, record.facts["step"])
 
 
-def _write_files(record: Recorded, folder: Path, adapter: bool) -> None:
-    """Write a model, or adapters alone, to a directory of its own."""
+def _write_model(record: Recorded, folder: Path, dtype: str | None) -> None:
+    """Write a model to a directory of its own, in a dtype; None: in that of the outline."""
+    outline = record.path.parent / OUTLINE
+    model = hf.load_model(outline)
+    shutil.copytree(outline, folder)  # the tokenizer as it is
+    hf.write(folder, model, _named_weights(record, model), dtype=dtype or model.config.source.dtype)
+
+
+def _write_adapters(record: Recorded, folder: Path) -> None:
+    """Write adapters alone to a directory of their own."""
     outline = record.path.parent / OUTLINE
     lora = lora_in(record.facts)
-    model = hf.load_model(outline)
-    if not adapter or lora is None:
-        shutil.copytree(outline, folder)  # the tokenizer as it is
-        hf.write(folder, model, _named_weights(record, model))
-        return
-    adapted = with_lora(model, lora)
+    assert lora is not None
+    adapted = with_lora(hf.load_model(outline), lora)
     trained = trained_part(adapted, adapted.shapes)
     own = dict(stored_weights_of(record, trained, None, layouts={}, mesh=single()))
     shutil.copytree(outline, folder, ignore=shutil.ignore_patterns("config.json", GENERATION))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 import threading
@@ -26,7 +27,7 @@ from funrl.mesh.rules import Layout
 from funrl.processes import heartbeat
 from funrl.processes.heartbeat import NOBODY
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.checkpoints.export import write_outline
+from funrl.trainer.checkpoints.export import outline_digests, write_outline
 from funrl.trainer.checkpoints.saver import Evaluations, Saver
 from funrl.trainer.checkpoints.snapshot import Snapshot, snapshot_of
 from funrl.trainer.steps.state import State
@@ -157,16 +158,15 @@ class RecoverableState:
         try:
             os.makedirs(folder, mode=0o700, exist_ok=True)
             self._write(state, folder)
-            if self.replica.mesh.rank == 0:
-                write_outline(folder, self.saver.model, self.saver.job.tokenizer)
         except (OSError, CheckpointError, SafetensorError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             return f"{problem}nor can the state after step {state.step} be saved in {folder}: {error}"
         if self.replica.mesh.rank:
             return ""
+        places = shlex.quote(f"{folder}/step-{state.step}"), shlex.quote(str(self.saver.folder))
         return (
-            f"{problem}the state after step {state.step} is saved in {folder}; move it to {self.saver.folder}, and "
-            "--resume continues"
+            f"{problem}the state after step {state.step} is saved in {folder}; "
+            f"`mkdir -p {places[1]} && mv {places[0]} {places[1]}` moves it to the run, and --resume continues"
         )
 
     def _write(self, state: State, folder: str) -> None:
@@ -182,7 +182,10 @@ class RecoverableState:
             draft = str(Path(folder) / f".step-{state.step}.last")
             server.send(snapshot.request(draft, memory))
             if replica.mesh.rank == 0:
-                server.send(self._commit(draft, str(Path(folder) / f"step-{state.step}"), snapshot, step=state.step))
+                outline = saver.outline if folder == saver.folder else None
+                outline = outline or outline_digests(folder) or write_outline(folder, saver.model, saver.job)
+                path = str(Path(folder) / f"step-{state.step}")
+                server.send(self._commit(draft, path, snapshot, step=state.step, outline=outline))
             self._wait(server, folder)
         except (ShardError, OSError) as error:
             raise CheckpointError(f"{folder}: the state cannot be saved: {error}") from error
@@ -190,10 +193,10 @@ class RecoverableState:
             server.close(0.0)
             memory.close()
 
-    def _commit(self, draft: str, path: str, snapshot: Snapshot, *, step: int) -> Commit:
-        """The request to make a checkpoint of what the ranks of the replica write."""
+    def _commit(self, draft: str, path: str, snapshot: Snapshot, *, step: int, outline: dict[str, str]) -> Commit:
+        """The request to make a checkpoint of what the ranks of the replica write, beside an outline."""
         mesh = self.replica.mesh
-        facts = self.saver.facts(step, mesh, self.evaluations, score=None)
+        facts = self.saver.facts(step, mesh, self.evaluations, score=None) | {"outline": outline}
         if self.metrics:
             facts["metrics"] = dict(self.metrics)
         return Commit(

@@ -19,14 +19,16 @@ from funrl.trainer.checkpoints.base_model import check_base
 from funrl.trainer.checkpoints.checkpoint import (
     CHECKPOINT_FORMAT,
     Recorded,
+    adopt_rescued,
     complete_checkpoints,
+    incomplete_checkpoints,
     load,
     numbers_of,
     recorded,
     state_layouts,
     sweep,
 )
-from funrl.trainer.checkpoints.export import write_outline
+from funrl.trainer.checkpoints.export import check_outline, write_outline
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other_held_out, run_facts, weights_changed
 from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
@@ -37,7 +39,7 @@ from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.state import State
-from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError, Reserve
+from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
 from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
 
@@ -115,7 +117,10 @@ class Saver:
         self.scores: dict[int, float | None] = {}
         self.rows = RowKeeper(job, parts, folder, observer=observer)
         numbers_of(state)
+        self.outline: dict[str, str] | None = None  # digests of the files of `OUTLINE`, once they are as they should be
         if folder is not None and self.mesh.rank == 0:
+            for remark in adopt_rescued(folder) if job.settings.run.resume else ():
+                observer.note(remark)
             sweep(folder)
             self.rows.sweep()
         gather_objects(None, self.mesh)  # nobody writes before rank 0 has swept
@@ -149,6 +154,8 @@ class Saver:
                 damaged[record.path] = str(error)
                 self.observer.note(f"{error}; the checkpoint before it is taken")
                 continue
+            if self.mesh.rank == 0:
+                self._compare_outline(record)
             return self._continued(record, state), self._comparable(record)
         if damaged:
             raise CheckpointError(
@@ -158,6 +165,14 @@ class Saver:
         self.observer.resumed(-1)  # nothing of what a run without a checkpoint has written counts
         self.observer.note(f"--resume: there is no checkpoint in {self.folder} yet; the run begins")
         return state, None
+
+    def _compare_outline(self, record: Recorded) -> None:
+        """Keep the outline of a checkpoint if it is as it was; else it is written anew with the first save."""
+        try:
+            check_outline(record)
+            self.outline = record.facts.get("outline")
+        except DamagedError as error:
+            self.observer.note(f"{error}; it is written anew")
 
     def _continued(self, record: Recorded, state: State) -> State:
         """The state to go on with, after the observer has received where it is from."""
@@ -215,6 +230,10 @@ class Saver:
 
     def _newest_whole(self, damaged: dict[Path, str]) -> Recorded | None:
         """The same on the first rank alone. Raises: CheckpointError, another version has written the newest."""
+        for path in incomplete_checkpoints(str(self.folder)):
+            if path not in damaged:
+                damaged[path] = f"{path / COMPLETE}: it is missing"
+                self.observer.note(f"{damaged[path]}; the checkpoint before it is taken")
         for path in reversed(complete_checkpoints(str(self.folder)).values()):
             if path in damaged:
                 continue
@@ -322,6 +341,7 @@ class Saver:
             "lead": self.job.main_role,
             "run": run_facts(self.job),
             "frozen": self.frozen,
+            "outline": self.outline or {},
             "processor": processor_facts(),
             "provenance": self.job.provenance._asdict(),
             **evaluations._asdict(),
@@ -373,9 +393,9 @@ class Saver:
     def _prepare(self, state: State) -> tuple[Snapshot, Memory]:
         """This rank's part of a state, and the memory for it, which is made while the run computes."""
         snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh)
-        if self.memory is None and self.mesh.rank == 0 and self.folder is not None:
+        if self.outline is None and self.mesh.rank == 0 and self.folder is not None:
             try:
-                write_outline(self.folder, self.model, self.job.tokenizer)
+                self.outline = write_outline(self.folder, self.model, self.job)
             except OSError as error:
                 raise CheckpointError(_explained(self.folder, str(error))) from error
         nbytes = snapshot.own.nbytes

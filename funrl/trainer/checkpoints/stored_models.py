@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.peft_files import MERGE_ADVICE, PeftAdapter, describe_adapter, is_adapter
 from funrl.trainer.checkpoints.checkpoint import Recorded
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
+from funrl.trainer.settings.checks import check_adapter_flags
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
-from funrl.trainer.settings.settings import Settings, flag_value, with_flags
+from funrl.trainer.settings.settings import Settings, flag_value, settings_flags, with_flags
 
 
 class StoredModel(NamedTuple):
@@ -54,8 +56,11 @@ def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel
         return find_stored_model(folder.parent.parent, int(checkpoint[1]))
     flags = _run_flags(folder)
     if flags is None:
-        if (folder / "adapter_config.json").is_file():
-            raise SettingsError(f"{model} holds adapters alone; give the directory of their run, or its model/")
+        if is_adapter(folder):
+            raise SettingsError(
+                f"{model} holds adapters alone, for the base {describe_adapter(folder).base}; give the directory of "
+                f"their run, or its model/, or {MERGE_ADVICE}"
+            )
         if step is not None:
             raise SettingsError(f"--step={step}: {model} is not the directory of a run")
         return StoredModel(str(folder), None, {})
@@ -77,9 +82,12 @@ def _run_flags(folder: Path) -> Mapping[str, Any] | None:
 def with_model_directories(settings: Settings) -> Settings:
     """The settings with Hugging Face directories instead of runs and checkpoints, wherever a flag takes a model.
 
+    A --model that is an adapter becomes its base and --adapter, whose rank, alpha and projections become flags.
+
     Raises:
-      SettingsError, CheckpointError: a run or a checkpoint that is named has no model.
+      SettingsError, CheckpointError: a run or a checkpoint that is named has no model, or an adapter no base.
     """
+    settings = _with_adapter(settings)
     directories = {}
     for name in MODEL_FLAGS:
         path = model_path(settings, name)
@@ -88,6 +96,54 @@ def with_model_directories(settings: Settings) -> Settings:
                 directory = model_directory(path, weights=not settings.estimate.dry_run)
             directories[name] = str(directory) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
     return with_flags(settings, **directories)
+
+
+def _with_adapter(settings: Settings) -> Settings:
+    """The settings with the base of an adapter, and the flags of adapters that go on from it."""
+    given, adapter = settings.models.model, settings.adapters.adapter
+    if given is not None and is_adapter(hf.find_directory(given)):
+        if adapter is not None:
+            raise SettingsError(f"--adapter={adapter} with --model={given}, which is an adapter too; give its base")
+        with blaming("model"):
+            settings = with_flags(settings, model=_base_of(given), adapter=str(hf.find_directory(given)))
+    elif adapter is None:
+        return settings
+    folder = str(settings.adapters.adapter)
+    with blaming("adapter"):
+        described = describe_adapter(hf.find_directory(folder))
+    settings = with_flags(settings, **_lora_flags(settings, folder, described))
+    check_adapter_flags(settings)
+    return settings
+
+
+def _base_of(adapter: str) -> str:
+    """The model that adapters stand on. Raises: SettingsError, it is not on this machine."""
+    base = describe_adapter(hf.find_directory(adapter)).base
+    folder = hf.find_directory(base) if base else None
+    if folder is not None and folder.exists() and not is_adapter(folder):
+        return base
+    what = "not named in base_model_name_or_path"
+    if folder is not None:
+        what = "adapters too" if folder.exists() else "neither a directory here nor a model in the local cache"
+    raise SettingsError(
+        f"{adapter} holds adapters for the base {base or 'that they were made on'}, which is {what}; give "
+        f"--model=BASE --adapter={adapter}, or {MERGE_ADVICE}"
+    )
+
+
+def _lora_flags(settings: Settings, adapter: str, described: PeftAdapter) -> dict[str, Any]:
+    """The flags of adapters. Raises: SettingsError, one is given with another value."""
+    derived = {
+        "lora_rank": described.rank,
+        "lora_alpha": described.alpha,
+        "lora_targets": ",".join(described.modules),
+    }
+    for name, value in derived.items():
+        given = flag_value(settings, name)
+        same = set(given.split(",")) == set(value.split(",")) if isinstance(given, str) else given == value
+        if given != settings_flags()[name].default and not same:
+            raise SettingsError(f"--{name}={given}: the adapters in {adapter} have {value}; leave it out")
+    return derived
 
 
 def model_directory(run: str | Path, weights: bool = True) -> Path:

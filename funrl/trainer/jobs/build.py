@@ -20,6 +20,7 @@ from funrl.models.compiling.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
 from funrl.models.deployed import Deployed, deployed
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.lora import decoder_of, first_trained, on_base
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
@@ -260,15 +261,19 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
 def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[str, trees.Tree]:
     """This rank's adapters of a role, by its name; none where it does not learn.
 
-    A value head that the run begins with is taken over.
+    A value head that the run begins with is taken over, and the main role goes on with the run's --adapter.
     """
     if role.loss is None:
         return {}
-    head = {part: begin[part] for part in (HEAD, HEAD_BIAS) if part in begin}
+    placed = role.placed
+    given = {part: begin[part] for part in (HEAD, HEAD_BIAS) if part in begin}
+    if job.settings.adapters.adapter is not None and name == job.main_role:
+        boxes = {leaf: layout.box(placed.mesh.rank) for leaf, layout in trees.named(role.stored)}
+        for leaf, whole in read_adapter(job.settings.adapters.adapter, placed.model).items():
+            given[leaf] = whole[tuple(slice(*edge) for edge in boxes[leaf])]
     generator = torch.Generator()
     generator.manual_seed(derived_seed(job.settings.run.seed, list(job.algorithm.role_kinds).index(name)))
-    placed = role.placed
-    return {name: first_trained(placed.model, role.stored, placed.mesh, generator, job.master, head)}
+    return {name: first_trained(placed.model, role.stored, placed.mesh, generator, job.master, given)}
 
 
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:

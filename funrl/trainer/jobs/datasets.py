@@ -33,7 +33,7 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.environments.builtin.load import environment_arguments, environment_from
+from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
 from funrl.environments.hosting.hosted import hosted_environment
 from funrl.foreign.load import named_environment
@@ -146,7 +146,7 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
 def prompts_of_environment(environment: Environment, settings: Settings, given: Given) -> Sequence[Mapping[str, Any]]:
     """An environment's own prompts. Raises: SettingsError, it has none."""
     if isinstance(environment, PromptingEnvironment):
-        return environment.prompts(settings.run.seed)
+        return made(lambda: environment.prompts(settings.run.seed), "prompts()")
     what = environment_flag(settings, given.objects)
     raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
 
@@ -197,9 +197,10 @@ def rewarded_task(
     """Prompts with the rewards that are given or that the flags name."""
     named = () if settings.rewards.reward is None else load_rewards(settings.rewards.reward)
     rewards = named if given.rewards is None else given.rewards
+    fields = [example.fields for example in (*train, *heldout)]
+    sources = [example.source for example in (*train, *heldout)]
     for reward in rewards:
-        fields = [e.fields for e in (*train, *heldout)]
-        check_fields(settings.rewards.reward or function_name(reward), reward, fields)
+        check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
     return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
@@ -284,8 +285,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
         raise SettingsError(
             f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
-            "be ended, and there are no "
-            "workers; give --reward_workers=1 or more"
+            "be ended, and there are no workers; give --reward_workers=1 or more"
         )
 
 
@@ -304,7 +304,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
             f"--step_separator={settings.formatting.step_separator}: {kind} have no steps; leave it out"
         )
     reason = f"the model has {config.max_positions} positions"
-    most, reason, idle = _limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
+    most, reason, idle = token_limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
     if settings.examples.data is None and given.records is None:
         refuse_idle_data(settings)
         texts = embedded_texts(settings, kind, tokenizer)._replace(remarks=idle)
@@ -326,7 +326,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
     return texts._replace(examples=train, heldout=held, remarks=remarks)
 
 
-def _limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[int, str, tuple[str, ...]]:
+def token_limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[int, str, tuple[str, ...]]:
     """Tokens that an example may have, why, and a remark where a flag changes nothing.
 
     Args:
@@ -456,7 +456,7 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     beyond = ", 1 of them to read the whole completion" if name in SCORING_ROLES else ""
     positions = models[name].config.max_positions
     reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
-    most, reason, idle = _limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
+    most, reason, idle = token_limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
     if most < 1:
         raise SettingsError(
             f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "

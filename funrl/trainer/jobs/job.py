@@ -142,6 +142,15 @@ class BaseJob:
         return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
 
     @property
+    def save_dtype(self) -> str:
+        """The dtype of the weights that the run saves as a model, by its name in config.json."""
+        given = self.settings.models
+        if given.save_dtype != "auto":
+            return given.save_dtype
+        source = self.models[self.main_role].config.source
+        return str(self.master).removeprefix("torch.") if given.model is None else source.dtype
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which gradients of sharded weights are summed over ranks."""
         return TORCH_DTYPES.get(self.settings.sharding.grad_reduce_dtype, self.master)

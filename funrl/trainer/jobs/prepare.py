@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,15 +10,18 @@ import torch
 
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
+from funrl.data.conversations import ChatTemplate
 from funrl.data.pictures import picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import AgentMap, parse_agents, with_environment
+from funrl.environments.answer_rewards import check_readings
 from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.models import Model
+from funrl.models import Model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.model import ModelConfig
 from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.tasks.embedded import embedded_task
@@ -92,6 +96,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     model, tokenizer = first_model(settings, given)
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
+    model = with_turn_ends(model, tokenizer)
     check_algorithm(algorithm, settings, given=given.objects)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
@@ -108,6 +113,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     devices = Devices(sizes, generating, device)
     if kind == "rl":
         task = task_of_prompts(settings, tokenizer, given, reads_scores(algorithm))
+        if not task.embedded:
+            check_readings(task.rewards, tokenizer)
         if learns_from_demonstrations(algorithm):
             check_demonstrations(task.prompts, task.demonstration_field, settings.sampling.new_tokens_per_step)
         steps = warmstart_steps(settings, task, given)
@@ -115,6 +122,22 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     texts = texts_of_algorithm(algorithm, settings, tokenizer, model, given)
     steps = warmstart_steps(settings, texts, given)
     return text_job(settings, algorithm, roles, devices=devices, texts=texts, warmstart_steps=steps)
+
+
+def with_turn_ends(model: Model, tokenizer: Any) -> Model:
+    """The model with the marks that end a turn in its chat template, as GLM-4.5's do, among its tokens that end a text.
+
+    What is saved names them too. Templates that end turns themselves, by the end-of-text token or another one that the
+    model's files name, change nothing.
+    """
+    if tokenizer.chat_template is None:
+        return model
+    ids = [tokenizer.convert_tokens_to_ids(mark) for mark in ChatTemplate(tokenizer).next_marks().values()]
+    eos = model.config.special_tokens.eos
+    further = [token for token in ids if token not in eos and token < model.config.vocab]
+    if not further:
+        return model
+    return dataclasses.replace(model, config=with_fields(model.config, eos=(*eos, *further)))
 
 
 def form_of_pictures(settings: Settings, config: ModelConfig) -> PictureForm | None:
@@ -200,6 +223,9 @@ def _common_fields(
     if pad is None:
         pad = stop[0] if stop else 0
     lora = lora_of(settings, model)
+    if settings.adapters.adapter is not None:
+        with blaming("adapter"):
+            read_adapter(settings.adapters.adapter, models[main_role_of(models, algorithm)])
     return {
         "settings": settings,
         "sizes": devices.sizes,

@@ -27,6 +27,7 @@ from funrl.data.prompt_format import (
 from funrl.data.prompts import Example, check_prompts, encode_prompts, load_prompts
 from funrl.data.supervised import TextExample, TextFile
 from funrl.data.text_lengths import pick
+from funrl.data.tokenizer import chat_text
 from funrl.foreign.load import FRAMEWORKS
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
@@ -113,7 +114,24 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
             raise SettingsError(f"--chat_template: {error}") from error
     if given == OWN and tokenizer.chat_template is None:
         raise SettingsError("--chat_template=own: the model's tokenizer has none; give a FILE.jinja")
+    if settings.formatting.tools is not None:
+        _check_tools_shown(tokenizer, settings.formatting.tools)
     return tokenizer
+
+
+def _check_tools_shown(tokenizer: Any, file: str) -> None:
+    """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
+    try:
+        tools = read_tools(file)
+    except DataError as error:
+        raise SettingsError(f"--tools: {error}") from error
+    conversation = [{"role": "user", "content": "?"}]
+    try:
+        shown = chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
+    except Exception:  # templates may raise anything, and are asked again with the prompts
+        return
+    if not shown:
+        raise SettingsError(f"--tools={file} does nothing: the chat template shows no tools; leave it out")
 
 
 def read_prompts(

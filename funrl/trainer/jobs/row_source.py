@@ -16,6 +16,7 @@ from funrl.data.pictures import picture_form_of
 from funrl.data.prompt_format import PromptFormat, read_tools, template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
+from funrl.environments.answer_rewards import CompletionReader
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
@@ -38,7 +39,7 @@ from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
-from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.settings.settings import reward_timeout_of, scoring_budget
 from funrl.trainer.sources.completion_scores import (
     Rescore,
     RewardModel,
@@ -65,7 +66,6 @@ from funrl.trainer.steps.roles import Role
 FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
 WORKERS_PER_CORE = 16  # beyond which a run remarks on them
-REWARD_TIMEOUT_S = 600.0  # where no flag says
 
 
 @contextlib.contextmanager
@@ -87,7 +87,7 @@ def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
             yield None
             return
         workers = share_of_cores(job) if settings.rewards.reward_workers is None else settings.rewards.reward_workers
-        timeout_s = REWARD_TIMEOUT_S if settings.rewards.reward_timeout is None else settings.rewards.reward_timeout
+        timeout_s = reward_timeout_of(settings)
         most = MOST_WORKERS if settings.rewards.reward_workers is None else workers
         yield stack.enter_context(open_pool(rewards, workers, timeout_s, most))
 
@@ -318,6 +318,7 @@ def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,
+        read=CompletionReader(chat_of(job), job.stop).views,
     )
 
 

@@ -102,7 +102,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_sharding,
         check_sequence_parallel,
         check_split_residual,
-        _check_lora,
+        check_adapter_flags,
         _check_reward_timeout,
         _check_trackers,
         _check_difficulty,
@@ -373,7 +373,8 @@ def _check_minibatches(settings: Settings) -> None:
         )
 
 
-def _check_lora(settings: Settings) -> None:
+def check_adapter_flags(settings: Settings) -> None:
+    """Check what cannot be with adapters. Raises: SettingsError."""
     if settings.adapters.lora_rank is None:
         return
     if settings.optimization.optimizer == "muon":
@@ -388,9 +389,8 @@ def _check_lora(settings: Settings) -> None:
         )
     if settings.sharding.fsdp_models is not None:
         raise SettingsError(
-            f"--fsdp_models={settings.sharding.fsdp_models} with "
-            f"--lora_rank={settings.adapters.lora_rank}: all models share one base, which is sharded as a whole; "
-            "leave it out"
+            f"--fsdp_models={settings.sharding.fsdp_models} with --lora_rank={settings.adapters.lora_rank}: all models "
+            "share one base, which is sharded as a whole; leave it out"
         )
 
 

@@ -170,7 +170,7 @@ class WaitSettings:
 
     timeout: int = flag(
         60,
-        "minutes that a rank waits for another, as for its rewards",
+        "minutes that a rank waits for another one, as for the rewards of that",
         at_least(1),
         at_most(525600),
         effect="event",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.trainer.settings.declaration import (
     RL,
     above,
@@ -116,7 +117,13 @@ class SamplingSettings:
         kinds=RL,
         chosen="whole completions",
     )
-    temperature: float = flag(1.0, "of sampling; the trainer's log-probabilities use it too", above(0), kinds=RL)
+    temperature: float = flag(
+        1.0,
+        "of sampling; the trainer's log-probabilities use it too",
+        above(0),
+        at_least(SMALLEST_TEMPERATURE),
+        kinds=RL,
+    )
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0), kinds=RL)
     top_p: float = flag(
         1.0,
@@ -126,7 +133,14 @@ class SamplingSettings:
         kinds=RL,
     )
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1), kinds=RL)
-    repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", above(0), kinds=RL)
+    repetition_penalty: float = flag(
+        1.0,
+        "above 1: makes tokens that already occurred less likely",
+        above(0),
+        at_least(PENALTIES[0]),
+        at_most(PENALTIES[1]),
+        kinds=RL,
+    )
     max_refills: int = flag(
         8,
         "maximum batches of prompts sampled until the algorithm's filter has kept a full batch",

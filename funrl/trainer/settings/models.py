@@ -10,6 +10,8 @@ from funrl.trainer.settings.declaration import (
     one_of,
 )
 
+SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -48,6 +50,13 @@ class ModelSettings:
         "auto",
         "dtype of forward passes (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, else float32",
         one_of("auto", "float32", "float64", "bfloat16"),
+    )
+    save_dtype: str = flag(
+        "auto",
+        "dtype of the weights in model/; auto: that of --model's config.json, without --model float32, or float64 with "
+        "--dtype=float64",
+        one_of("auto", *SAVED_DTYPES),
+        effect="files",
     )
     compile: str = flag(
         "auto",

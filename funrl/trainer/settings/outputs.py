@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.trainer.settings.declaration import (
     RL,
     Bound,
@@ -35,7 +36,7 @@ class EvaluationSettings:
     eval_temperature: float | None = flag(
         None,
         "sampling temperature of evaluation; 0 is greedy; the model's is in generation_config.json",
-        at_least(0),
+        Bound(f"0, or at least {SMALLEST_TEMPERATURE}", lambda x: x == 0 or x >= SMALLEST_TEMPERATURE),
         kinds=RL,
         chosen="the model's, else 0",
     )
@@ -53,6 +54,8 @@ class EvaluationSettings:
         None,
         "as --repetition_penalty",
         above(0),
+        at_least(PENALTIES[0]),
+        at_most(PENALTIES[1]),
         kinds=RL,
         chosen="the model's, else 1",
     )

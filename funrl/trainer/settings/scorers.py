@@ -23,6 +23,7 @@ EPISODE_FLAGS = (
     "episode_turns",
     "episode_tokens",
     "env_timeout",
+    "env_check",
     "episode_retries",
     "env_workers",
     "max_waiting",

@@ -27,6 +27,7 @@ from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, R
 
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, by default
 TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
+REWARD_TIMEOUT_S = 600.0  # where no flag says
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,12 @@ def mesh_sizes(settings: Settings, name: str = "mesh") -> dict[str, int]:
     except MeshError as error:
         raise SettingsError(str(error)) from error
     return {} if mesh is None else mesh.sizes
+
+
+def reward_timeout_of(settings: Settings) -> float:
+    """Seconds that a reward function may take in a worker."""
+    seconds = settings.rewards.reward_timeout
+    return REWARD_TIMEOUT_S if seconds is None else seconds
 
 
 def scoring_budget(settings: Settings) -> int:

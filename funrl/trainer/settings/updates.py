@@ -91,6 +91,12 @@ class AdapterSettings:
         requires="lora_rank",
         example="q_proj",
     )
+    adapter: str | None = flag(
+        None,
+        "directory of adapters on --model, as PEFT has them, that the run begins with, with their rank, alpha and "
+        "projections; --model=ADAPTER is the same on the base that it names",
+        requires="model",
+    )
 
 
 @dataclass(frozen=True)

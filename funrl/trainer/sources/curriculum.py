@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.data.prompts import Example
+from funrl.loading import user_trace
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.settings.checks import Difficulty
@@ -268,8 +268,7 @@ def _called(
             weights, state = result if "state" in names else (result, {})
             outcome = _checked(np.asarray(weights, dtype=np.float64), count), json.loads(json.dumps(state))
         except Exception as error:
-            trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this file's frame
-            outcome = "".join(traceback.format_exception(type(error), error, trace))
+            outcome = user_trace(error)
     outcome = from_first_rank(outcome, mesh)
     if isinstance(outcome, str):
         raise CurriculumError(f"the curriculum {function.__name__} failed at step {given['step']}:\n{outcome.rstrip()}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -107,6 +107,7 @@ class RewardedEngine(NamedTuple):
       on_error: "stop" raises if a reward function fails; otherwise the row is marked as failed.
       note: receives a remark if reward functions failed.
       proof: of the engine's weights, settled while it generates; None: they are not proved, or not meanwhile.
+      read: (names of `TEXT_VIEWS`, tokens of the prompt, those of the completion) -> texts by name.
     """
 
     engine: Engine
@@ -118,6 +119,7 @@ class RewardedEngine(NamedTuple):
     on_error: str = "stop"
     note: Callable[[str], None] = lambda message: None
     proof: SyncProof | None = None
+    read: Callable[[Iterable[str], Sequence[int], Sequence[int]], dict[str, str]] = lambda names, before, tokens: {}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -196,9 +198,8 @@ def collected_rollout(
     times = (generated - begin, rewarded - begin, float(bool(collected.entries)))
     last_generated, last_rewarded, has_entries = raise_everywhere(collected.error, times, mesh)
     entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
-    reward_s = min(
-        last_rewarded - last_generated, time.perf_counter() - generated
-    )  # ranks begin at nearly the same time
+    own_s = time.perf_counter() - generated  # ranks begin at nearly the same time
+    reward_s = min(last_rewarded - last_generated, own_s)
     columns = {
         "lengths": torch.tensor([len(x.tokens) for x in completions], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([x.finished for x in completions], dtype=torch.bool, device=mesh.device),
@@ -309,17 +310,16 @@ def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples
     """
     if engine.mesh.index("tensor") or not engine.pool.functions:
         return None
-    decode = engine.decode
-    opening = functools.cache(lambda token: decode([token]))
+    opening = functools.cache(lambda token: engine.decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
 
     def completed(completion: Completion) -> Completed:
         example = examples[completion.number // samples]
-        before = example.tokens[-1]
-        text = text_after(opening(before), before, completion.written, decode=decode)
+        text = text_after(opening(example.tokens[-1]), example.tokens[-1], completion.written, decode=engine.decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
-        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages)
+        views = engine.read(engine.pool.views, example.tokens, completion.written)
+        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
 
     return PendingRewards(engine.pool, completed, samples)
 

@@ -188,6 +188,25 @@ def count_empty(
     return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
 
 
+def nothing_learned(state: Any, steps: int) -> bool:
+    """True if a run has done no step, or none with a usable episode.
+
+    Args:
+      state: of a source.
+      steps: of the run.
+    """
+    return isinstance(state, Mapping) and state.get("empty_steps", 0) >= steps if steps else True
+
+
+def check_usable(state: Any, steps: int) -> None:
+    """Raise RewardError if no step of a run that ends had a usable episode. Args: as of `nothing_learned`."""
+    if steps and nothing_learned(state, steps):
+        raise RewardError(
+            f"none of the run's {steps} steps had an episode that can be trained on: see the remarks on failed "
+            "episodes, and try the environment with funrl generate --env"
+        )
+
+
 def filter_metrics(kept: int, sampled: int, dropped_rows: int) -> dict[str, float]:
     """Metrics of a filter.
 

@@ -66,15 +66,18 @@ def with_gradient(params: trees.Tree) -> trees.Tree:
 def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
     """Beginnings of the names of the weights that --freeze holds, or by default those that the model names.
 
-    Adapters stand on weights that are all frozen, so there is nothing to add.
+    Adapters stand on weights that are all frozen, so there is nothing to add; a module's buffers never learn.
     """
     parts = {} if model.owned is None else model.owned.frozen
     given = settings.optimization.freeze
-    if model.adapters is not None or given == FREEZE_NONE:
+    constant = model.abilities.constant
+    if model.adapters is not None:
         return ()
+    if given == FREEZE_NONE:
+        return constant
     if given is None:
-        return tuple(beginning for beginnings in parts.values() for beginning in beginnings)
-    return tuple(x for word in given.split(",") for x in parts.get(word.strip(), (word.strip(),)))
+        return (*constant, *(beginning for beginnings in parts.values() for beginning in beginnings))
+    return (*constant, *(x for word in given.split(",") for x in parts.get(word.strip(), (word.strip(),))))
 
 
 def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
@@ -87,12 +90,14 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
       SettingsError: no weight has this name, a role would learn nothing, or adapters learn alone.
     """
     given = settings.optimization.freeze
-    if given is None or given == FREEZE_NONE:
+    if given is None:
         return
     if settings.adapters.lora_rank is not None:
         raise SettingsError(
             f"--freeze={given}: with --lora_rank={settings.adapters.lora_rank} adapters learn alone; leave it out"
         )
+    if given == FREEZE_NONE:
+        return
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
     every = {name for own in names.values() for name in own}
     for beginning in {x for model in models.values() for x in frozen_beginnings(settings, model)}:

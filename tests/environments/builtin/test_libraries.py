@@ -85,6 +85,24 @@ def test_a_task_of_reasoning_gym(reasoning_gym):
     assert play(environment, Scripted(policy=["no", "1"]), **fields).rewards["policy"] < 1.0
 
 
+@pytest.mark.parametrize(
+    "name,reply",
+    [
+        ("prime_factorization", "The answer is 5 x 7 x 7"),
+        ("prime_factorization", "no idea"),
+        ("boxnet", "42"),
+        ("boxnet", "[1, 2]"),
+        ("game_of_life", "{}"),
+    ],
+)
+def test_an_answer_that_a_scorer_cannot_read_is_wrong(reasoning_gym, name, reply):
+    environment = load_environment(f"reasoning_gym:{name}", {"size": 1})
+    (record,) = environment.prompts(0)
+    with pytest.raises(Exception, match=r".*"):  # of the library
+        reasoning_gym.create_dataset(name, size=1, seed=0).score_answer(reply, record["entry"])
+    assert play(environment, Scripted(policy=[reply]), entry=record["entry"]).rewards == {"policy": 0.0}
+
+
 def test_what_cannot_work_is_refused(textarena, reasoning_gym):
     for text, arguments, message in (
         ("textarena:Absent-v0", {}, "env=textarena:Absent-v0: .*Absent-v0"),

@@ -72,7 +72,8 @@ def read_deepseek_v2(got: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Config` of a config.json with all its defaults.
 
     Raises:
-      ModelError: keys and values have other heads than queries, or it does not say how many experts a token takes.
+      ModelError: keys and values have other heads than queries, head_dim is another size than that of the part that
+        rotates, or it does not say how many experts a token takes.
     """
     grouped = got["topk_method"] == "group_limited_greedy"
     groups, chosen = (got["n_group"] or 1, got["topk_group"] or 1) if grouped else (1, 1)
@@ -94,6 +95,11 @@ def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = got.get("num_key_value_heads")
     if kv_heads not in (None, heads):
         raise ModelError(f"num_key_value_heads is {kv_heads}, latent attention has one for each of the {heads} heads")
+    if got.get("head_dim") not in (None, got["qk_rope_head_dim"]):  # transformers takes rotary frequencies by it
+        raise ModelError(
+            f"head_dim is {got['head_dim']}, supported is qk_rope_head_dim, {got['qk_rope_head_dim']}, the size of the "
+            "part of a head that rotates"
+        )
     latent = Latent(
         kv_rank=got["kv_lora_rank"],
         q_rank=got["q_lora_rank"],

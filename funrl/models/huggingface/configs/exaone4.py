@@ -7,7 +7,7 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_window
+from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_layer_windows, write_window
 
 EXAONE_DEFAULTS = {
     "num_key_value_heads": 32,
@@ -39,20 +39,19 @@ def exaone4_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
 def read_exaone4(got: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Config` of a config.json with all its defaults.
 
-    Raises:
-      ModelError: it has a window and no layer that uses it.
+    Beside a window, layers without one do not rotate, whether or not some layer has it.
     """
     fields = {"qk_norm": True, "norms": "post"}
     if got["sliding_window"] is None:
         return fields
     layers = got["num_hidden_layers"]
     kinds = got.get("layer_types") or exaone4_kinds(got, layers)
-    if SLIDING not in kinds:
-        raise ModelError(f"sliding_window is {got['sliding_window']}, but no layer is a {SLIDING}; set it to null")
     rotates = tuple(kind == SLIDING for kind in kinds)
     return fields | {"rotates": None if all(rotates) else rotates}
 
 
 def write_exaone4(config: Config) -> dict[str, Any]:
     """Fields of config.json that only this family has."""
+    if config.attention.windows is None and config.rope.rotates is not None:
+        return write_layer_windows(config)
     return write_window(config) | {"layer_types": layer_types(config)}

@@ -13,11 +13,10 @@ from funrl.models.huggingface.family_fields import (
     FULL,
     SLIDING,
     experts_of,
-    layer_types,
     read_bias,
     read_experts,
     write_bias,
-    write_window,
+    write_layer_windows,
 )
 
 GPT_OSS_DEFAULTS = {
@@ -79,9 +78,7 @@ def write_gpt_oss(config: Config) -> dict[str, Any]:
     experts = experts_of(config)
     if experts.clamped is None:
         raise ModelError("a gpt_oss config.json needs experts.clamped, which is None")
-    fields = write_bias(config) | {"layer_types": layer_types(config)}
-    if config.attention.windows is not None:  # transformers wants a window even where no layer has one
-        fields |= write_window(config)
+    fields = write_bias(config) | write_layer_windows(config)
     if config.rope.scaling is None:
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope.theta}
     return fields | {

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
-from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_bias, write_window
+from funrl.models.huggingface.family_fields import FULL, SLIDING, write_bias, write_layer_windows
 
 OLMO3_DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -29,5 +29,4 @@ def write_olmo3(config: Config) -> dict[str, Any]:
     """Fields of config.json that only this family has."""
     sliding = {"rope_type": "default", "rope_theta": config.rope.local_theta or config.rope.theta}
     full = {"rope_type": "default", "rope_theta": config.rope.theta}
-    fields = {"layer_types": layer_types(config), "rope_parameters": {FULL: full, SLIDING: sliding}}
-    return write_bias(config) | write_window(config) | fields
+    return write_bias(config) | write_layer_windows(config) | {"rope_parameters": {FULL: full, SLIDING: sliding}}

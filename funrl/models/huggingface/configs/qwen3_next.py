@@ -8,7 +8,6 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.family_fields import FULL, experts_of
 
@@ -100,26 +99,20 @@ def write_qwen3_next(config: Config) -> dict[str, Any]:
     """Fields of config.json that only this family has.
 
     Raises:
-      ModelError: there is no gated delta net, or there are no experts.
+      ModelError: there are no experts.
     """
     shared = experts_of(config).shared
     return write_delta_nets(config) | {"shared_expert_intermediate_size": shared}
 
 
 def write_delta_nets(config: Config) -> dict[str, Any]:
-    """Fields of config.json for gated delta nets.
-
-    Raises:
-      ModelError: there is none.
-    """
+    """Fields of config.json for layers that may be gated delta nets; without one, their sizes are left out."""
     mixers = [config.mixer(i) for i in range(config.layers)]
     mixer = next((mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)), None)
+    kinds = {"layer_types": [LINEAR if isinstance(mixer, GatedDeltaNet) else FULL for mixer in mixers]}
     if mixer is None:
-        raise ModelError(
-            f"a {config.source.family} config.json needs a gated delta net among mixers, and there is none"
-        )
-    return {
-        "layer_types": [LINEAR if isinstance(mixer, GatedDeltaNet) else FULL for mixer in mixers],
+        return kinds
+    return kinds | {
         "linear_num_key_heads": mixer.key_heads,
         "linear_num_value_heads": mixer.value_heads,
         "linear_key_head_dim": mixer.key,

@@ -1,0 +1,1 @@
+"""Answers as mathematics: numbers, units, and the structures that people write with them."""
