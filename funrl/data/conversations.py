@@ -221,7 +221,7 @@ class ChatTemplate(NamedTuple):
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
     def closing(self) -> tuple[str | None, str]:
-        """What the template writes behind the content of a reply, and what of it is up to the mark that ends the turn.
+        """Text behind the content of a reply, and the part of it up to the mark that ends the turn.
 
         That is the first mark, as Phi-3's template has the end-of-text token behind that of the turn, or several that
         stand side by side wherever a turn ends, such as Cohere's two. None where it refuses a synthetic reply.

@@ -184,12 +184,12 @@ def check_roles(messages: Iterable[Message], template: str | None) -> None:
 
 def unread_fields(messages: Iterable[Message], template: str | None) -> list[str]:
     """Names of fields of messages that neither funrl nor the chat template reads, each once."""
-    read = fields_read(template)
+    read = known_fields(template)
     names = dict.fromkeys(name for message in messages for name in message if name not in read)
     return [name for name in names if not mentions(template, name)]
 
 
-def fields_read(template: str | None) -> frozenset[str]:
+def known_fields(template: str | None) -> frozenset[str]:
     """Names of fields that are read with any template, and those of thoughts with one that knows these."""
     thinks = any(mentions(template, name) for name in THOUGHTS) or END_THINK in str(template)
     return READ if thinks else READ.difference(THOUGHTS)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import THOUGHTS, are_usual, check_roles, fields_read, unread_fields
+from funrl.data.messages import THOUGHTS, are_usual, check_roles, known_fields, unread_fields
 
 FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
@@ -24,7 +24,7 @@ class RecordRemarks:
     def __init__(self, tokenizer: Any):
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
-        self.known = fields_read(self.template)  # and further names, once they have been looked at
+        self.known = known_fields(self.template)  # and further names, once they have been looked at
         self.thinks = THOUGHTS[0] in self.known
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
