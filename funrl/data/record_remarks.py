@@ -45,10 +45,10 @@ class RecordRemarks:
             value: Any = record.get(name)
             if type(value) is list and value and not are_usual(value):
                 check_chat_roles(value, self.template)
-                if not all(self.known.issuperset(message) for message in value):
-                    for field in unread_fields(value, self.template):
-                        self.unread.setdefault(field, number)
-                    self.known = self.known.union(*value)
+                new = {x for message in value for x in message if x not in self.known and message[x] is not None}
+                for field in unread_fields([dict.fromkeys(sorted(new))], self.template):
+                    self.unread.setdefault(field, number)
+                self.known |= new
         text = record.get("prompt", record.get("text"))
         if self.begin and isinstance(text, str) and text.startswith(self.begin):
             self.begun.append(number)

@@ -1,6 +1,7 @@
 """Odd conversations and chat templates: what is trained of them, and what is refused because it would be lost."""
 
 import datetime
+import json
 from decimal import Decimal
 
 import pytest
@@ -11,7 +12,7 @@ from funrl.data.json_lines import DataError
 from funrl.data.messages import unread_fields, without_arrow_nulls
 from funrl.data.prompt_format import PLAIN_PROMPTS, Shot
 from funrl.data.prompts import Prompt, encode
-from funrl.data.supervised import text_example
+from funrl.data.supervised import load_examples, text_example
 from funrl.data.tokenizer import TokenizerError
 
 OPENS_THOUGHTS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
@@ -199,10 +200,16 @@ def test_dates_and_decimals_of_a_column_are_what_json_has():
     }  # fmt: skip
 
 
-def test_thoughts_that_a_template_does_not_know_are_named():
+def test_thoughts_that_a_template_does_not_know_are_named(tmp_path):
     messages = [{"role": "assistant", "content": "a", "reasoning_content": "b"}]
     assert unread_fields(messages, CHATML) == ["reasoning_content"]
     assert unread_fields(messages, OPENS_THOUGHTS) == unread_fields(messages, "{{ m.thinking }}") == []
+    file = tmp_path / "thoughts.jsonl"
+    plain, thinking = answered("a"), answered("a", reasoning_content="b")
+    file.write_text("".join(json.dumps(record) + "\n" for record in (plain, thinking, thinking)))
+    (remark,) = load_examples(file, "demonstrations", chatml()).remarks
+    assert remark == f"messages have a field 'reasoning_content', which nothing reads ({file}, line 2)"
+    assert load_examples(file, "demonstrations", chatml(OPENS_THOUGHTS)).remarks == ()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import string
+from typing import Any
 
 import pytest
 from family_templates import Family, byte_tokenizer
@@ -34,7 +35,7 @@ def chat_of(template, *special, added=()):
     return byte_tokenizer(template, Family("", special, added, str))
 
 
-def chatml(template=CHATML):
+def chatml(template: Any = CHATML):
     return chat_of(template, "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 
