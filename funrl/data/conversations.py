@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import TRAIN
+from funrl.data.messages import TRAIN_FIELD
 from funrl.data.tokenizer import (
     END_THINK,
     THINK,
@@ -37,11 +37,11 @@ from funrl.data.tokenizer import (
     render_chat,
 )
 
-Messages = Sequence[Mapping[str, Any]]
+Conversation = Sequence[Mapping[str, Any]]
 LINE = "\n"
 REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
-QUESTION: Messages = ({"role": "user", "content": "?"},)  # a history that every template knows
+ANY_QUESTION: Conversation = ({"role": "user", "content": "?"},)  # a history that every template knows
 _EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
 
 
@@ -52,7 +52,7 @@ class Text(NamedTuple):
     trained: list[bool]
 
 
-class Turn(NamedTuple):
+class AssistantTurn(NamedTuple):
     """A turn of the assistant.
 
     Attributes:
@@ -79,7 +79,7 @@ class ChatTemplate(NamedTuple):
     tools: Sequence[Any] = ()
     arguments: Mapping[str, Any] | None = None
 
-    def prompt(self, messages: Messages) -> RenderedChat:
+    def prompt(self, messages: Conversation) -> RenderedChat:
         """Render messages up to the begin of the policy's turn; words of the assistant at the end are continued.
 
         Raises:
@@ -97,7 +97,7 @@ class ChatTemplate(NamedTuple):
             raise TokenizerError(f"the chat template leaves out words of the assistant; it renders {turn.reply!r:.500}")
         return turn.prompt._replace(text=turn.prompt.text + turn.reply[:place])
 
-    def turn(self, messages: Messages) -> Turn:
+    def turn(self, messages: Conversation) -> AssistantTurn:
         """The last message of some, by the assistant, as the policy has to write it.
 
         Raises:
@@ -119,8 +119,7 @@ class ChatTemplate(NamedTuple):
             thoughts = ""
         reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-            plain = self._replace(tools=())
-            reply = plain._reply(QUESTION, message, plain._synthetic(QUESTION, opens=True))
+            reply = self._reply(ANY_QUESTION, message, self.render(ANY_QUESTION, opens=True).text)
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
@@ -137,9 +136,9 @@ class ChatTemplate(NamedTuple):
         elif thoughts.strip() not in reply and self._may_think():
             reply = f"{THINK}\n{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
         _check_reply(reply, message, given)
-        return Turn(prompt, *self._ended(reply))
+        return AssistantTurn(prompt, *self._ended(reply))
 
-    def render(self, messages: Messages, opens: bool) -> RenderedChat:
+    def render(self, messages: Conversation, opens: bool) -> RenderedChat:
         """Render messages.
 
         Args:
@@ -159,8 +158,8 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply(self, history: Messages, message: Mapping[str, Any], prompt: str) -> str | None:
-        """What the template writes of a message of the assistant, from the end of its prompt on.
+    def _reply(self, history: Conversation, message: Mapping[str, Any], prompt: str) -> str | None:
+        """Text that the template writes of a message of the assistant, from the end of its prompt on.
 
         Returns: None if the template renders the history otherwise before the message than before a prompt.
         """
@@ -183,9 +182,9 @@ class ChatTemplate(NamedTuple):
     def _may_think(self) -> bool:
         """True if the template knows thoughts, and does not close them where a turn opens, as DeepSeek-V3.1's does."""
         knows = END_THINK in str(self.tokenizer.chat_template)
-        return knows and not self._synthetic(QUESTION, opens=True).rstrip().endswith(END_THINK)
+        return knows and not self._synthetic(ANY_QUESTION, opens=True).rstrip().endswith(END_THINK)
 
-    def _check_shown(self, messages: Messages) -> None:
+    def _check_shown(self, messages: Conversation) -> None:
         """Raise TokenizerError for a message that the template leaves out because of its role.
 
         A template that refuses the synthetic messages says itself what it knows.
@@ -195,11 +194,11 @@ class ChatTemplate(NamedTuple):
             if role in ("user", "assistant") or (role == "system" and not number):
                 continue
             shown = {"role": role, "content": REPLY}
-            synthetic = [*QUESTION, shown] if number else [shown, *QUESTION]
+            synthetic = [*ANY_QUESTION, shown] if number else [shown, *ANY_QUESTION]
             if role == "tool":
                 call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
                 calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-                synthetic = [*QUESTION, calling, {**shown, "name": "f", "tool_call_id": CALL_ID}]
+                synthetic = [*ANY_QUESTION, calling, {**shown, "name": "f", "tool_call_id": CALL_ID}]
             rendered = self._synthetic(synthetic, opens=True)
             if rendered and REPLY not in rendered:
                 raise TokenizerError(
@@ -214,14 +213,14 @@ class ChatTemplate(NamedTuple):
         if closing is not None and not end:
             return reply.removesuffix(closing), False
         if closing is not None and reply.endswith(closing):
-            said = reply[: len(reply) - len(closing)]
-            return said if said.endswith(end) else said + end, True
+            answered = reply[: len(reply) - len(closing)]
+            return answered if answered.endswith(end) else answered + end, True
         ends = [str(word) for word in self.tokenizer.all_special_tokens]
         is_ended = any(end and reply.rstrip().endswith(end) for end in ends)
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
     def closing(self) -> tuple[str | None, str]:
-        """Text behind the content of a reply, and the part of it up to the mark that ends the turn.
+        """Text that the template writes behind the content of a reply, and the part up to the mark that ends the turn.
 
         That is the first mark, as Phi-3's template has the end-of-text token behind that of the turn, or several that
         stand side by side wherever a turn ends, such as Cohere's two. None where it refuses a synthetic reply.
@@ -229,14 +228,14 @@ class ChatTemplate(NamedTuple):
         Raises:
           TokenizerError: it leaves out what the assistant says.
         """
-        said = [*QUESTION, {"role": "assistant", "content": REPLY}]
-        whole = self._synthetic(said, opens=False)
+        answered = [*ANY_QUESTION, {"role": "assistant", "content": REPLY}]
+        whole = self._synthetic(answered, opens=False)
         if not whole:
             return None, ""
         if REPLY not in whole:
             raise TokenizerError(f"the chat template leaves out what the assistant says; it renders {whole!r:.500}")
         closing = whole.rpartition(REPLY)[2]
-        followed = self._synthetic([*said, *QUESTION], opens=False).rpartition(REPLY)[2]
+        followed = self._synthetic([*answered, *ANY_QUESTION], opens=False).rpartition(REPLY)[2]
         marks = [match for match in markers_of(self.tokenizer).finditer(closing) if len(match[0]) > 1]
         if not marks:
             return closing, ""
@@ -246,7 +245,7 @@ class ChatTemplate(NamedTuple):
         ends_all = followed.startswith(closing[: run.end()]) and not closing[run.end() :].strip()
         return closing, closing[: run.end() if ends_all else first.end()]
 
-    def _synthetic(self, messages: Messages, opens: bool) -> str:
+    def _synthetic(self, messages: Conversation, opens: bool) -> str:
         """Text of synthetic messages without tools, which is kept; "" where the template refuses them."""
         arguments = json.dumps([self.arguments or {}, messages, opens], sort_keys=True, default=str)
         key = (str(self.tokenizer.chat_template), arguments)
@@ -267,9 +266,9 @@ class ChatTemplate(NamedTuple):
         replies: dict[str, dict[str, Any]] = {"user": {}, "tool": {"tool_calls": [call]}}
         marks: dict[str, str] = {}
         for role, calls in replies.items():
-            conversation = [*QUESTION, {"role": "assistant", "content": REPLY, **calls}, {"role": role, "content": "?"}]
-            before = self._synthetic(conversation[:-1], opens=False)
-            after = self._synthetic(conversation, opens=False)
+            answered = [*ANY_QUESTION, {"role": "assistant", "content": REPLY, **calls}]
+            before = self._synthetic(answered, opens=False)
+            after = self._synthetic([*answered, {"role": role, "content": "?"}], opens=False)
             match = markers_of(self.tokenizer).match(after, len(before)) if after.startswith(before) else None
             if match and len(match[0]) > 1:
                 marks[role] = match[0]
@@ -280,7 +279,7 @@ _SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: str | Messages, tools: Sequence[Any] = (), arguments: Any = None
+    tokenizer: Any, prompt: str | Conversation, tools: Sequence[Any] = (), arguments: Any = None
 ) -> tuple[list[int], str]:
     """Tokenize a prompt so that a completion can follow.
 
@@ -302,7 +301,7 @@ def encode_prompt(
     return encode_rendered(tokenizer, rendered), rendered.text
 
 
-def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 0) -> list[Text]:
+def conversation_texts(messages: Conversation, template: ChatTemplate, first: int = 0) -> list[Text]:
     """Tokenize a conversation, whose turns by the assistant are trained, unless a message says `train: false`.
 
     Args:
@@ -319,7 +318,7 @@ def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 
     """
     rows = [_Row(template.tokenizer)]
     for place, message in enumerate(messages):
-        if place < first or message["role"] != "assistant" or message.get(TRAIN) is False:
+        if place < first or message["role"] != "assistant" or message.get(TRAIN_FIELD) is False:
             continue
         turn = template.turn(messages[: place + 1])
         if rows[-1].text and not rows[-1].goes_on(turn.prompt):
@@ -332,7 +331,7 @@ def conversation_texts(messages: Messages, template: ChatTemplate, first: int = 
     return texts
 
 
-def continued_texts(prompt: Messages, completion: Messages, template: ChatTemplate) -> list[Text]:
+def continued_texts(prompt: Conversation, completion: Conversation, template: ChatTemplate) -> list[Text]:
     """Tokenize a prompt and messages that complete it, of which the assistant's are trained.
 
     Where the prompt ends with the assistant's words, the first message continues them, and only that is trained.
@@ -354,7 +353,7 @@ def continued_texts(prompt: Messages, completion: Messages, template: ChatTempla
             f"becomes {whole!r:.300}"
         )
     row = _Row(template.tokenizer)
-    row.add(Turn(begun, whole[len(begun.text) :], turn.ended))
+    row.add(AssistantTurn(begun, whole[len(begun.text) :], turn.ended))
     rest = [*prompt[:-1], joined, *completion[1:]]
     further = any(message["role"] == "assistant" for message in completion[1:])
     return [row.finished(), *(conversation_texts(rest, template, first=len(prompt)) if further else [])]
@@ -409,7 +408,7 @@ class _Row:
         mark = self._mark_after(prompt)
         return self.ended or bool(mark and prompt.text[len(self.text) + len(mark) :].strip())
 
-    def add(self, turn: Turn, mark: str = "") -> None:
+    def add(self, turn: AssistantTurn, mark: str = "") -> None:
         """Append a turn and what is before it.
 
         Args:

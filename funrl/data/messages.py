@@ -28,13 +28,19 @@ from typing import Any
 
 from funrl.data.json_lines import DataError
 
-Message = dict[str, Any]
-ROLES = ("system", "developer", "user", "assistant", "tool")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of what the assistant thought; the first is normal
+ChatMessage = dict[str, Any]
+CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHT_FIELDS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # names of what the assistant thought; the first is normal
 END_THINK = "</think>"
-TRAIN = "train"  # field of a message: false where its turn is not trained
-READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", TRAIN, "weight", *THOUGHTS})
-_ROLES = frozenset(ROLES)
+TRAIN_FIELD = "train"  # field of a message: false where its turn is not trained
+MESSAGE_FIELDS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "name", TRAIN_FIELD, "weight", *THOUGHT_FIELDS}
+)
+_ROLES = frozenset(CHAT_ROLES)
 _PLAIN = frozenset({"role", "content"})
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
@@ -44,7 +50,7 @@ def are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-def normal_messages(messages: Sequence[Any]) -> list[Message]:
+def normal_messages(messages: Sequence[Any]) -> list[ChatMessage]:
     """Messages in the normal form of this module.
 
     >>> call = {"name": "add", "arguments": '{"a": 2}'}
@@ -63,20 +69,20 @@ def normal_messages(messages: Sequence[Any]) -> list[Message]:
     return normal
 
 
-def normal_message(message: Any) -> Message:
+def normal_message(message: Any) -> ChatMessage:
     """One message in the normal form. Raises: DataError."""
     if not isinstance(message, Mapping):
         raise DataError(f"{shown(message)} is not an object with a role and a content")
     role = message.get("role")
     if not isinstance(role, str) or not role:
         hint = ", in fields role and content instead of from and value" if "from" in message else ""
-        raise DataError(f"its role is {shown(role)}; one of {', '.join(ROLES)} is needed{hint}")
+        raise DataError(f"its role is {shown(role)}; one of {', '.join(CHAT_ROLES)} is needed{hint}")
     content = message.get("content")
     if message.keys() == _PLAIN and isinstance(content, str):
         return dict(message)
     if message.get("function_call") is not None:
         raise DataError("it has function_call, an older form; give tool_calls")
-    normal = {name: value for name, value in message.items() if value is not None and name not in READ}
+    normal = {name: value for name, value in message.items() if value is not None and name not in MESSAGE_FIELDS}
     calls = normal_calls(message.get("tool_calls"))
     thoughts = _thoughts(message)
     may_be_empty = role == "tool" or (role == "assistant" and bool(calls or thoughts))
@@ -85,15 +91,15 @@ def normal_message(message: Any) -> Message:
         if message.get(name) is not None:
             normal[name] = message[name]
     if thoughts:
-        normal[THOUGHTS[0]] = thoughts
+        normal[THOUGHT_FIELDS[0]] = thoughts
     if calls:
         normal["tool_calls"] = calls
     if role == "assistant" and not _is_trained(message):
-        normal[TRAIN] = False
+        normal[TRAIN_FIELD] = False
     return normal
 
 
-def normal_changes(given: Mapping[str, Any], normal: Message) -> list[str]:
+def normal_changes(given: Mapping[str, Any], normal: ChatMessage) -> list[str]:
     """Differences between a message as it was given and its normal form, in words, for a reader of the record."""
     changes = []
     content = given.get("content")
@@ -105,10 +111,10 @@ def normal_changes(given: Mapping[str, Any], normal: Message) -> list[str]:
     calls = [call.get("function") or call for call in given.get("tool_calls") or []]
     decoded = sum(isinstance(call.get("arguments"), str) for call in calls)
     changes += [f"the arguments of {decoded} call{'s' * (decoded > 1)} are decoded from JSON text"] * bool(decoded)
-    changes += [f"{name} is read as {THOUGHTS[0]}" for name in THOUGHTS[1:] if given.get(name)]
+    changes += [f"{name} is read as {THOUGHT_FIELDS[0]}" for name in THOUGHT_FIELDS[1:] if given.get(name)]
     nulls = [name for name, value in given.items() if value is None and name != "content"]
     changes += [f"fields that are null are left out: {', '.join(nulls)}"] * bool(nulls)
-    if normal.get(TRAIN) is False:
+    if normal.get(TRAIN_FIELD) is False:
         changes.append("not trained: weight 0" if given.get("weight") == 0 else "not trained: train false")
     return changes
 
@@ -121,12 +127,12 @@ def are_usual(messages: Sequence[Any]) -> bool:
     for message in messages:
         if type(message) is not dict or type(message.get("content")) is not str or message.get("role") not in _ROLES:
             return False
-        if len(message) > 2 and not (READ.issuperset(message) and _are_usual_fields(message)):
+        if len(message) > 2 and not (MESSAGE_FIELDS.issuperset(message) and _are_usual_fields(message)):
             return False
     return True
 
 
-def normal_calls(calls: Any) -> list[Message]:
+def normal_calls(calls: Any) -> list[ChatMessage]:
     """The calls of a message in the normal form; none for null. Raises: DataError."""
     if calls is None:
         return []
@@ -171,18 +177,18 @@ def without_arrow_nulls(row: Any) -> Any:
     return {name: _without_nulls(x) if name == "tools" or _is_filled(x) else x for name, x in row.items()}
 
 
-def check_roles(messages: Iterable[Message], template: str | None) -> None:
+def check_chat_roles(messages: Iterable[ChatMessage], template: str | None) -> None:
     """Raise DataError for a role that is neither usual nor named in the chat template."""
     for number, message in enumerate(messages, 1):
         role = message["role"]
-        if role not in ROLES and not mentions(template, role):
+        if role not in CHAT_ROLES and not mentions(template, role):
             raise DataError(
                 f"message {number} has the role {role!r}, which the chat template does not name; the usual ones are "
-                f"{', '.join(ROLES)}"
+                f"{', '.join(CHAT_ROLES)}"
             )
 
 
-def unread_fields(messages: Iterable[Message], template: str | None) -> list[str]:
+def unread_fields(messages: Iterable[ChatMessage], template: str | None) -> list[str]:
     """Names of fields of messages that neither funrl nor the chat template reads, each once."""
     read = known_fields(template)
     names = dict.fromkeys(name for message in messages for name in message if name not in read)
@@ -191,8 +197,8 @@ def unread_fields(messages: Iterable[Message], template: str | None) -> list[str
 
 def known_fields(template: str | None) -> frozenset[str]:
     """Names of fields that are read with any template, and those of thoughts with one that knows these."""
-    thinks = any(mentions(template, name) for name in THOUGHTS) or END_THINK in str(template)
-    return READ if thinks else READ.difference(THOUGHTS)
+    thinks = any(mentions(template, name) for name in THOUGHT_FIELDS) or END_THINK in str(template)
+    return MESSAGE_FIELDS if thinks else MESSAGE_FIELDS.difference(THOUGHT_FIELDS)
 
 
 def mentions(template: str | None, name: str) -> bool:
@@ -217,12 +223,12 @@ def text_of_parts(parts: Sequence[Any]) -> str | None:
     return "".join(texts) if len(texts) == len(parts) else None
 
 
-def _are_usual_fields(message: Message) -> bool:
+def _are_usual_fields(message: ChatMessage) -> bool:
     get = message.get
     calls = get("tool_calls")
-    if get("weight") is not None or get(TRAIN) is not None or (calls and type(calls) is not list):
+    if get("weight") is not None or get(TRAIN_FIELD) is not None or (calls and type(calls) is not list):
         return False
-    if any(get(name) is not None for name in THOUGHTS):  # which a template may leave out
+    if any(get(name) is not None for name in THOUGHT_FIELDS):  # which a template may leave out
         return False
     for call in calls or ():
         function = call.get("function") if type(call) is dict else None
@@ -263,7 +269,7 @@ def _is_picture_part(part: Any) -> bool:
 
 
 def _thoughts(message: Mapping[str, Any]) -> str:
-    given = {name: message[name] for name in THOUGHTS if message.get(name) is not None}
+    given = {name: message[name] for name in THOUGHT_FIELDS if message.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, str):
             raise DataError(f"{name} is {shown(value)}; a text is needed")
@@ -277,13 +283,13 @@ def _is_trained(message: Mapping[str, Any]) -> bool:
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
         raise DataError(f"its weight is {shown(weight)}; 1 trains the turn, and 0 does not")
-    train = message.get(TRAIN)
+    train = message.get(TRAIN_FIELD)
     if train is not None and not isinstance(train, bool):
         raise DataError(f"its field train is {shown(train)}; true or false is needed")
     return weight != 0 and train is not False
 
 
-def _call(call: Any) -> Message:
+def _call(call: Any) -> ChatMessage:
     function = call.get("function") if isinstance(call, Mapping) else None
     function = call if function is None else function
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
-from funrl.data.messages import Message, are_messages, normal_messages, normal_tools, shown
+from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools, shown
 from funrl.data.processors.square_pictures import framed
 from funrl.data.records import read_records, source_problem
 
-Messages = list[Message]
+Messages = list[ChatMessage]
 PROMPT_PLACE = "{prompt}"
 PICTURE_MARK = "<image>"  # place of a picture in a text, as verl's and TRL's records have it
 SEPARATOR = "\n"  # of steps, by default

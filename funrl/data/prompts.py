@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.conversations import encode_prompt
 from funrl.data.json_lines import DataError
-from funrl.data.messages import are_messages, check_roles, normal_messages
+from funrl.data.messages import are_messages, check_chat_roles, normal_messages
 from funrl.data.order import places_in_order
 from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of, reading_of
 from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
-from funrl.data.records import FORMATS, read_records, rows_of, source_problem
+from funrl.data.records import FORMATS, read_records, rows_in_memory, source_problem
 from funrl.data.tokenizer import TokenizerError
 
 if TYPE_CHECKING:  # it imports torch
@@ -98,7 +98,9 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     """
     if not records:
         raise PromptError("there are no prompts; each is a dict with a field 'prompt'")
-    return [prompt_of_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(rows_of(records), 1)]
+    return [
+        prompt_of_record(f"prompt {n}", record, fields or {}) for n, record in enumerate(rows_in_memory(records), 1)
+    ]
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
@@ -132,7 +134,7 @@ def encode(
         pictures = _pictures(prompt, tokenizer)
         formatted = format_prompt(prompt.prompt, form)
         if not isinstance(formatted, str):
-            check_roles(formatted, tokenizer.chat_template)
+            check_chat_roles(formatted, tokenizer.chat_template)
         content = marked(formatted, tokenizer) if pictures else formatted
         tools = tools_of(prompt.fields.get("tools"), form)
         tokens, text = encode_prompt(tokenizer, content, tools, arguments=form.arguments)

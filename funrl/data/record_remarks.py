@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-from funrl.data.messages import THOUGHTS, are_usual, check_roles, known_fields, unread_fields
+from funrl.data.messages import THOUGHT_FIELDS, are_usual, check_chat_roles, known_fields, unread_fields
 
-FIELDS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
+TEXT_COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
 
 class RecordRemarks:
-    """What is odd in some records, with the number of the first of each kind.
+    """Oddities of some records, with the number of the first of each kind.
 
     Example:
       remarks = RecordRemarks(tokenizer)
@@ -25,7 +25,7 @@ class RecordRemarks:
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
         self.known = known_fields(self.template)  # and further names, once they have been looked at
-        self.thinks = THOUGHTS[0] in self.known
+        self.thinks = THOUGHT_FIELDS[0] in self.known
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
@@ -42,10 +42,10 @@ class RecordRemarks:
         Raises:
           DataError: a role that nothing knows.
         """
-        for name in () if usual and self.thinks else FIELDS:
+        for name in () if usual and self.thinks else TEXT_COLUMNS:
             value: Any = record.get(name)
             if type(value) is list and value and not (self.thinks and are_usual(value)):
-                check_roles(value, self.template)
+                check_chat_roles(value, self.template)
                 new = {x for message in value for x in message if x not in self.known and message[x] is not None}
                 self.unread |= dict.fromkeys(unread_fields([dict.fromkeys(sorted(new))], self.template), number)
                 self.known |= new
@@ -76,7 +76,7 @@ class RecordRemarks:
             raise DataError(f"{where(0)}: in all pairs 'chosen' and 'rejected' are equal: there is nothing to learn")
         if self.equal:
             lines.append(
-                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal, which teach nothing "
+                f"in {len(self.equal)} of {self.pairs} pairs 'chosen' and 'rejected' are equal: they train nothing "
                 f"(the first: {where(self.equal[0])})"
             )
         return lines

@@ -44,7 +44,7 @@ from funrl.data.conversations import (
     whole_text,
 )
 from funrl.data.json_lines import DataError
-from funrl.data.messages import Message, are_messages, are_usual, check_roles, normal_messages
+from funrl.data.messages import ChatMessage, are_messages, are_usual, check_chat_roles, normal_messages
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
@@ -272,7 +272,7 @@ def normal_record(record: Any, kind: str) -> dict[str, Any]:
     return normal
 
 
-def _normal_field(name: str, messages: list[Any]) -> list[Message]:
+def _normal_field(name: str, messages: list[Any]) -> list[ChatMessage]:
     try:
         return normal_messages(messages)
     except DataError as error:
@@ -332,7 +332,7 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: Pr
     template = ChatTemplate(tokenizer, tools_of(record.get("tools"), form), form.arguments)
     if kind == "demonstrations" and "messages" in record:
         messages = format_messages(record["messages"], form)
-        check_roles(messages, tokenizer.chat_template)
+        check_chat_roles(messages, tokenizer.chat_template)
         has_system = record["messages"][0]["role"] == "system"
         first = len(messages) - len(record["messages"]) + has_system  # behind the examples of --few_shot
         return TextExample(tuple(conversation_texts(messages, template, first)))
@@ -351,7 +351,7 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: Pr
 def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) -> list[Text]:
     """Texts of a formatted prompt and a completion."""
     if not isinstance(prompt, str):
-        check_roles(prompt, template.tokenizer.chat_template)
+        check_chat_roles(prompt, template.tokenizer.chat_template)
         replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         return continued_texts(prompt, normal_messages(replies), template)
     if not isinstance(completion, str):

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.messages import END_THINK, THOUGHTS, TRAIN, mentions
+from funrl.data.messages import END_THINK, THOUGHT_FIELDS, TRAIN_FIELD, mentions
 from funrl.data.processors.square_pictures import framed
 
 PAD = "<pad>"
@@ -201,9 +201,9 @@ def render_chat(
 @functools.lru_cache(maxsize=8)
 def _reads_thoughts(template: str) -> bool:
     """True of a template that reads a field of thoughts; others may have their names in other places."""
-    fields = "|".join(THOUGHTS)
+    fields = "|".join(THOUGHT_FIELDS)
     pattern = rf"\b(?:m|msg|message)(?:\.|\[['\"]|\.get\(['\"])(?:{fields})\b"
-    return THOUGHTS[0] in template or re.search(pattern, template) is not None
+    return THOUGHT_FIELDS[0] in template or re.search(pattern, template) is not None
 
 
 def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
@@ -211,13 +211,18 @@ def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     if message.get("role") != "assistant":
         return message
     content = message.get("content")
-    inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHTS[0])
+    inline = isinstance(content, str) and END_THINK in content and not message.get(THOUGHT_FIELDS[0])
     if inline and _reads_thoughts(template):
         answer = str(content).rpartition(END_THINK)[2].lstrip("\n")
-        message = {**message, THOUGHTS[0]: inline_thoughts(message), "content": answer}
-    if message.get(THOUGHTS[0]) and THOUGHTS[0] not in template:
-        message = {**message, **{name: message[THOUGHTS[0]] for name in THOUGHTS if mentions(template, name)}}
-    return {name: value for name, value in message.items() if name != TRAIN} if TRAIN in message else message
+        message = {**message, THOUGHT_FIELDS[0]: inline_thoughts(message), "content": answer}
+    if message.get(THOUGHT_FIELDS[0]) and THOUGHT_FIELDS[0] not in template:
+        message = {
+            **message,
+            **{name: message[THOUGHT_FIELDS[0]] for name in THOUGHT_FIELDS if mentions(template, name)},
+        }
+    return (
+        {name: value for name, value in message.items() if name != TRAIN_FIELD} if TRAIN_FIELD in message else message
+    )
 
 
 _PARTS: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
@@ -256,8 +261,8 @@ def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def inline_thoughts(message: Mapping[str, Any]) -> str:
-    """What a message thinks: in a field, or in its content up to the mark that ends it; ""."""
-    thoughts = message.get(THOUGHTS[0])
+    """Thoughts of a message: in a field, or in its content up to the mark that ends them; ""."""
+    thoughts = message.get(THOUGHT_FIELDS[0])
     content = message.get("content")
     if thoughts or not isinstance(content, str) or END_THINK not in content:
         return thoughts or ""

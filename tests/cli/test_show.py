@@ -90,7 +90,6 @@ def test_a_conversation_and_all_that_was_changed(show):
 @pytest.mark.parametrize(
     ("template", "remark"),
     [
-        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", "its call of add is not in the"),
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}", "its thoughts are not in the"),
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content[:2] }}<|end|>{% endfor %}", "(user): its content is not"),
         (
@@ -101,9 +100,16 @@ def test_a_conversation_and_all_that_was_changed(show):
 )
 def test_what_a_template_drops_is_said(template, remark, show, tmp_path):
     (tmp_path / "own.jinja").write_text(f"{template}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}")
-    messages = [*CHAT["messages"][:3], {"role": "assistant", "content": "Five, or so."}]
-    status, out, _ = show("data.jsonl --chat_template=own.jinja", {"messages": messages})
+    thinking = {"role": "assistant", "content": "Five.", "reasoning": "2 + 3"}
+    status, out, _ = show("data.jsonl --chat_template=own.jinja", {"messages": [CHAT["messages"][0], thinking]})
     assert status == 0 and remark in out
+
+
+def test_calls_that_a_template_drops_are_refused(show, tmp_path):
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    (tmp_path / "own.jinja").write_text(f"{template}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}")
+    status, _, problem = show("data.jsonl --chat_template=own.jinja", {"messages": CHAT["messages"][:2]})
+    assert status != 0 and "data.jsonl, line 1: the chat template leaves out the call of 'add'" in problem
 
 
 def test_a_prompt_of_text_and_tools_that_nothing_shows(show):

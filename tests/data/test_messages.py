@@ -8,7 +8,7 @@ from drawn_conversations import drawn_conversations
 from funrl.data.json_lines import DataError
 from funrl.data.messages import (
     are_usual,
-    check_roles,
+    check_chat_roles,
     normal_messages,
     normal_tools,
     unread_fields,
@@ -119,7 +119,7 @@ def test_messages_that_are_taken_as_usual_are_normal_and_have_nothing_unread():
             usual += 1
             normal = normal_messages(messages)
             assert unread_fields(normal, "") == []
-            check_roles(normal, "")
+            check_chat_roles(normal, "")
     assert usual > 20
     for odd in (
         [assistant(content="a", own=1)],
@@ -134,10 +134,10 @@ def test_messages_that_are_taken_as_usual_are_normal_and_have_nothing_unread():
 
 def test_roles_and_fields_that_only_the_template_knows():
     messages = normal_messages([{"role": "critic", "content": "a", "score": 3, "own": 1}])
-    check_roles(messages, "{% if m.role == 'critic' %}{{ m.score }}")
+    check_chat_roles(messages, "{% if m.role == 'critic' %}{{ m.score }}")
     assert unread_fields(messages, "{{ m.score }}") == ["own"]
     with pytest.raises(DataError, match="message 1 has the role 'critic', which the chat template does not name"):
-        check_roles(messages, "{{ m.critics }}")
+        check_chat_roles(messages, "{{ m.critics }}")
 
 
 def test_tools_are_a_list_or_json():

@@ -14,7 +14,7 @@ from chat_templates import TEMPLATES, tokenizer_of
 from drawn_conversations import TOOLS, Drawn, drawn_conversations
 from selection import quick
 
-from funrl.data.conversations import QUESTION, ChatTemplate
+from funrl.data.conversations import ANY_QUESTION, ChatTemplate
 from funrl.data.messages import normal_messages, normal_tools, without_arrow_nulls
 from funrl.data.supervised import load_examples, text_example
 from funrl.environments.chat import ChatOptions, TemplateChat
@@ -129,7 +129,7 @@ def read_record(conversation):
 def test_a_turn_is_trained_as_a_policy_samples_it(name, count):
     form, tokenizer = TEMPLATES[name], tokenizer_of(name)
     chat = chat_of(tokenizer)
-    opens_thoughts = ChatTemplate(tokenizer).render(QUESTION, opens=True).text.endswith("<think>\n")
+    opens_thoughts = ChatTemplate(tokenizer).render(ANY_QUESTION, opens=True).text.endswith("<think>\n")
     for conversation in drawn(name, count):
         record = read_record(conversation)
         messages, tools = normal_messages(record["messages"]), normal_tools(record.get("tools"))

@@ -332,9 +332,12 @@ def record_remarks(
     begun = [word for word in words.values() if has_own_begin(tokenizer, word)]
     if begun and encode_text(tokenizer, begun[0], special=True)[:2] == [tokenizer.bos_token_id] * 2:
         remarks.append(f"the text begins with {tokenizer.bos_token} itself, which is not put before it again")
-    closing = template.closing() if chats or form.chat else ""
-    ends = closing is not None and not any(len(x[0]) > 1 for x in markers_of(tokenizer).finditer(closing))
-    if ends and any(row.trained[-1] and row.tokens[-1] == tokenizer.eos_token_id for row in rows):
+    closing, mark = template.closing() if chats or form.chat else ("", "")
+    if (
+        closing is not None
+        and not mark
+        and any(row.trained[-1] and row.tokens[-1] == tokenizer.eos_token_id for row in rows)
+    ):
         lacking = "the chat template" if chats or form.chat else "the record"
         remarks.append(f"{tokenizer.eos_token} is added and trained: {lacking} has nothing that ends the text")
     unknown = tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0

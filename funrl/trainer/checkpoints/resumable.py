@@ -16,7 +16,7 @@ from funrl.trainer.checkpoints.export import OUTLINE
 from funrl.trainer.checkpoints.weight_digests import held_out_digest, tokens_digest
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
-from funrl.trainer.settings.declaration import HELD_OUT_SET, START_FLAGS, TOKENS
+from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS, START_FLAGS
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
@@ -102,8 +102,8 @@ def changes(record: Recorded, job: Job) -> list[str]:
     inputs = before.get("inputs", {})
     names = [name for name in flags if name in now.flags and name not in START_FLAGS and flags[name] != now.flags[name]]
     pairs = [f"{name} {_value(flags[name])} -> {_value(now.flags[name])}" for name in names]
-    made = (HELD_OUT_SET, TOKENS)  # digests that the ranks take
-    files = [name for name in inputs if name not in made and inputs[name] != now.inputs.get(name, inputs[name])]
+    rank_digests = (HELD_OUT_SET, RECORD_TOKENS)  # digests that the ranks take
+    files = [name for name in inputs if name not in rank_digests and inputs[name] != now.inputs.get(name, inputs[name])]
     lines = [f"continuing with other flags: {', '.join(pairs)}"] if pairs else []
     if before.get("recipe") is not None and now.recipe is None:
         lines.append(f"continuing with an algorithm given in Python, instead of the recipe {before['recipe']}")
@@ -119,8 +119,8 @@ def changes(record: Recorded, job: Job) -> list[str]:
 
 def _tokens_changed(inputs: Mapping[str, str], job: Job) -> bool:
     """True if a run's records do not give the tokens that they gave; a checkpoint of before has those held out only."""
-    if TOKENS in inputs:
-        return inputs[TOKENS] != tokens_digest(job)
+    if RECORD_TOKENS in inputs:
+        return inputs[RECORD_TOKENS] != tokens_digest(job)
     return HELD_OUT_SET in inputs and inputs[HELD_OUT_SET] != held_out_digest(job, job.provenance.inputs)
 
 

@@ -25,7 +25,7 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.jobs.provenance import WEIGHTS
-from funrl.trainer.settings.declaration import HELD_OUT_SET, TOKENS
+from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import flag_value
 from funrl.trainer.steps.roles import Role, bases
@@ -117,7 +117,7 @@ def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: Froz
         weights = frozen[initial[0]]
     else:
         weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
-    inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs), TOKENS: tokens_digest(job)}
+    inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs), RECORD_TOKENS: tokens_digest(job)}
     return dataclasses.replace(job, provenance=job.provenance._replace(inputs=inputs))
 
 

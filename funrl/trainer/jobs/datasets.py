@@ -20,7 +20,7 @@ from funrl.data.processors.reading import read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
 from funrl.data.prompts import Example, encode
 from funrl.data.record_remarks import RecordRemarks
-from funrl.data.records import rows_of
+from funrl.data.records import rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
@@ -362,7 +362,9 @@ def _text_examples(
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
     if records is not None:
-        sourced = [(f"record {n}", rename_columns(record, fields)) for n, record in enumerate(rows_of(records), 1)]
+        sourced = [
+            (f"record {n}", rename_columns(record, fields)) for n, record in enumerate(rows_in_memory(records), 1)
+        ]
         if kind == "ratings":
             sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
         remarks = RecordRemarks(tokenizer)

@@ -15,7 +15,9 @@ RL = ("rl",)
 SUPERVISED = ("supervised",)
 RUN_KINDS = RL + SUPERVISED
 START_FLAGS = ("run_dir", "resume", "overwrite")  # flags of where and how a run starts, not of what it computes
-TOKENS = "tokens of the records"  # name of the digest of the first examples' tokens, next to those of a run's files
+RECORD_TOKENS = (
+    "tokens of the records"  # name of the digest of the first examples' tokens, next to those of a run's files
+)
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples, next to those of a run's files
 GIVEN_EXAMPLES = ("labelled", "steps")  # examples that no policy can sample
 NONE = "none"  # text that means None, for optional flags
