@@ -43,13 +43,13 @@ class SharedKeywords(TypedDict, total=False):
     episode_turns: WholeValue
     episode_tokens: WholeValue | None
     env_timeout: NumberValue
-    env_check: TextValue
     episode_retries: WholeValue
     env_workers: WholeValue
     max_waiting: WholeValue
     tool_parser: TextValue | None
     tool_tokens: WholeValue
     history: TextValue
+    env_check: TextValue
     assume_turns: WholeValue | None
     assume_turn_tokens: WholeValue | None
     assume_tool_seconds: NumberValue | None

@@ -318,7 +318,7 @@ def seen_fields(function: Callable[..., Any], example: Example, messages: Sequen
 
 def checked_reset(name: str, value: Any) -> tuple[Sequence[Message], Tools]:
     """The messages and tools that `reset` of a class returned. Raises ReturnError if it returned anything else."""
-    wanted = 'return (messages, tools), such as ([{"role": "user", "content": "..."}], ())'
+    wanted = 'return a tuple: messages, tools, such as ([{"role": "user", "content": "..."}], ())'
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ReturnError(f"{name}.reset returned {value!r:.200}; {wanted}")
     messages, tools = value
@@ -332,13 +332,15 @@ def checked_reset(name: str, value: Any) -> tuple[Sequence[Message], Tools]:
 
 def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
     """Messages, reward and end that `step` of a class returned. Raises ReturnError if it returned anything else."""
-    wanted = "return (messages, reward, ended)"
+    wanted = "return a tuple: messages, reward, whether the episode ends"
     if not isinstance(value, tuple | list) or len(value) != 3:
         gym = GYM if isinstance(value, tuple) and len(value) == 5 and isinstance(value[4], Mapping) else ""
         raise ReturnError(f"{name}.step returned {value!r:.200}; {wanted}{gym}")
     messages, reward, ended = value
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number or None is needed")
+    if reward is not None and not isinstance(reward, Real):
+        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a number or None is needed")
+    if reward is not None and not math.isfinite(reward):
+        raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number is needed, or None")
     if not ended and not _are_messages(messages):
         raise ReturnError(
             f"{name}.step returned the messages {messages!r:.200} and goes on; at least one message such as "

@@ -102,7 +102,7 @@ async def attempt_episode(run: Callable[[], Awaitable[Episode]], policy: Policy,
             await asyncio.wait({task}, timeout=CLEAN_UP_S)
             raise
     return failed_episode(
-        f"the environment took longer than {clock.limit_s:g} s (--env_timeout) between two calls of the policy"
+        f"the environment took longer than {clock.limit_s:g} s between two calls of the policy (--env_timeout)"
     )
 
 

@@ -42,7 +42,7 @@ def check_first_episode(job: Job) -> None:
     """
     if not isinstance(job, RLJob) or job.task.environment is None or job.task.embedded or read_environment():
         return
-    if job.settings.environments.env_check == "off":
+    if job.settings.run.env_check == "off":
         return
     environment = job.task.environment
     setup = episode_setup(job, environment)

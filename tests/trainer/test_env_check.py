@@ -80,15 +80,15 @@ TOOLS = [1, 2]
 """
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 NEVER = {  # name: what the line says
-    "OnlyMessages": r"OnlyMessages.reset returned \[\{'role': 'user', 'content': '1'\}\]; return \(messages, tools\)",
+    "OnlyMessages": r"OnlyMessages.reset returned \[\{'role': 'user', .*\}\]; return a tuple: messages, tools",
     "OneArgument": r"OneArgument.reset takes \(self, example\); it is called as \(self, example, seed\)",
-    "Text": r"Text.reset returned \('observed', \(\)\); return \(messages, tools\), such as ",
+    "Text": r"Text.reset returned \('observed', \(\)\); return a tuple: messages, tools, such as ",
     "Observation": r"Observation.reset returned \('observed', \{\}\).*--env=gymnasium:FILE.py:NAME",
-    "NoMessage": r"NoMessage.reset returned \(\[\], \(\)\); return \(messages, tools\)",
-    "Pair": r"Pair.step returned \(\[\], True\); return \(messages, reward, ended\)",
-    "TextReward": r"TextReward.step returned the reward '1.0'; a finite number or None is needed",
-    "NaNReward": r"NaNReward.step returned the reward nan; a finite number or None is needed",
-    "Hangs": r"the environment took longer than 0.3 s \(--env_timeout\)",
+    "NoMessage": r"NoMessage.reset returned \(\[\], \(\)\); return a tuple: messages, tools",
+    "Pair": r"Pair.step returned \(\[\], True\); return a tuple: messages, reward, whether the episode ends",
+    "TextReward": r"TextReward.step returned the reward '1.0'; a number or None is needed",
+    "NaNReward": r"NaNReward.step returned the reward nan; a finite number is needed, or None",
+    "Hangs": r"the environment took longer than 0.3 s between two calls of the policy \(--env_timeout\)",
     "Gymnasium": r"Gymnasium.reset takes .*; it is called as \(self, example, seed\); .*--env=gymnasium:FILE.py:NAME",
     "NoClose": r"class NoClose lacks close; .*--env=gymnasium:FILE.py:NAME",
     "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and goes on; at least one message",

@@ -109,14 +109,14 @@ def environment_from(
 
 
 def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
-    make = bound(kind, arguments, f"class {kind.__name__}")
-    if hasattr(kind, "run"):
-        return made(make, f"class {kind.__name__}")
     missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
-    if missing:
+    if missing and not hasattr(kind, "run"):
         raise TypeError(
             f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close{_gym(kind)}"
         )
+    make = bound(kind, arguments, f"class {kind.__name__}")
+    if hasattr(kind, "run"):
+        return made(make, f"class {kind.__name__}")
     for name, given in SIDE_METHODS.items():
         _check_takes(kind, name, given)
     return message_environment(make)

@@ -109,7 +109,7 @@ def changes(record: Recorded, job: Job) -> list[str]:
         lines.append(f"continuing with an algorithm given in Python, instead of the recipe {before['recipe']}")
     if files:
         lines.append(f"continuing with other contents of: {', '.join(files)}")
-    elif not pairs and _tokens_changed(inputs, job):
+    elif _tokens_changed(inputs, job, compare_heldout=not pairs):
         lines.append(
             "the records give other tokens than when the checkpoint was written, with another version of funrl or of "
             "transformers; `funrl show` prints them"
@@ -117,11 +117,19 @@ def changes(record: Recorded, job: Job) -> list[str]:
     return lines
 
 
-def _tokens_changed(inputs: Mapping[str, str], job: Job) -> bool:
-    """True if a run's records do not give the tokens that they gave; a checkpoint of before has those held out only."""
+def _tokens_changed(inputs: Mapping[str, str], job: Job, compare_heldout: bool) -> bool:
+    """True if a run's records do not give the tokens that they gave.
+
+    Args:
+      inputs: digests of the run.
+      job: of its further steps.
+      compare_heldout: whether to compare held-out examples where an earlier version has kept no digest of the others;
+        that of held-out ones depends on flags of sampling too.
+    """
     if RECORD_TOKENS in inputs:
         return inputs[RECORD_TOKENS] != tokens_digest(job)
-    return HELD_OUT_SET in inputs and inputs[HELD_OUT_SET] != held_out_digest(job, job.provenance.inputs)
+    heldout = inputs.get(HELD_OUT_SET) if compare_heldout else None
+    return heldout is not None and heldout != held_out_digest(job, job.provenance.inputs)
 
 
 def weights_changed(record: Recorded, job: Job) -> bool:

@@ -121,13 +121,6 @@ class EnvironmentSettings:
         kinds=RL,
         effect="event",
     )
-    env_check: str = flag(
-        "on",
-        "run a trial episode of --env before anything is started, and refuse one that fails",
-        one_of("on", "off"),
-        kinds=RL,
-        effect="event",
-    )
     episode_retries: int = flag(
         1,
         "further attempts at an episode whose environment fails; then its group is left out",

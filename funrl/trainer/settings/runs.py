@@ -65,6 +65,13 @@ class RunSettings:
         requires="save_rollouts",
         effect="files",
     )
+    env_check: str = flag(
+        "on",
+        "run a trial episode of --env before anything is started, and refuse one that fails",
+        one_of("on", "off"),
+        kinds=RL,
+        effect="event",
+    )
     resume: bool = flag(
         False,
         "continue the run in --run_dir from its newest checkpoint",
