@@ -119,12 +119,8 @@ class ChatTemplate(NamedTuple):
             thoughts = ""
         reply = self._reply(history, message, prompt.text)
         if reply is None:  # the template renders the history otherwise behind this message
-<<<<<<< HEAD
             plain = self._replace(tools=())
             reply = plain._reply(ANY_QUESTION, message, plain._synthetic(ANY_QUESTION, opens=True))
-=======
-            reply = self._reply(ANY_QUESTION, message, self.render(ANY_QUESTION, opens=True).text)
->>>>>>> proof
         if reply is None:
             raise DataError(
                 "the chat template renders what is before a turn of the assistant otherwise once there is one: "
@@ -225,11 +221,7 @@ class ChatTemplate(NamedTuple):
         return (reply.rstrip(), True) if is_ended else (reply, False)
 
     def closing(self) -> tuple[str | None, str]:
-<<<<<<< HEAD
         """Text behind the content of a reply, and the part of it up to the mark that ends the turn.
-=======
-        """Text that the template writes behind the content of a reply, and the part up to the mark that ends the turn.
->>>>>>> proof
 
         That is the first mark, as Phi-3's template has the end-of-text token behind that of the turn, or several that
         stand side by side wherever a turn ends, such as Cohere's two. None where it refuses a synthetic reply.

@@ -6,11 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.data.json_lines import DataError
-<<<<<<< HEAD
 from funrl.data.messages import are_usual, check_chat_roles, known_fields, unread_fields
-=======
-from funrl.data.messages import THOUGHT_FIELDS, are_usual, check_chat_roles, known_fields, unread_fields
->>>>>>> proof
 
 TEXT_COLUMNS = ("prompt", "messages", "completion", "chosen", "rejected", "reference")
 
@@ -28,12 +24,7 @@ class RecordRemarks:
     def __init__(self, tokenizer: Any):
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
-<<<<<<< HEAD
         self.known = known_fields(self.template)  # and further names that have been looked at
-=======
-        self.known = known_fields(self.template)  # and further names, once they have been looked at
-        self.thinks = THOUGHT_FIELDS[0] in self.known
->>>>>>> proof
         self.unread: dict[str, int] = {}
         self.begun: list[int] = []
         self.equal: list[int] = []
@@ -50,7 +41,6 @@ class RecordRemarks:
         Raises:
           DataError: a role that nothing knows.
         """
-<<<<<<< HEAD
         for name in () if usual else TEXT_COLUMNS:
             value: Any = record.get(name)
             if type(value) is list and value and not are_usual(value):
@@ -58,14 +48,6 @@ class RecordRemarks:
                 new = {x for message in value for x in message if x not in self.known and message[x] is not None}
                 for field in unread_fields([dict.fromkeys(sorted(new))], self.template):
                     self.unread.setdefault(field, number)
-=======
-        for name in () if usual and self.thinks else TEXT_COLUMNS:
-            value: Any = record.get(name)
-            if type(value) is list and value and not (self.thinks and are_usual(value)):
-                check_chat_roles(value, self.template)
-                new = {x for message in value for x in message if x not in self.known and message[x] is not None}
-                self.unread |= dict.fromkeys(unread_fields([dict.fromkeys(sorted(new))], self.template), number)
->>>>>>> proof
                 self.known |= new
         text = record.get("prompt", record.get("text"))
         if self.begin and isinstance(text, str) and text.startswith(self.begin):
