@@ -28,6 +28,7 @@ from funrl.processes.environment import read_environment
 from funrl.processes.module_process import module_process
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.initial_weights import random_weights
+from funrl.trainer.jobs.datasets import embedded_examples
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -142,12 +143,16 @@ def _run(words: Sequence[str], folder: Path) -> None:
 
 def _key(job: Job) -> str:
     """A hash of everything that the weights depend on."""
+    embedded = embedded_task(job.settings.examples.task)
+    demonstrations = embedded.demonstrations(job.settings.run.seed, 16)
+    examples = embedded_examples(demonstrations, "demonstrations", embedded.tokenizer())
     facts = {
         "flags": sft_flags(job),
         "config": saved_fields(job.model.config),
         "task": job.task.name,
         "count": demonstration_count(job),
-        "demonstrations": embedded_task(job.settings.examples.task).demonstrations(job.settings.run.seed, 16),
+        "demonstrations": demonstrations,
+        "tokens": [text for example in examples for text in example.texts],  # another version may train others
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -113,7 +113,7 @@ def test_other_flags_and_files_are_said_and_each_start_keeps_its_own(own, capsys
     assert (first["step"], first["flags"]["lr"], second["step"], second["flags"]["lr"]) == (0, None, 2, 3e-5)
     assert config(own)["flags"] == second["flags"] and config(own)["inputs"] == second["inputs"]
     assert [name for name, x in first["inputs"].items() if x != second["inputs"][name]] == [
-        "prompts", "reward", "held-out set"
+        "prompts", "reward", "held-out set", "tokens of the records"
     ]  # fmt: skip
     facts = recorded(own / "RUN/checkpoints/step-3").facts
     assert facts["provenance"]["inputs"] == second["inputs"] and facts["provenance"]["flags"]["lr"] == 3e-5
@@ -168,6 +168,21 @@ def test_the_last_line_compares_evaluations_on_one_held_out_set(own, capsys):
     table = [json.loads(line) for line in (own / "RUN/eval_samples.jsonl").read_text().splitlines()]
     rewards = [row["reward"] for row in table if row["step"] == 2 and row["prompt"] in ("11+11=", "1+22=", "33+1=")]
     assert len(rewards) == 2 and first(out) == first(again) == f"{sum(rewards) / 2:.3f}"
+
+
+@pytest.mark.slow
+def test_a_resume_says_that_records_give_other_tokens(own, capsys):
+    """As they may with another version of funrl or of transformers."""
+    assert call("grpo", own, "--steps=3", "--resume") == 0
+    assert "other tokens" not in capsys.readouterr().err
+    path = own / "RUN" / "checkpoints" / "step-3" / "complete.json"
+    facts = json.loads(path.read_text())
+    assert len(facts["provenance"]["inputs"].pop("tokens of the records")) == 16
+    facts["provenance"]["inputs"]["tokens of the records"] = "0" * 16
+    del facts["digest"]
+    path.write_text(json.dumps({**facts, "digest": record_digest(facts)}))
+    assert call("grpo", own, "--steps=4", "--resume") == 0
+    assert "the records give other tokens than when the checkpoint was written" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -418,8 +418,8 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
         form = picture_form_of(tokenizer)
         train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed, form=form))
     else:
-        train = _embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
-    heldout = _embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
+        train = embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
+    heldout = embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
 
 
@@ -428,10 +428,10 @@ def _own_training_texts(task: str, kind: str, seed: int, form: PictureForm | Non
     """As `_own_training_prompts`, of texts of a kind."""
     embedded = embedded_task(task)
     tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(_embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
+    return tuple(embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
 
 
-def _embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
+def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
     """Tokenize an embedded task's texts: records, or rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     form = PLAIN_PROMPTS._replace(step_separator="")
