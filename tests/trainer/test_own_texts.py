@@ -59,6 +59,8 @@ def test_a_chat_goes_through_the_models_own_template():
     tokenizer.chat_template = TEMPLATE
     assert not reads_tokens(tokenizer, other, [chat]) and reads_tokens(tokenizer, other, [plain])
     assert tokenizer.decode(whole_tokens(WrittenRow(chat, [1], True), "ho", tokenizer)) == "u:hi;a:ho;"
+    begun = chat._replace(messages=[*(chat.messages or ()), {"role": "assistant", "content": "h"}])
+    assert tokenizer.decode(whole_tokens(WrittenRow(begun, [1], True), "o", tokenizer)) == "u:hi;a:ho;"
     for finished, end in ((True, "</s>"), (False, "")):
         assert tokenizer.decode(whole_tokens(WrittenRow(plain, [1], finished), "ho", tokenizer)) == "abho" + end
 

@@ -95,12 +95,17 @@ def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
 def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
     """Prompt and completion in the tokens of another model's tokenizer.
 
-    A chat goes through its chat template, with the completion as the assistant's message. A text prompt gets its
-    special tokens, and a completion that the policy ended gets its end-of-text token.
+    A chat goes through its chat template, with the completion as the assistant's message, or behind its words where the
+    prompt ends with these. A text prompt gets its special tokens, and a completion that the policy ended gets its
+    end-of-text token.
     """
     example = written.example
     if example.messages is not None:
-        messages = [*example.messages, {"role": "assistant", "content": text}]
+        *before, last = example.messages
+        if last["role"] == "assistant" and isinstance(last.get("content"), str):  # the policy went on with its words
+            messages = [*before, {**last, "content": last["content"] + text}]
+        else:
+            messages = [*example.messages, {"role": "assistant", "content": text}]
         return encode_rendered(tokenizer, render_chat(tokenizer, messages))
     prompt, _ = encode_prompt(tokenizer, example.text)
     end = [tokenizer.eos_token_id] if written.finished and tokenizer.eos_token_id is not None else []
