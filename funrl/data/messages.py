@@ -161,7 +161,7 @@ def normal_tools(given: Any) -> list[Any]:
       DataError: they are neither, or one is not an object.
     """
     try:
-        tools = json.loads(given) if isinstance(given, str) else given or []
+        tools = (json.loads(given or "[]") if isinstance(given, str) else given) or []
         tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"tools are a list of JSON schemas, not {shown(given)}: {error}") from error
@@ -171,10 +171,16 @@ def normal_tools(given: Any) -> list[Any]:
 
 
 def without_arrow_nulls(row: Any) -> Any:
-    """A row of an Arrow table without the nulls in its messages and tools; other columns stay as they are."""
+    """A row of an Arrow table without the nulls in its messages and tools, also those in entries of a column.
+
+    Other columns stay as they are.
+    """
     if not isinstance(row, Mapping):
         return row
-    return {name: _without_nulls(x) if name == "tools" or _is_filled(x) else x for name, x in row.items()}
+    return {
+        name: _without_nulls(x) if name == "tools" or _is_filled(x) else without_arrow_nulls(x)
+        for name, x in row.items()
+    }
 
 
 def check_chat_roles(messages: Iterable[ChatMessage], template: str | None) -> None:

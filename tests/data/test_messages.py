@@ -109,6 +109,8 @@ def test_nulls_of_arrow_are_left_out_of_messages_and_tools_alone():
     assert {name: clean[name] for name in ("answer", "more", "gone")} == {
         name: row[name] for name in ("answer", "more", "gone")
     }
+    nested = without_arrow_nulls({"data": {"said": row, "a": None}})["data"]  # as --fields=messages:data.said.messages
+    assert nested == {"said": clean, "a": None}
 
 
 def test_messages_that_are_taken_as_usual_are_normal_and_have_nothing_unread():
@@ -144,7 +146,8 @@ def test_tools_are_a_list_or_json():
     tool = {"type": "function", "function": {"name": "f"}}
     for given in ([tool], json.dumps([tool]), [json.dumps(tool)]):
         assert normal_tools(given) == [tool]
-    assert normal_tools(None) == normal_tools([]) == []
+    for none in (None, [], "", "null", "[]"):  # an empty cell of CSV is ""
+        assert normal_tools(none) == []
     for given in ("[", "3", {"a": 1}, [3], '{"a": 1}'):
         with pytest.raises(DataError, match="tools are a list of JSON schemas"):
             normal_tools(given)
