@@ -104,9 +104,9 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Common prefix of two lists of messages."""
-    same = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
-    return list(first[: min(len(first), len(second)) if same is None else same])
+    """Common prefix of two lists of messages; of equal ones, all but the last message."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return list(first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)) - (first == second))])
 
 
 def _column(record: Mapping[str, Any], name: str, column: str) -> Any:

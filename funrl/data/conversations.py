@@ -356,8 +356,10 @@ def continued_texts(prompt: Conversation, completion: Conversation, template: Ch
     row = _Row(template.tokenizer)
     row.add(AssistantTurn(begun, whole[len(begun.text) :], turn.ended))
     rest = [*prompt[:-1], joined, *completion[1:]]
-    further = any(message["role"] == "assistant" for message in completion[1:])
-    return [row.finished(), *(conversation_texts(rest, template, first=len(prompt)) if further else [])]
+    continues = completion[0].get(TRAIN_FIELD) is not False
+    further = not continues or any(message["role"] == "assistant" for message in completion[1:])
+    texts = conversation_texts(rest, template, first=len(prompt)) if further else []
+    return [row.finished(), *texts] if continues else texts
 
 
 def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any, before: str = "") -> Text:

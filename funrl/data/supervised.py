@@ -44,7 +44,14 @@ from funrl.data.conversations import (
     whole_text,
 )
 from funrl.data.json_lines import DataError
-from funrl.data.messages import ChatMessage, are_messages, are_usual, check_chat_roles, normal_messages
+from funrl.data.messages import (
+    THOUGHT_FIELDS,
+    ChatMessage,
+    are_messages,
+    are_usual,
+    check_chat_roles,
+    normal_messages,
+)
 from funrl.data.mixture import Mixture
 from funrl.data.packing import pad_rows
 from funrl.data.pair_halves import PairHalves, is_pair
@@ -345,7 +352,26 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: Pr
         steps = steps_text(ids, record["completions"], form.step_separator, tokenizer=tokenizer, before=text)
         return TextExample((steps,), labels=labels)
     texts = [text for name in TEXT_FIELDS[kind] for text in _completed(prompt, name, record[name], template)]
+    if kind in ("preferences", "triples") and texts[0] == texts[1]:
+        _check_alike(record["chosen"], record["rejected"])
     return TextExample(tuple(texts), record.get("margin"), (float(record["label"]),) if kind == "ratings" else ())
+
+
+def _check_alike(chosen: Any, rejected: Any) -> None:
+    """Raise DataError where texts of the same tokens say different things, apart from white space and ids of calls."""
+
+    def said(given: Any) -> Any:
+        (message,) = [{"content": given}] if isinstance(given, str) else normal_messages(given)
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        content = message["content"].strip() if isinstance(message["content"], str) else message["content"]
+        return {"content": content, "thoughts": message.get(THOUGHT_FIELDS[0], "").strip(), "calls": calls}
+
+    first, second = said(chosen), said(rejected)
+    if lost := [name for name, value in first.items() if value != second[name]]:
+        raise DataError(
+            f"'chosen' and 'rejected' differ in their {' and '.join(lost)}, and have the same tokens: the chat "
+            "template leaves the difference out; give another one (--chat_template=FILE)"
+        )
 
 
 def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) -> list[Text]:
@@ -355,7 +381,12 @@ def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) 
         replies = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
         return continued_texts(prompt, normal_messages(replies), template)
     if not isinstance(completion, str):
-        (message,) = normal_messages(completion)
+        message, *further = normal_messages(completion)
+        if further:
+            raise DataError(
+                f"{name!r} has {len(completion)} messages, and the prompt is text: give the prompt as messages, or "
+                "--chat_template=own"
+            )
         if set(message) != {"role", "content"} or not isinstance(message["content"], str):
             beside = ", ".join(sorted(set(message) - {"role", "content"})) or "parts"
             raise DataError(

@@ -49,7 +49,7 @@ def test_the_prompt_of_conversations_is_their_common_beginning(prompt):
     ("record", "said"),
     [
         ({"chosen": [GOOD], "rejected": [BAD]}, "no common first message"),
-        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "must differ only in their last message"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER]}, "must differ only in their last message"),
         ({"chosen": [USER, GOOD, USER], "rejected": [USER, BAD, USER]}, "must differ only in their last message"),
         ({"prompt": [GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "do not begin with those of 'prompt'"),
         ({"chosen": "a", "rejected": "b"}, "there is no field 'prompt', and 'chosen' is not a list of messages"),

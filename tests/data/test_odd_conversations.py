@@ -238,3 +238,48 @@ def test_a_template_that_refuses_says_why():
     for template, why in (("{{ raise_exception('no system') }}", "no system"), ("{% for m in messages %}", "endfor")):
         with pytest.raises(TokenizerError, match=f"the chat template refuses the messages .*{why}"):
             ChatTemplate(chatml(template)).prompt([ASK])
+
+
+def test_pairs_whose_difference_a_template_leaves_out_are_refused():
+    """Else the loss would stay at log 2 without a word."""
+
+    def pair(chosen, rejected):
+        return {"prompt": [ASK], "chosen": [chosen], "rejected": [rejected]}
+
+    def answer(content, **fields):
+        return {"role": "assistant", "content": content, **fields}
+
+    thinking = pair(answer("6", reasoning_content="so"), answer("6", reasoning_content="or"))
+    refused(thinking, chatml(), "differ in their thoughts, and have the same tokens", "preferences")
+    no_content = CHATML.replace("{{ m.content or '' }}", "{{ '' if m.tool_calls else m.content }}")
+    beside = pair({**calling(), "content": "a"}, {**calling(), "content": "b"})
+    assert len(set(map(str, trained(beside, chatml(), "preferences")))) == 2
+    refused(beside, chatml(no_content), "differ in their content", "preferences")
+    refused({**beside, "reference": "c"}, chatml(no_content), "differ in their content", "triples")
+    trimming = chatml(CHATML.replace("m.content or ''", "m.content | trim"))
+    for equal in (pair(answer("6"), answer("6")), pair(answer("6"), answer("6 "))):  # which is remarked elsewhere
+        chosen, rejected = text_example(equal, "preferences", trimming).texts
+        assert chosen == rejected
+
+
+def test_equal_conversations_are_a_pair_as_equal_answers_are(tmp_path):
+    good, bad = ({"role": "assistant", "content": text} for text in ("6", "7"))
+    pairs = [{"chosen": [ASK, good], "rejected": [ASK, other]} for other in (bad, good)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, pairs)))
+    file = load_examples(path, "preferences", chatml())
+    assert "in 1 of 2 pairs" in file.remarks[0] and "line 2" in file.remarks[0]
+    chosen, rejected = file[1].texts
+    assert chosen == rejected != file[0].texts[1] and file[0].texts[0] == chosen
+
+
+def test_messages_behind_a_text_are_one():
+    reply = {"role": "assistant", "content": "a"}
+    refused({"prompt": "hi", "completion": [reply, ASK, reply]}, chatml(), "has 3 messages, and the prompt is text")
+
+
+def test_words_that_go_on_with_a_prompt_may_be_untrained():
+    begun, goes_on, then = ({"role": "assistant", "content": text} for text in ("a", "b", "c"))
+    record = {"prompt": [ASK, begun], "completion": [{**goes_on, "weight": 0}, ASK, then]}
+    assert trained(record, chatml()) == [["c<|im_end|>"]]
+    refused({**record, "completion": record["completion"][:1]}, chatml(), "no turn of the assistant is trained")
