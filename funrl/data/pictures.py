@@ -229,9 +229,18 @@ def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
     inner = [x for name in ("prompt", "messages") for x in inner_pictures(record.get(name))]
     if inner and pictures:
         raise DataError(f"the messages have pictures of their own, and so has the field {named!r}; leave one out")
-    if (inner or pictures) and picture_form_of(tokenizer) is None:
+    if picture_form_of(tokenizer) is None and (inner or pictures or _has_places(record)):
         raise DataError("the record has pictures, and the model reads text only; leave them out, or give another model")
     return inner or pictures
+
+
+def _has_places(record: Mapping[str, Any]) -> bool:
+    """True if messages of a record have parts for pictures."""
+    lists = (value for value in record.values() if isinstance(value, list))
+    messages = (message for value in lists for message in value if isinstance(message, Mapping) and "role" in message)
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
 def inner_pictures(messages: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from funrl.data.conversations import ChatTemplate
 from funrl.data.json_lines import DataError
 from funrl.data.messages import unread_fields, without_arrow_nulls
 from funrl.data.prompt_format import PLAIN_PROMPTS, Shot
-from funrl.data.prompts import Prompt, encode
+from funrl.data.prompts import Prompt, PromptError, encode
 from funrl.data.supervised import load_examples, text_example
 from funrl.data.tokenizer import TokenizerError
 
@@ -283,3 +283,19 @@ def test_words_that_go_on_with_a_prompt_may_be_untrained():
     record = {"prompt": [ASK, begun], "completion": [{**goes_on, "weight": 0}, ASK, then]}
     assert trained(record, chatml()) == [["c<|im_end|>"]]
     refused({**record, "completion": record["completion"][:1]}, chatml(), "no turn of the assistant is trained")
+
+
+@pytest.mark.parametrize("place", ["messages", "completion", "prompt"])
+def test_places_of_pictures_are_refused_where_the_model_reads_text_only(place):
+    """Else a template of texts would render the list of parts as Python's."""
+    reply = {"role": "assistant", "content": "a"}
+    parts = [{"type": "text", "text": "what is "}, {"type": "image"}]
+    records = {
+        "messages": {"messages": [{"role": "user", "content": parts}, reply]},
+        "completion": {"prompt": [ASK], "completion": [{"role": "assistant", "content": parts}]},
+        "prompt": {"prompt": [{"role": "user", "content": parts}], "completion": [reply]},
+    }
+    refused(records[place], chatml(), "the record has pictures, and the model reads text only")
+    if place == "prompt":
+        with pytest.raises(PromptError, match="the record has pictures, and the model reads text only"):
+            encode(Prompt(records[place]["prompt"], {}), chatml())
