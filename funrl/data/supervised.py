@@ -360,7 +360,8 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: Pr
 def _check_alike(chosen: Any, rejected: Any) -> None:
     """Raise DataError where texts of the same tokens say different things, apart from white space and ids of calls."""
 
-    def said(given: Any) -> Any:
+    def said(given: Any) -> dict[str, Any]:
+        message: ChatMessage
         (message,) = [{"content": given}] if isinstance(given, str) else normal_messages(given)
         calls = [call["function"] for call in message.get("tool_calls", ())]
         content = message["content"].strip() if isinstance(message["content"], str) else message["content"]
