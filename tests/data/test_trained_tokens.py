@@ -163,13 +163,12 @@ def test_every_recipe_trains_a_reply_as_a_conversation_does(name, count):
         whole = text_example(record, "demonstrations", tokenizer).texts
         (completed,) = text_example({**shared, "completion": [reply]}, "demonstrations", tokenizer).texts
         assert last_turn([completed], tokenizer, form.ends) == last_turn(whole, tokenizer, form.ends)
-        other = [{"role": "assistant", "content": "no"}]
+        other = [{"role": "assistant", "content": "not drawn"}]  # by words, as templates may leave out thoughts
         pair = text_example({**shared, "chosen": [reply], "rejected": other}, "preferences", tokenizer).texts
         (rejected,) = text_example({**shared, "completion": other}, "demonstrations", tokenizer).texts
         assert pair == (completed, rejected)
         conversations = {"chosen": [*prompt, reply], "rejected": [*prompt, *other], "tools": record.get("tools")}
-        if reply != other[0]:
-            assert text_example(conversations, "preferences", tokenizer).texts == pair
+        assert text_example(conversations, "preferences", tokenizer).texts == pair
         (rated,) = text_example({**shared, "completion": [reply], "label": True}, "ratings", tokenizer).texts
         assert rated == completed
 
