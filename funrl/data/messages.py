@@ -158,7 +158,7 @@ def normal_tools(given: Any) -> list[Any]:
     """Schemas of tools, from a list of them or its JSON text.
 
     Raises:
-      DataError: they are neither, or one is not an object.
+      DataError: they are neither, or one is not an object or is a function without a name.
     """
     try:
         tools = (json.loads(given or "[]") if isinstance(given, str) else given) or []
@@ -167,6 +167,11 @@ def normal_tools(given: Any) -> list[Any]:
         raise DataError(f"tools are a list of JSON schemas, not {shown(given)}: {error}") from error
     if isinstance(given, Mapping) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"tools are a list of JSON schemas, not {shown(given)}")
+    for number, tool in enumerate(tools, 1):
+        function = tool.get("function", tool)
+        is_function = "function" in tool or tool.get("type", "function") == "function"  # others may be a template's own
+        if is_function and not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            raise DataError(f'tool {number} is {shown(tool)}; {{"function": {{"name": ...}}}} is needed')
     return tools
 
 
@@ -252,14 +257,14 @@ def _are_usual_fields(message: ChatMessage) -> bool:
 def _content(content: Any, role: str, may_be_empty: bool) -> Any:
     if isinstance(content, str):
         return content
-    if content is None or content == []:
+    if content is None or (content == [] and role != "tool"):
         if may_be_empty:
             return ""
         beside = ", and neither calls nor thoughts beside it" if role == "assistant" else ""
         raise DataError(f"the content of the {role} is {shown(content)}{beside}; a text is needed")
-    if isinstance(content, list) and (text := text_of_parts(content)) is not None:
+    if isinstance(content, list) and content and (text := text_of_parts(content)) is not None:
         return text
-    if isinstance(content, list) and all(_is_text_part(part) or _is_picture_part(part) for part in content):
+    if isinstance(content, list) and content and all(_is_text_part(x) or _is_picture_part(x) for x in content):
         return [{name: value for name, value in part.items() if value is not None} for part in content]
     if role == "tool":
         return json.dumps(content, ensure_ascii=False, default=str)

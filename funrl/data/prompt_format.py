@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
-from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools, shown
+from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools
 from funrl.data.processors.square_pictures import framed
 from funrl.data.records import read_records, source_problem
 
@@ -136,13 +136,13 @@ def template_arguments(text: str) -> dict[str, Any]:
 
 def read_tools(path: str) -> tuple[Any, ...]:
     """Read tools from a JSON file, a list of schemas with names. Raises: DataError."""
-    tools = normal_tools(text_of_file(path))
+    text = text_of_file(path)
+    try:
+        tools = normal_tools(text)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     if not tools:
         raise DataError(f"{path}: it has no tool, and does nothing; leave it out")
-    for number, tool in enumerate(tools, 1):
-        function = tool.get("function", tool)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise DataError(f'{path}: tool {number} is {shown(tool)}; {{"function": {{"name": ...}}}} is needed')
     return tuple(tools)
 
 

@@ -59,6 +59,7 @@ NORMAL = assistant(content="", tool_calls=[call({"a": 1})])
         ({"role": "tool", "content": {"a": [1, "\u00e9"]}}, {"role": "tool", "content": '{"a": [1, "\u00e9"]}'}),
         ({"role": "tool", "content": 3, "name": "f"}, {"role": "tool", "content": "3", "name": "f"}),
         ({"role": "tool", "content": None}, {"role": "tool", "content": ""}),
+        ({"role": "tool", "content": []}, {"role": "tool", "content": "[]"}),
         ({"role": "user", "content": "a", "own": 3, "gone": None}, {"role": "user", "content": "a", "own": 3}),
     ],
 )
@@ -151,3 +152,7 @@ def test_tools_are_a_list_or_json():
     for given in ("[", "3", {"a": 1}, [3], '{"a": 1}'):
         with pytest.raises(DataError, match="tools are a list of JSON schemas"):
             normal_tools(given)
+    for given in ([{"type": "function"}], [tool, {"function": {}}], [{"function": "f"}]):
+        with pytest.raises(DataError, match=rf"tool {len(given)} is .* is needed"):
+            normal_tools(given)
+    assert normal_tools([{"type": "web_search"}]) == [{"type": "web_search"}]  # of a template's own
