@@ -301,7 +301,8 @@ def train(
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         _say_changes(job, expanded(str(chosen.run.run_dir)))
-    check_first_episode(job)
+    if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
+        check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
 
 
