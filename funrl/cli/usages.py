@@ -25,7 +25,7 @@ COMMANDS = {
     "serve": SmallCommand("A model behind an HTTP endpoint", USAGES["serve"]),
     "export": SmallCommand(
         "Export of a checkpoint as a model",
-        "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--save_dtype=DTYPE] [--overwrite]",
+        "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--save_dtype=X] [--overwrite]",
     ),
     "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
     "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
@@ -50,7 +50,7 @@ COMMANDS = {
     "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "show": SmallCommand(
         "Records as trained",
-        "funrl show NAME|FILE [--flag=value ...] [--record=N,M] [--count=N] [--tokens] [--output=FILE]",
+        "funrl show NAME|FILE [--flag=value ...] [--record=N] [--tokens] [--output=FILE]",
     ),
     "doctor": SmallCommand("This machine, and whether a command would run", "funrl doctor [NAME --flag=value ...]"),
 }

@@ -95,8 +95,8 @@ def test_an_export_that_fails_leaves_what_was_there(runs, tmp_path, capsys, monk
     )
     before, write = content(tmp_path / "peft"), hf.write
 
-    def cut(*args):
-        write(*args)
+    def cut(*args, **more):
+        write(*args, **more)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf, "write", cut)

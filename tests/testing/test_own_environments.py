@@ -154,7 +154,7 @@ def add(a: int, b: int) -> int:
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 FAULTS = {
     Forgets: ("completed", "IndexError"),
-    NotFinite: ("completed", "is nan; a finite number"),
+    NotFinite: ("completed", "the reward nan; a finite number"),
     NoRole: ("completed", "role"),
     Counts: ("deterministic", "seed 0: "),
     GlobalRandom: ("deterministic", "and then"),

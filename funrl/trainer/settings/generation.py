@@ -120,7 +120,6 @@ class SamplingSettings:
     temperature: float = flag(
         1.0,
         "of sampling; the trainer's log-probabilities use it too",
-        above(0),
         at_least(SMALLEST_TEMPERATURE),
         kinds=RL,
     )
@@ -136,7 +135,6 @@ class SamplingSettings:
     repetition_penalty: float = flag(
         1.0,
         "above 1: makes tokens that already occurred less likely",
-        above(0),
         at_least(PENALTIES[0]),
         at_most(PENALTIES[1]),
         kinds=RL,

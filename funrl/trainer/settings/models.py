@@ -53,8 +53,7 @@ class ModelSettings:
     )
     save_dtype: str = flag(
         "auto",
-        "dtype of the weights in model/; auto: that of --model's config.json, without --model float32, or float64 with "
-        "--dtype=float64",
+        "dtype of the weights in model/; auto: that of --model",
         one_of("auto", *SAVED_DTYPES),
         effect="files",
     )

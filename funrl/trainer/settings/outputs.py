@@ -53,7 +53,6 @@ class EvaluationSettings:
     eval_repetition_penalty: float | None = flag(
         None,
         "as --repetition_penalty",
-        above(0),
         at_least(PENALTIES[0]),
         at_most(PENALTIES[1]),
         kinds=RL,

@@ -67,7 +67,7 @@ class RunSettings:
     )
     env_check: str = flag(
         "on",
-        "run a trial episode of --env before anything is started, and refuse one that fails",
+        "try an episode of --env before anything is started",
         one_of("on", "off"),
         kinds=RL,
         effect="event",

@@ -93,8 +93,7 @@ class AdapterSettings:
     )
     adapter: str | None = flag(
         None,
-        "directory of adapters on --model, as PEFT has them, that the run begins with, with their rank, alpha and "
-        "projections; --model=ADAPTER is the same on the base that it names",
+        "directory of adapters on --model that the run begins with",
         requires="model",
     )
 

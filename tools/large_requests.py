@@ -1,7 +1,7 @@
 """Large requests to `funrl serve`: how long their answers take, how long `/health` waits meanwhile, and memory.
 
 funrl serve MODEL --port=8000 --api_key=KEY &
-python benchmarks/large_requests.py http://127.0.0.1:8000 KEY --pid=PID
+python tools/large_requests.py http://127.0.0.1:8000 KEY --pid=PID
 """
 
 from __future__ import annotations
