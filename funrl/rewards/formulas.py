@@ -40,8 +40,9 @@ def math_answer(prompt: str, completion: str, **fields: Any) -> float:
     r"""1 if the completion's answer is equal to the right answer; see `same_answer`.
 
     Its answer is the last \boxed{...} that is closed; else, in the last <answer>...</answer> or its last 5,000
-    characters, the formulas or number after the last "answer is" or "####", else the last formula in dollar signs or the last number. The right answer is that alone, or a
-    solution with \boxed{...} or "#### ...". What cannot be read, or takes long to compare, is wrong.
+    characters, the formulas or number after the last "answer is" or "####", else the last formula in dollar signs or
+    the last number. The right answer is that alone, or a solution with \boxed{...} or "#### ...". What cannot be read,
+    or takes long to compare, is wrong.
 
     Raises:
       ValueError: there is no formula in the right answer.

@@ -59,9 +59,11 @@ def test_the_last_box_that_is_closed(text, inside):
         ("Therefore, the answer is \n\n\\[ 7 \\]", "7", 1), ("The answer is .5", "1/2", 1), ("between 3 and 5", "5", 1),
         ("There are 2^10 ways", "1024", 1), ("x+1", "1+x", 1), ("The answer is \u22127.", "-7", 1),
         ("7" * 20_000, "7", 0), ("**42**", "42", 1), ("`42`", "42", 1), ("#### 42", "42", 1), ("x\n#### x+1", "x+1", 1),
-        (r"<think>1</think><answer>\frac{1}{2}</answer>", "1/2", 1), ("The answer must be 7, as 8 is too many.", "7", 1),
+        (r"<think>1</think><answer>\frac{1}{2}</answer>", "1/2", 1),
+        ("The answer must be 7, as 8 is too many.", "7", 1),
         (r"<think>1</think><answer>\frac{1}{2}</answer>", "2", 0), ("#### Answer\n\n7", "7", 1),
-        ("The answer is $x=4$ or $x=-4$.", "4", 0), ("The answers are $x=4$ and $x=-4$.", "4,-4", 1), (r"\boxed 7", "7", 1),
+        ("The answer is $x=4$ or $x=-4$.", "4", 0), ("The answers are $x=4$ and $x=-4$.", "4,-4", 1),
+        (r"\boxed 7", "7", 1),
     ],
 )  # fmt: skip
 def test_an_answer_without_a_box(completion, answer, right):
