@@ -72,7 +72,7 @@ def test_an_answer_without_a_box(completion, answer, right):
 
 
 def test_a_right_answer_whose_braces_do_not_match_is_named():
-    with pytest.raises(ValueError, match="braces of the right answer .* do not match"):
+    with pytest.raises(ValueError, match=r"braces of the right answer .* do not match"):
         check_formula({"answer": r"\frac{1}{"})
     check_formula({"answer": r"\left\{ 1, \frac{1}{2} \right."})
 
