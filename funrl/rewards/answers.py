@@ -10,6 +10,7 @@ from funrl.rewards.mathematics.numbers import decimal_of
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)[ ]?\{")
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*([-+]?\d[\d.,/]*)")  # TeX needs no braces around one digit
 _FENCE = re.compile(r"`{3,}|~{3,}")
 MOST_FENCES = 1000  # of a text; one with more, as of a policy that repeats itself, has no blocks
 
@@ -53,14 +54,15 @@ def last_tagged(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} or \fbox{...} that is closed; None where there is none.
+    r"""Content of the last \boxed{...} or \fbox{...} that is closed, else of a last \boxed 7; None: there is none.
 
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}, or \boxed{3")
     '\\frac{1}{2}'
     """
     ends = np.array([box.end() for box in _BOX.finditer(text)], dtype=np.int64)
     if not len(ends):
-        return None
+        bare = _BARE_BOX.findall(text)
+        return bare[-1].rstrip(".,") if bare else None
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     signs = (letters == ord("{")).astype(np.int32) - (letters == ord("}"))
     escapes = letters[:-1] == ord("\\")
@@ -105,7 +107,7 @@ def last_fenced(text: str, word: str) -> str | None:
         end, position = _closing(text, begin, opening[0])
         if not words:
             unnamed = (opening.start(), begin, end)
-        elif re.fullmatch(word, words.split()[0].rstrip("}"), re.IGNORECASE):
+        elif re.fullmatch(word, re.split(r"[\s,:;=}]", words, maxsplit=1)[0], re.IGNORECASE):
             named = (opening.start(), begin, end)
     chosen = named or unnamed
     return None if chosen is None else _content(text, *chosen)

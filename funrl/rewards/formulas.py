@@ -6,14 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from funrl.rewards.answers import last_boxed
+from funrl.rewards.answers import last_boxed, last_tagged
 from funrl.rewards.mathematics.judge import same_answer
 from funrl.rewards.mathematics.numbers import right_answer_text
 from funrl.rewards.verifiers import right_answer
 from funrl.rewards.views import ANSWER, read_as
 
 _LAST_PART = 5000  # characters, in which an answer without a box stands
-_STATED = re.compile(r"(?i)\banswer\b(?:\s+(?:is|are|equals)\b|\s*(?:is|=|:|\*\*)+)[\s:*]*")
+_STATED = re.compile(
+    r"(?i)\banswers?\b(?:\s+(?:is|are|equals|(?:must|should|would|will) be)\b|\s*(?:is|=|:|\*\*)+)[\s:*]*"
+    r"|#### *(?=[^\s#][^\n]*\Z)"
+)
+_NEXT = re.compile(r"\s*(?:,|;|or\b|and\b|,\s*(?:or|and)\b)\s*(?=[$\\])")  # between formulas that are one answer
 _FORMULA = re.compile(
     r"\$\$([^$]+)\$\$|(?<![\\\d])\$((?:\\\$|[^$\n])+)\$|\\\(((?:(?!\\[()]).)+)\\\)|\\\[((?:(?!\\[\[\]]).)+)\\\]",
     re.DOTALL,
@@ -35,9 +39,10 @@ _LONG_WORD = re.compile(
 def math_answer(prompt: str, completion: str, **fields: Any) -> float:
     r"""1 if the completion's answer is equal to the right answer; see `same_answer`.
 
-    Its answer is the last \boxed{...} that is closed; else, in its last 5,000 characters, the formula or number after
-    the last "answer is", else the last formula in dollar signs or the last number. The right answer is that alone, or a
-    solution with \boxed{...} or "#### ...". What cannot be read, or takes long to compare, is wrong.
+    Its answer is the last \boxed{...} that is closed; else, in the last <answer>...</answer> or its last 5,000
+    characters, the formulas or number after the last "answer is" or "####", else the last formula in dollar signs or
+    the last number. The right answer is that alone, or a solution with \boxed{...} or "#### ...". What cannot be read,
+    or takes long to compare, is wrong.
 
     Raises:
       ValueError: there is no formula in the right answer.
@@ -46,7 +51,7 @@ def math_answer(prompt: str, completion: str, **fields: Any) -> float:
     """
     wanted = right_formula(fields)
     given = last_boxed(completion)
-    given = stated_answer(completion) if given is None else given
+    given = stated_answer(last_tagged(completion) or completion) if given is None else given
     return float(given is not None and same_answer(wanted, given))
 
 
@@ -79,14 +84,25 @@ def right_formula(fields: Mapping[str, Any]) -> str:
 
 
 def check_formula(fields: Mapping[str, Any]) -> None:
-    """Check the right answer of a record before anything is computed. Raises: ValueError, as `right_formula`."""
-    right_formula(fields)
+    """Check the right answer of a record before anything is computed.
+
+    Raises:
+      ValueError: as `right_formula`, or its braces do not match.
+    """
+    formula = right_formula(fields)
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", formula.replace("\\\\", "")):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            break
+    if depth:
+        raise ValueError(f"the braces of the right answer {formula[:200]!r} do not match")
 
 
 def stated_answer(completion: str) -> str | None:
     """The answer of a completion without a box, as in `math_answer`; None: there is none."""
-    text = completion[-_LAST_PART:].strip()
-    if "\n" not in text and len(text) <= 100 and not _LONG_WORD.search(text) and "$" not in text:
+    text = completion[-_LAST_PART:].strip("*` \n\r\t")
+    if "\n" not in text and "####" not in text and len(text) <= 100 and not _LONG_WORD.search(text) and "$" not in text:
         return text or None
     begin = max((match.end() for match in _STATED.finditer(text)), default=None)
     stated = None if begin is None else _first_answer(text, begin)
@@ -97,10 +113,15 @@ def stated_answer(completion: str) -> str | None:
 def _first_answer(text: str, begin: int) -> str | None:
     """The answer at a place of a text: a formula, or the rest of the sentence, or the first number in that."""
     end = _SENTENCE_END.search(text, begin)
-    rest = text[begin : len(text) if end is None else end.start()].strip(" *")
+    rest = text[begin : len(text) if end is None else end.start()].strip(" *`")
     formula = _FORMULA.search(text, begin, begin + 500) if not rest or rest[0] in "$\\" else None
-    if formula is not None:
-        return next(group for group in formula.groups() if group is not None)
+    formulas = []
+    while formula is not None:
+        formulas.append(next(group for group in formula.groups() if group is not None))
+        between = _NEXT.match(text, formula.end())
+        formula = _FORMULA.match(text, between.end()) if between is not None else None
+    if formulas:
+        return ", ".join(formulas)
     if len(rest) <= 100 and not _LONG_WORD.search(rest):
         return rest or None
     answers = _answers_in(rest)

@@ -79,8 +79,9 @@ def _right_number(fields: Mapping[str, Any]) -> Decimal:
 def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | None = None, **fields: Any) -> float:
     r"""1 if the completion chooses the right letter.
 
-    Its choice is the last \boxed{B}, else the last "answer is B" or "answer: (B)" in its last 10,000 characters, else a
-    letter that it consists of or begins with, as in "B" and "(B) Paris"; a letter in brackets counts in lower case too.
+    Its choice is the last \boxed{B}, else the last "answer is B", "answer: (B)", "correct option is B" or <answer>B in
+    its last 10,000 characters, else a letter that it consists of or begins with, as in "B" and "(B) Paris"; a letter in
+    brackets counts in lower case too.
 
     Args:
       choices: the texts to choose from, where the record has them. The right answer may then be one of these texts, or
@@ -93,9 +94,12 @@ def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | No
     """
     wanted = _letter_of(right_answer(fields), () if choices is None else choices)
     # No two neighbouring parts of these patterns match the same text: they take time linear in the completion.
-    boxed = re.findall(r"\\boxed\{\s*(?:\\text(?:bf)?\{\s*)?\(?([A-Za-z])\)?[\s.}]", completion)
-    stated = re.findall(r"\b(?i:answer)\b(?:(?i: is)|[\s:*])*(?:\(([A-Za-z])\)|([A-Z])\b)", completion[-_LAST_PART:])
-    first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|\s*$))", completion)
+    boxed = re.findall(r"\\boxed\{\s*(?:\\(?:text(?:bf)?|mathrm)\{\s*)?\(?([A-Za-z])\)?[\s.:}]", completion)
+    stated = re.findall(
+        r"\b(?i:answer|correct (?:option|choice))\b(?:(?i: is| option)|[\s:*$`\"\[>])*(?:\(([A-Za-z])\)|([A-Z])\b)",
+        completion[-_LAST_PART:],
+    )
+    first = re.match(r"\s*(?:\*\*)?(?:\(([A-Za-z])\)|([A-Z])(?=[).:,*]|[ \t]*(?:[\r\n]|$)))", completion)
     letters = boxed[-1:] or ["".join(pair) for pair in stated[-1:]] or (["".join(first.groups(""))] if first else [])
     return float([letter.upper() for letter in letters] == [wanted])
 
@@ -158,8 +162,10 @@ def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
     place = None if isinstance(answer, (str, bool)) else decimal_of(text)
     if place is not None and 0 <= place < (len(choices) or 26) and place == int(place):
         return chr(ord("A") + int(place))
-    if plain := re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text):
+    texts = [right_answer_text(choice).strip() for choice in choices]
+    plain = re.fullmatch(r"\(?([A-Za-z])\)?[.:]?", text)
+    if plain is not None and (not texts or ord(plain[1].upper()) - ord("A") < len(texts)):
         return plain[1].upper()
-    if text in (texts := [right_answer_text(choice).strip() for choice in choices]):
+    if text in texts:
         return chr(ord("A") + texts.index(text))
     raise ValueError(f"the right answer {answer!r} is no letter, nor one of the choices {list(choices)!r}")

@@ -26,6 +26,8 @@ PYTHON = r"(python|py)[\d.]*"
         ("```py\r\na = 1\r\n```\r\n", "a = 1\n"),
         ("```{.python .numbers}\na = 1\n```", "a = 1\n"),
         ('```python title="a"\na = 1\n```', "a = 1\n"),
+        ("```python:a.py\na = 1\n```", "a = 1\n"),
+        ("```python,linenos\na = 1\n```", "a = 1\n"),
         ("```\na = 1\n```\n```\nb = 2\n```\n", "b = 2\n"),
         ("```python\na = 1\n```\n```\nb = 2\n```\n", "a = 1\n"),
         ("```py\na = 1\n```\n```PYTHON\nb = 2\n```\n", "b = 2\n"),

@@ -3,7 +3,7 @@
 import pytest
 
 from funrl.rewards.answers import last_boxed
-from funrl.rewards.formulas import boxed_answer, math_answer
+from funrl.rewards.formulas import boxed_answer, check_formula, math_answer
 from funrl.rewards.mathematics import judge
 
 CASES = [  # completion, right answer, whether `math` and `boxed` take it
@@ -58,12 +58,23 @@ def test_the_last_box_that_is_closed(text, inside):
         ("Answer: Paris", "Paris", 1), ("the answer is 1000, from step 3.", "1000", 1), ("no idea", "42", 0),
         ("Therefore, the answer is \n\n\\[ 7 \\]", "7", 1), ("The answer is .5", "1/2", 1), ("between 3 and 5", "5", 1),
         ("There are 2^10 ways", "1024", 1), ("x+1", "1+x", 1), ("The answer is \u22127.", "-7", 1),
-        ("7" * 20_000, "7", 0),
+        ("7" * 20_000, "7", 0), ("**42**", "42", 1), ("`42`", "42", 1), ("#### 42", "42", 1), ("x\n#### x+1", "x+1", 1),
+        (r"<think>1</think><answer>\frac{1}{2}</answer>", "1/2", 1),
+        ("The answer must be 7, as 8 is too many.", "7", 1),
+        (r"<think>1</think><answer>\frac{1}{2}</answer>", "2", 0), ("#### Answer\n\n7", "7", 1),
+        ("The answer is $x=4$ or $x=-4$.", "4", 0), ("The answers are $x=4$ and $x=-4$.", "4,-4", 1),
+        (r"\boxed 7", "7", 1),
     ],
 )  # fmt: skip
 def test_an_answer_without_a_box(completion, answer, right):
     pytest.importorskip("math_verify")
     assert math_answer("", completion, answer=answer) == right
+
+
+def test_a_right_answer_whose_braces_do_not_match_is_named():
+    with pytest.raises(ValueError, match=r"braces of the right answer .* do not match"):
+        check_formula({"answer": r"\frac{1}{"})
+    check_formula({"answer": r"\left\{ 1, \frac{1}{2} \right."})
 
 
 def test_drafts_are_not_answers():

@@ -102,6 +102,9 @@ def test_the_right_answer_is_found_under_the_names_that_data_sets_give_it():
         ("Not A. The answer is (B).", "B"), ("the answer is B", "B"), ("Answer: **C**", "C"), ("answer is a", ""),
         ("The answer is A. No: the answer is C", "C"), (r"so \boxed{D}.", "D"), (r"\boxed{\text{(D)}}", "D"),
         (r"\boxed{A} or \boxed{B}, the answer is C", "B"), ("", ""), ("42", ""), ("The answer is Brussels", ""),
+        ("B\n\nAs it rains.", "B"), ("<think>A</think>\n<answer>B</answer>", "B"), ("The correct option is (C).", "C"),
+        ("Answer: $B$", "B"), ("The answer is option D.", "D"), (r"\boxed{\mathrm{B}}", "B"),
+        (r"\boxed{B: Paris}", "B"),
     ],
 )  # fmt: skip
 def test_multiple_choice(completion, letter):
@@ -116,6 +119,9 @@ def test_the_right_choice_may_be_a_number_or_a_text():
         assert v.multiple_choice("", "A", answer=answer, choices=cities) == 0.0
     with pytest.raises(ValueError, match="'Bern' is no letter, nor one of the choices \\['Rome', 'Paris'\\]"):
         v.multiple_choice("", "B", answer="Bern", choices=cities)
+    assert v.multiple_choice("", "B", answer="y", choices=["x", "y"]) == 1.0
+    with pytest.raises(ValueError, match="'C' is no letter, nor one of the choices"):
+        v.check_choice({"answer": "C", "choices": cities})
 
 
 def test_a_pattern_of_the_record():

@@ -88,7 +88,8 @@ def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
     if kinds <= {"formula", "words"}:
         return _same_atoms(wanted, given)
     if kinds == {"interval"}:
-        return wanted.text == given.text and _same_in_order(wanted.items, given.items)
+        named = len({wanted.name, given.name} - {""}) > 1  # 0 < x < 1 is not 0 < y < 1
+        return not named and wanted.text == given.text and _same_in_order(wanted.items, given.items)
     if kinds == {"union"} or kinds == {"list"}:
         return len(wanted.items) == len(given.items) and _same_in_any_order(wanted.items, given.items)
     if kinds <= {"set", "list"}:
@@ -176,7 +177,9 @@ def _unit_ratio(wanted: Unit | None, given: Unit | None) -> Fraction | None:
 
 def number_in(text: str) -> Fraction | None:
     r"""The number that a tidy text is, exactly: 1,200.50, 3/4, \frac12, 1\frac{1}{2}, 2.5 \cdot 10^{-7}, third."""
-    text = text.strip().strip("{}").strip()
+    text = text.strip()
+    while text.startswith("{") and text.endswith("}"):
+        text = text[1:-1].strip()
     plain = decimal_of(text)
     if plain is not None:
         return fraction_of(plain)
@@ -248,11 +251,10 @@ def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
     except Exception:  # of sympy, on a formula that may be anything
         return False
     gap = abs(number.real - other.real * scale) + abs(number.imaginary - other.imaginary * scale)
-    if number.exact and other.exact:
-        return gap == 0
     if number.imaginary or other.imaginary:
         return gap <= _NEGLIGIBLE * (abs(number.real) + abs(number.imaginary))
-    near = gap <= _NEGLIGIBLE * max(abs(number.real), abs(other.real))
+    exact = number.exact and other.exact
+    near = gap <= (0 if exact else _NEGLIGIBLE * max(abs(number.real), abs(other.real)))
     return near or _rounds(given, number.real / scale) or _rounds(wanted, other.real * scale)
 
 

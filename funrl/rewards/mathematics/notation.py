@@ -59,6 +59,7 @@ _RULES = [
         (r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|biggl?|biggr?|Biggl?|Biggr?|middle)(?![a-zA-Z])\.?", ""),
         (r"\\(?:displaystyle|textstyle|limits|nolimits|boldsymbol|bm)(?![a-zA-Z])", ""),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*\\pi(?![a-zA-Z])", r"\\frac{\\pi}"),
         (r"\\(?:text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf)|mbox|hbox|operatorname)\*?\s*\{", r"\\text{"),
         (r"\\(?:quad|qquad|thinspace|medspace|thickspace|enspace|space|hspace\{[^{}]*\})(?![a-zA-Z])", " "),
         (r"\\!", ""),
@@ -146,6 +147,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"(?<!\\)\$(?!\s*\.?\d)|(?<=[\d}])\$", "", text)  # of formulas; those of money stay
     text = re.sub(r"(?<!\\)\\[()\[\]]", "", text)
     text = re.sub(r"\\text\{\s*(\\[a-zA-Z]+|\d[\d.,/ ]*|)\s*\}", r" \1 ", text)
+    text = re.sub(r"^\\text\{\s*([-+]?[\d.,]*\d)(\s[^{}]*\})$", r"\1\\text{\2", text)  # 12 cm
     for pattern in (_BLANK_THOUSANDS, _BRACED_THOUSANDS):
         text = pattern.sub(lambda match: match[1] + re.sub(r"[ {},]", "", match[2]), text)
     text = re.sub(r"(?<=\.\d{3}) (?=(?:\d{3} )*\d{1,3}(?!\d))", "", text)  # 0.123 456
@@ -216,11 +218,9 @@ def _read_parts(text: str) -> ReadAnswer | None:
     ]
     parts = [part for part in parts if part]
     if len(parts) < 2:
-        if len(split_outside(text, re.compile(r"\\pm(?![a-zA-Z])"))) == 2 and text.count("\\pm") == 1:
-            name = _NAME.match(text) if "=" in text else None
-            items = tuple(read_answer(text.replace("\\pm", sign)) for sign in "+-")
-            return ReadAnswer("list", items=items) if name is None or items else None
-        return None
+        if len(re.findall(r"\\pm(?![a-zA-Z])", text)) != 1 or re.match(r"\\\{", text) or "," in text:
+            return None
+        return ReadAnswer("list", items=tuple(read_answer(text.replace("\\pm", sign)) for sign in "+-"))
     if _WORDS.fullmatch(text) and not any(letter.isdigit() for letter in text):
         return None  # a sentence
     items = []
