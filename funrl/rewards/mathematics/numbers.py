@@ -13,6 +13,8 @@ _NUMBER = re.compile(r"[-+]?\$?(?:[1-9]\d{0,2}(?:,\d{3})++(?:\.\d*)?|\d++(?:\.\d
 LARGEST_POWER = 5000  # of ten, beyond which a number is not expanded
 _WRITTEN = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
+_GOES_ON = re.compile(r"[ \t]*[-+*/:^][ \t]*\d|[.,]\d|\d")  # further parts of what is no single number
+
 
 def decimal_of(text: str) -> Decimal | None:
     """The number that a text consists of: "$1,200.50" is 1200.5, "1e-05" is 0.00001; None: it is another text.
@@ -24,10 +26,12 @@ def decimal_of(text: str) -> Decimal | None:
 
 
 def number_after(mark: str, text: str) -> Decimal | None:
-    """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none."""
+    """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none, as in "1/2" or "12-5"."""
     _, separator, rest = text.rpartition(mark)
     match = _LOOSE.match(rest) if separator else None
-    return None if match is None else _decimal(match[1])
+    if match is None or _GOES_ON.match(rest, match.end()):
+        return None
+    return _decimal(match[1])
 
 
 def right_answer_text(answer: Any) -> str:
