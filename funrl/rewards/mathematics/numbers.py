@@ -26,7 +26,7 @@ def decimal_of(text: str) -> Decimal | None:
 
 
 def number_after(mark: str, text: str) -> Decimal | None:
-    """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none, as in "1/2" or "12-5"."""
+    """The number right after the last `mark`: "$1,200.50" is 1200.5; None where there is none, as in "1/2"."""
     _, separator, rest = text.rpartition(mark)
     match = _LOOSE.match(rest) if separator else None
     if match is None or _GOES_ON.match(rest, match.end()):
