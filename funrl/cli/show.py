@@ -136,10 +136,10 @@ def styled_record(record: ShownRecord, plain: bool, ids: bool) -> Text:
         text.append(f"--- {row.title}\n" if row.title else "---\n", "bold")
         pieces = row.pieces if ids else joined_pieces(row.pieces)
         for trained, group in itertools.groupby(pieces, lambda piece: piece.trained):
-            alike = list(group)
+            similar = list(group)
             text.append("{+" if plain and trained else "")
-            for piece in alike:
-                _append(text, piece, ids, closing="+}" if plain and trained and piece is alike[-1] else "")
+            for piece in similar:
+                _append(text, piece, ids, closing="+}" if plain and trained and piece is similar[-1] else "")
         text.append("" if text.plain.endswith("\n") else "\n")
     for name, value in record.fields.items():
         text.append(f"field {written_out(name)}: {written_out(value)}\n")

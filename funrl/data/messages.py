@@ -30,11 +30,7 @@ from funrl.data.json_lines import DataError
 
 ChatMessage = dict[str, Any]
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
-THOUGHT_FIELDS = (
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)  # names of what the assistant thought; the first is normal
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # of the assistant; the normal form has the first
 END_THINK = "</think>"
 TRAIN_FIELD = "train"  # field of a message: false where its turn is not trained
 MESSAGE_FIELDS = frozenset(

@@ -18,7 +18,7 @@ LONGEST_CHARACTER = 8  # tokens
 
 
 class TextPiece(NamedTuple):
-    """Text of a token, or of several alike.
+    """Text of a token, or of several equal ones.
 
     Attributes:
       text: as the tokenizer decodes it behind the token before.
@@ -77,8 +77,8 @@ def text_pieces(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[T
             ids = text.tokens[begin:end]
             before = text.tokens[begin - 1 : begin]
             decoded = text_after(decode(before), before[0], ids, decode) if before else decode(ids)
-            alike = end < len(text.tokens) and text.trained[end] == text.trained[begin]
-            if not (decoded.endswith(UNFINISHED) and alike and len(ids) < LONGEST_CHARACTER):
+            similar = end < len(text.tokens) and text.trained[end] == text.trained[begin]
+            if not (decoded.endswith(UNFINISHED) and similar and len(ids) < LONGEST_CHARACTER):
                 break
             end += 1
         word = tokenizer.convert_ids_to_tokens(ids[0])
@@ -90,15 +90,15 @@ def text_pieces(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[T
 
 
 def joined_pieces(pieces: Sequence[TextPiece]) -> list[TextPiece]:
-    """Pieces with neighbours joined that look alike; a special token that is repeated is counted."""
+    """Pieces with neighbours joined that look the same; a special token that is repeated is counted."""
     joined = []
     numbered = enumerate(pieces)
     for _, group in itertools.groupby(numbered, lambda pair: _look(*pair)):
-        alike = [piece for _, piece in group]
-        first = alike[0]
-        text = first.text if first.special else "".join(piece.text for piece in alike)
-        note = f"{len(alike)} times" if first.special and len(alike) > 1 else first.note
-        ids = tuple(token for piece in alike for token in piece.ids)
+        similar = [piece for _, piece in group]
+        first = similar[0]
+        text = first.text if first.special else "".join(piece.text for piece in similar)
+        note = f"{len(similar)} times" if first.special and len(similar) > 1 else first.note
+        ids = tuple(token for piece in similar for token in piece.ids)
         joined.append(first._replace(text=text, ids=ids, note=note))
     return joined
 

@@ -235,8 +235,8 @@ def show_texts(reader: RecordReader, example: TextExample, remarks: list[str]) -
     pieces = [text_pieces(text, tokenizer, notes) for text in texts]
     rows = [ShownRow(title, row) for title, row in zip(titles, pieces, strict=False)]
     if reader.kind in ("preferences", "triples"):
-        alike = (len(set(column)) == 1 for column in zip(*pieces, strict=False))
-        shared = next((place for place, same in enumerate(alike) if not same), min(map(len, pieces)))
+        similar = (len(set(column)) == 1 for column in zip(*pieces, strict=False))
+        shared = next((place for place, same in enumerate(similar) if not same), min(map(len, pieces)))
         rows = [ShownRow("shared", pieces[0][:shared]), *(ShownRow(x.title, x.pieces[shared:]) for x in rows)]
     sizes = [f"{len(text.tokens)} tokens, {sum(text.trained)} trained" for text in texts]
     size = "; ".join(f"{title}: {size}" if title else size for title, size in zip(titles, sizes, strict=False))
@@ -375,7 +375,7 @@ def _message_remarks(message: Mapping[str, Any], text: str, tokenizer: Any) -> I
 def _has(text: str, *parts: str) -> bool:
     """True if a text has all of some others, as they are or as JSON, whatever the white space."""
     forms = ((part, json.dumps(part, ensure_ascii=False)[1:-1], json.dumps(part)[1:-1]) for part in parts)
-    return all(any(" ".join(form.split()) in text for form in alike) for alike in forms)
+    return all(any(" ".join(form.split()) in text for form in similar) for similar in forms)
 
 
 def _leaves(value: Any) -> Iterator[str]:
