@@ -80,9 +80,10 @@ def packing(options: argparse.Namespace) -> None:
                 bound = sum(max(int(work.sum()) / ranks, int(work.max())) for work in works)
                 shares = [100 * useful / ranks / x for x in (took, scored, bound)]
                 print(
-                    f"{correlation:11} {ranks:5} {minibatches:11} | " + " ".join(f"{x:6.1f}%" for x in shares)
+                    f"{correlation:11} {ranks:5} {minibatches:11} | "
+                    + " ".join(f"{x:6.1f}%" for x in shares)
                     + f" | {seconds:.3f} s, {len(used)} of {len(sizes)}"
-                )  # fmt: skip
+                )
 
 
 def fake_mesh(ranks: int) -> Mesh:

@@ -62,9 +62,14 @@ def job_of(shape: str) -> Job:
     sizes, rows, budget = SHAPES[name]
     mesh = mesh or "dp1"
     settings = settings_of(
-        mesh=mesh, generate_mesh=mesh, batch_prompts=rows // 2, samples_per_prompt=2, max_new_tokens=NEW,
-        token_budget=budget, minibatches=1,
-    )  # fmt: skip
+        mesh=mesh,
+        generate_mesh=mesh,
+        batch_prompts=rows // 2,
+        samples_per_prompt=2,
+        max_new_tokens=NEW,
+        token_budget=budget,
+        minibatches=1,
+    )
     job = dry_run.plain_job(settings, ppo(), HARDWARE["cpu"].memory)
     model = job.model.rebuild(with_fields(job.model.config, max_positions=PROMPT + NEW, **sizes))
     valued = with_value_head(model)

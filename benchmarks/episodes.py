@@ -181,14 +181,24 @@ def trl_turn(turns: int) -> float:
 
     tokenizer = chat_tokenizer(trl_template())
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        vocab_size=len(tokenizer),
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
         max_position_embeddings=1 << 20,
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder:
         args = GRPOConfig(
-            output_dir=folder, use_cpu=True, bf16=False, report_to=[], max_completion_length=1 << 20,
-            per_device_train_batch_size=2, num_generations=2, max_tool_calling_iterations=turns,
-        )  # fmt: skip
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            report_to=[],
+            max_completion_length=1 << 20,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_tool_calling_iterations=turns,
+        )
         trainer = GRPOTrainer(
             model=LlamaForCausalLM(config),
             reward_funcs=lambda completions, **_: [0.0] * len(completions),

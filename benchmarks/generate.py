@@ -77,9 +77,18 @@ def one_model(stack: ExitStack, case: str, dtype: str, bandwidth: float, rate: f
     sizes, vocab = case.split(":")
     layers, embed = (int(size) for size in sizes.split("x"))
     config = decoder_config(
-        vocab=int(vocab), embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
-        max_positions=2048, family="qwen3", qk_norm=True, dtype=dtype,
-    )  # fmt: skip
+        vocab=int(vocab),
+        embed=embed,
+        layers=layers,
+        heads=embed // 64,
+        kv_heads=embed // 128,
+        head=64,
+        mlp=4 * embed,
+        max_positions=2048,
+        family="qwen3",
+        qk_norm=True,
+        dtype=dtype,
+    )
     model = decoder_model(config)
     params = model.init(torch.Generator().manual_seed(0), getattr(torch, dtype))
     turns: dict[str, Turn] = {"native": engine_turn(native_engine(model, dtype=getattr(torch, dtype)), params)}
@@ -171,9 +180,14 @@ def continuous_turn(model: Model, params: trees.Tree) -> Turn:
 
 
 def roofline(
-    params: trees.Tree, config: Config, batch: str, prompts: Sequence[Sequence[int]], new: Sequence[int],
-    bandwidth: float, rate: float,
-) -> float:  # fmt: skip
+    params: trees.Tree,
+    config: Config,
+    batch: str,
+    prompts: Sequence[Sequence[int]],
+    new: Sequence[int],
+    bandwidth: float,
+    rate: float,
+) -> float:
     """Seconds that the passes take at least: one a token of the longest row, where rows that ended are gone."""
     nbytes = trees.nbytes(params) - trees.nbytes(params["embed"])
     products = 2 * (trees.count(params) - params["embed"].numel())

@@ -36,10 +36,24 @@ REMAT = flags.DEFINE_list("remat", ["none", "selective"], "of the compiled layer
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "mkldnn::_linear_pointwise", "funrl::")
 VIEWS = (
-    "aten::view", "aten::_unsafe_view", "aten::t", "aten::transpose", "aten::expand", "aten::slice", "aten::select",
-    "aten::unsqueeze", "aten::detach", "aten::alias", "aten::empty", "aten::new_empty", "aten::as_strided",
-    "aten::_reshape_alias", "aten::permute", "aten::split", "aten::squeeze",
-)  # fmt: skip
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::t",
+    "aten::transpose",
+    "aten::expand",
+    "aten::slice",
+    "aten::select",
+    "aten::unsqueeze",
+    "aten::detach",
+    "aten::alias",
+    "aten::empty",
+    "aten::new_empty",
+    "aten::as_strided",
+    "aten::_reshape_alias",
+    "aten::permute",
+    "aten::split",
+    "aten::squeeze",
+)
 
 
 class Passes(TorchDispatchMode):

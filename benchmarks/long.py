@@ -75,10 +75,16 @@ def padded_pass(tokens: int, rows: int) -> tuple[float, float]:
 
     ids, lengths = rows_of(tokens, rows)
     config = LlamaConfig(
-        vocab_size=SIZES["vocab"], hidden_size=SIZES["embed"], num_hidden_layers=SIZES["layers"],
-        num_attention_heads=SIZES["heads"], num_key_value_heads=SIZES["kv_heads"], head_dim=SIZES["head"],
-        intermediate_size=SIZES["mlp"], max_position_embeddings=tokens, attn_implementation="sdpa",
-    )  # fmt: skip
+        vocab_size=SIZES["vocab"],
+        hidden_size=SIZES["embed"],
+        num_hidden_layers=SIZES["layers"],
+        num_attention_heads=SIZES["heads"],
+        num_key_value_heads=SIZES["kv_heads"],
+        head_dim=SIZES["head"],
+        intermediate_size=SIZES["mlp"],
+        max_position_embeddings=tokens,
+        attn_implementation="sdpa",
+    )
     model, mask = LlamaForCausalLM(config), torch.arange(ids.shape[1]) < torch.from_numpy(lengths)[:, None]
     labels = ids.masked_fill(~mask, -100)
 

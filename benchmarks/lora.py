@@ -41,9 +41,15 @@ DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "what for
 
 def job_of(adapters: bool) -> Job:
     settings = settings_of(
-        batch_prompts=ROWS // 2, samples_per_prompt=2, max_new_tokens=NEW, token_budget=512, minibatches=1,
-        dtype=DTYPE.value, remat="full", lora_rank=RANK.value if adapters else None,
-    )  # fmt: skip
+        batch_prompts=ROWS // 2,
+        samples_per_prompt=2,
+        max_new_tokens=NEW,
+        token_budget=512,
+        minibatches=1,
+        dtype=DTYPE.value,
+        remat="full",
+        lora_rank=RANK.value if adapters else None,
+    )
     job = dry_run.plain_job(settings, grpo(kl_coef=0.04), HARDWARE["cpu"].memory)
     heads = EMBED.value // 64
     sizes = {"vocab": 8192, "embed": EMBED.value, "heads": heads, "kv_heads": heads, "head": 64, "mlp": 4 * EMBED.value}

@@ -43,9 +43,12 @@ def peer_block(experts: Experts, params: dict[str, Tensor]) -> tuple[torch.nn.Mo
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
     config = Qwen3MoeConfig(
-        hidden_size=params["router"].shape[1], moe_intermediate_size=experts.mlp, num_experts=experts.count,
-        num_experts_per_tok=experts.per_token, norm_topk_prob=True,
-    )  # fmt: skip
+        hidden_size=params["router"].shape[1],
+        moe_intermediate_size=experts.mlp,
+        num_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        norm_topk_prob=True,
+    )
     block = Qwen3MoeSparseMoeBlock(config).to(params["router"])
     with torch.no_grad():
         block.gate.weight.copy_(params["router"])

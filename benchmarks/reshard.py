@@ -44,8 +44,10 @@ from funrl.models import decoder_model
 from funrl.models.decoder.config import decoder_config
 
 SIZES = {  # vocabulary, width, layers, mlp
-    "1mb": (1024, 128, 1, 256), "89mb": (10240, 512, 5, 1536), "1gb": (16384, 1536, 8, 4096),
-}  # fmt: skip
+    "1mb": (1024, 128, 1, 256),
+    "89mb": (10240, 512, 5, 1536),
+    "1gb": (16384, 1536, 8, 4096),
+}
 ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
 TREE = flags.DEFINE_enum("tree", "89mb", list(SIZES), "size of the tree of weights")
 LINES = flags.DEFINE_integer("lines", 9, "of the table, from its first", lower_bound=1, upper_bound=9)

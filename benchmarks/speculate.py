@@ -58,9 +58,17 @@ def main(argv: list[str]) -> None:
     for size in SIZES.value:
         layers, embed = (int(x) for x in size.split("x"))
         config = decoder_config(
-            vocab=2048, embed=embed, layers=layers, heads=embed // 64, kv_heads=embed // 128, head=64, mlp=4 * embed,
-            max_positions=2048, family="qwen3", qk_norm=True,
-        )  # fmt: skip
+            vocab=2048,
+            embed=embed,
+            layers=layers,
+            heads=embed // 64,
+            kv_heads=embed // 128,
+            head=64,
+            mlp=4 * embed,
+            max_positions=2048,
+            family="qwen3",
+            qk_norm=True,
+        )
         model = decoder_model(config)
         params = model.init(torch.Generator().manual_seed(0))
         for layer in params["layers"]:  # then a token depends on the one before alone, and greedy texts become loops

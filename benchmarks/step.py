@@ -54,9 +54,16 @@ THREADS = flags.DEFINE_integer("threads", 1, "CPU threads")
 INSTALL = "trl is not installed here, so there is nothing to compare with: pip install trl datasets accelerate"
 REWARD = "def reward(prompt, completion, **fields):\n    return sum(map(ord, completion)) % 97 / 97\n"
 PHASES = (
-    "generate", "reward", "score_policy", "score_reference", "score_critic", "advantage", "update_critic",
-    "update_policy", "reshard",
-)  # fmt: skip
+    "generate",
+    "reward",
+    "score_policy",
+    "score_reference",
+    "score_critic",
+    "advantage",
+    "update_critic",
+    "update_policy",
+    "reshard",
+)
 LR = 1e-5
 
 Seconds = tuple[float, float]  # CPU, wall
@@ -116,9 +123,17 @@ def make_files(folder: Path) -> Files:
     files = Files(folder / "model", folder / "prompts.jsonl", folder / "reward.py")
     heads = max(1, EMBED.value // 64)
     config = decoder_config(
-        vocab=VOCAB.value, embed=EMBED.value, layers=LAYERS.value, heads=heads, kv_heads=max(1, heads // 2), head=64,
-        mlp=4 * EMBED.value, bos=1, eos=(1,), pad=0,
-    )  # fmt: skip
+        vocab=VOCAB.value,
+        embed=EMBED.value,
+        layers=LAYERS.value,
+        heads=heads,
+        kv_heads=max(1, heads // 2),
+        head=64,
+        mlp=4 * EMBED.value,
+        bos=1,
+        eos=(1,),
+        pad=0,
+    )
     alphabet = "".join(chr(0x4E00 + i) for i in range(VOCAB.value - 2))
     model = decoder_model(config)
     hf.save(files.model, model, model.init(torch.Generator().manual_seed(0)), character_tokenizer(alphabet))
@@ -132,10 +147,18 @@ def make_files(folder: Path) -> Files:
 def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], Times]:
     """A function that takes one step of funrl and says how long each phase took."""
     settings = settings_of(
-        device="cpu", compile="off", model=str(files.model), prompts=str(files.prompts),
-        reward=f"{files.reward}:reward", batch_prompts=PROMPTS.value, samples_per_prompt=SAMPLES.value,
-        max_new_tokens=NEW.value, minibatches=1, token_budget=TOKEN_BUDGET.value, lr=LR,
-    )  # fmt: skip
+        device="cpu",
+        compile="off",
+        model=str(files.model),
+        prompts=str(files.prompts),
+        reward=f"{files.reward}:reward",
+        batch_prompts=PROMPTS.value,
+        samples_per_prompt=SAMPLES.value,
+        max_new_tokens=NEW.value,
+        minibatches=1,
+        token_budget=TOKEN_BUDGET.value,
+        lr=LR,
+    )
     job, mesh = prepare(settings, compose), single()
     clock = BothClock()
     run, state = loop.begin_run(job, mesh, Silent(), clock=clock)
@@ -164,11 +187,23 @@ def with_trl(files: Files, folder: Path, after_step: Callable[[Times], None]) ->
     space: dict = {}
     exec(REWARD, space)
     args = GRPOConfig(
-        output_dir=str(folder / "trl"), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to=[],
-        save_strategy="no", disable_tqdm=True, logging_strategy="no", max_completion_length=NEW.value,
-        per_device_train_batch_size=PROMPTS.value * SAMPLES.value, num_generations=SAMPLES.value,
-        max_steps=TURNS.value + 1, learning_rate=LR, lr_scheduler_type="constant", beta=KL.value, loss_type="grpo",
-    )  # fmt: skip
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_strategy="no",
+        max_completion_length=NEW.value,
+        per_device_train_batch_size=PROMPTS.value * SAMPLES.value,
+        num_generations=SAMPLES.value,
+        max_steps=TURNS.value + 1,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        beta=KL.value,
+        loss_type="grpo",
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.float32),
         reward_funcs=lambda prompts, completions, **_: [space["reward"]("", c) for c in completions],

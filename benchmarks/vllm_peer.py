@@ -80,16 +80,24 @@ class Peer:
         threads = str(torch.get_num_threads())
         device = {name: value for name, value in os.environ.items() if name.startswith(DEVICE_VARIABLES)}
         environment = device | {
-            "PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "OMP_NUM_THREADS": threads, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": threads,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "HF_HUB_OFFLINE": "1",
             "PYTHONPATH": str(Path(__file__).parents[1]),
-        }  # fmt: skip
+        }
         program = ENGINE_PEER if options.mode == "engine" else PEER
         numbers = str(options.cache_bytes), str(options.rows)
         self.process = subprocess.Popen(
             [options.python, "-c", program, self.folder.name, dtype, options.mode, options.clock, *numbers],
-            cwd=Path(__file__).parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+            cwd=Path(__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
 
     def __enter__(self) -> Peer:
         self._read("ready")

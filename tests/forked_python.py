@@ -148,9 +148,16 @@ def start_python(
             os._exit(1)
 
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True, env=environment,
-        start_new_session=True, restore_signals=not forks, preexec_fn=become if forks else None,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        env=environment,
+        start_new_session=True,
+        restore_signals=not forks,
+        preexec_fn=become if forks else None,
+    )
 
 
 @functools.cache

@@ -10,9 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import chaos
 
 pytestmark = [
-    pytest.mark.gloo, pytest.mark.slow,
+    pytest.mark.gloo,
+    pytest.mark.slow,
     pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc"),
-]  # fmt: skip
+]
 
 
 def test_kills_lose_nothing(tmp_path):

@@ -20,8 +20,10 @@ from funrl import algos  # noqa: E402
 
 INTERNAL = {"kl_to", "or_token_ratio", "run_term"}
 KINDS = {  # what a piece returns: the heading, and one line
-    "Advantage": ("Advantages and corrections", "Links of a `chain`: `init() -> state`, "
-                  "`update(signal, state, batch) -> (signal, state)`."),
+    "Advantage": (
+        "Advantages and corrections",
+        "Links of a `chain`: `init() -> state`, `update(signal, state, batch) -> (signal, state)`.",
+    ),
     "Controller": ("Controllers of a KL in the reward", "For `token_rewards` and `kl_in_reward`."),
     "Lambda": ("Lambdas of `gae`", "A lambda for each row."),
     "Term": ("Terms", "`(logp, batch) -> (loss per token, metrics)`; joined by `add`, `scale` and `weighted`."),
@@ -33,7 +35,7 @@ KINDS = {  # what a piece returns: the heading, and one line
     "Loss": ("Losses", "What a role minimises: made by `reduce`, joined by `sum_losses`."),
     "Reduction": ("Reductions", "From a loss per token to one number, for `reduce`."),
     "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
-}  # fmt: skip
+}
 FORMULA = re.compile(
     r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
 )

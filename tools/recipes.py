@@ -15,9 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "recipes.md"
 PRESETS = {  # of recipes/, with the config.json of its model in recipes/models/
-    "qwen2.5_0.5b_1gpu": "qwen2.5_0.5b", "qwen2.5_7b_8gpus": "qwen2.5_7b", "llama3_70b_8nodes": "llama3_70b",
-    "llama3_70b_64nodes": "llama3_70b", "qwen2.5_vl_7b_8gpus": "qwen2.5_vl_7b",
-}  # fmt: skip
+    "qwen2.5_0.5b_1gpu": "qwen2.5_0.5b",
+    "qwen2.5_7b_8gpus": "qwen2.5_7b",
+    "llama3_70b_8nodes": "llama3_70b",
+    "llama3_70b_64nodes": "llama3_70b",
+    "qwen2.5_vl_7b_8gpus": "qwen2.5_vl_7b",
+}
 
 
 def dry_run(preset: str) -> str:

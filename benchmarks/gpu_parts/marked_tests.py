@@ -31,6 +31,9 @@ def marked_test_rows(bench: Bench) -> Rows:
     lines = (done.stdout.strip() or done.stderr.strip() or "no output").splitlines()
     passed = re.search(r"(\d+) passed", lines[-1])
     yield Row(
-        f"tests marked gpu, in {len(files)} files", float(passed[1] if passed else 0), "passed", note=lines[-1],
+        f"tests marked gpu, in {len(files)} files",
+        float(passed[1] if passed else 0),
+        "passed",
+        note=lines[-1],
         failed=failed,
-    )  # fmt: skip
+    )

@@ -22,9 +22,15 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
 
 QWEN3 = {
-    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "attention_bias": False, "tie_word_embeddings": True, "max_position_embeddings": 40960,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
 SIZES = {  # layers, embed, heads, key-value heads, head, mlp, vocabulary
     "1.7B": (28, 2048, 16, 8, 128, 6144, 151936),
     "0.2M": (2, 64, 4, 2, 16, 192, 1024),
@@ -43,9 +49,14 @@ def config_file(name: str) -> Iterator[str]:
         yield str(QWEN25_7B)
         return
     names = (
-        "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "vocab_size",
-    )  # fmt: skip
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    )
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(QWEN3 | dict(zip(names, SIZES[name], strict=True))))
@@ -96,13 +107,20 @@ class Training(NamedTuple):
         with config_file(self.model) as path:
             settings = settings_of(
                 **{
-                    "model": path, "mesh": "dp1", "generate_mesh": "dp1", "dtype": "bfloat16",
-                    "batch_prompts": self.rows // 2, "samples_per_prompt": 2, "max_new_tokens": self.row - self.prompt,
-                    "token_budget": self.tokens, "score_token_budget": self.tokens, "minibatches": UPDATES,
+                    "model": path,
+                    "mesh": "dp1",
+                    "generate_mesh": "dp1",
+                    "dtype": "bfloat16",
+                    "batch_prompts": self.rows // 2,
+                    "samples_per_prompt": 2,
+                    "max_new_tokens": self.row - self.prompt,
+                    "token_budget": self.tokens,
+                    "score_token_budget": self.tokens,
+                    "minibatches": UPDATES,
                 }
                 | self.flags
                 | flags
-            )  # fmt: skip
+            )
             return dry_run.plain_job(settings, grpo(kl_coef=0.0), bench.hardware.memory)
 
     def estimate(self, bench: Bench, **flags: Any) -> Estimate:

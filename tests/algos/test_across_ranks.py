@@ -53,18 +53,32 @@ def drawn():
     mask = (at >= start) & (at < length[:, None])
     mask[7] = False  # an empty completion
     fixed = {
-        "mask": mask, "sampled": mask, "selected": mask & (at % 2 == 0), "length": length,
-        "tokens": torch.from_numpy(rng.integers(0, 99, (B, T))), "group": torch.arange(B) // GROUP,
-        "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2, "truncated": length > 600,
-        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(), "imitated": mask & (at % 3 == 0),
+        "mask": mask,
+        "sampled": mask,
+        "selected": mask & (at % 2 == 0),
+        "length": length,
+        "tokens": torch.from_numpy(rng.integers(0, 99, (B, T))),
+        "group": torch.arange(B) // GROUP,
+        "score": torch.from_numpy(rng.integers(0, 3, B)).double() / 2,
+        "truncated": length > 600,
+        "greedy_score": torch.from_numpy(rng.integers(0, 2, B)).double(),
+        "imitated": mask & (at % 3 == 0),
         "demonstration": mask & (torch.arange(B) % GROUP == 1)[:, None],
-        "scores": torch.from_numpy(rng.random((B, 3))).double(), "label": mask.double(),
-        "mismatched": torch.arange(B) % 2 == 1, "failed": torch.arange(B) % 7 == 3,
-        "stale": mask.roll(1, 1) & mask, "observed": mask & (at % 5 == 0), "unit": torch.arange(B),
-        "author": torch.where(mask, 1, at % 4), "state": torch.where(mask, (at // 300 + length[:, None]) % 3, 0),
-        "episode": torch.arange(B), "agent": torch.zeros(B, dtype=torch.int64), "episode_tokens": mask.sum(1),
-        "episode_first": torch.ones(B, dtype=torch.bool), "turn": (torch.arange(T) >= 300).long().expand(B, T),
-    }  # fmt: skip
+        "scores": torch.from_numpy(rng.random((B, 3))).double(),
+        "label": mask.double(),
+        "mismatched": torch.arange(B) % 2 == 1,
+        "failed": torch.arange(B) % 7 == 3,
+        "stale": mask.roll(1, 1) & mask,
+        "observed": mask & (at % 5 == 0),
+        "unit": torch.arange(B),
+        "author": torch.where(mask, 1, at % 4),
+        "state": torch.where(mask, (at // 300 + length[:, None]) % 3, 0),
+        "episode": torch.arange(B),
+        "agent": torch.zeros(B, dtype=torch.int64),
+        "episode_tokens": mask.sum(1),
+        "episode_first": torch.ones(B, dtype=torch.bool),
+        "turn": (torch.arange(T) >= 300).long().expand(B, T),
+    }
 
     def value(name, like):
         if name in fixed:
@@ -109,9 +123,10 @@ def losses(pairs):
     """
     found = {
         f"{name} {role}": loss
-        for name, made in RECIPES.items() if pairs or made.example == "row"
+        for name, made in RECIPES.items()
+        if pairs or made.example == "row"
         for role, loss in made.losses.items()
-    }  # fmt: skip
+    }
     for row in TABLE:
         if row.kind == "loss" and (pairs or row not in rows_preference.ROWS):
             found[row.name] = row.make()

@@ -78,8 +78,10 @@ def test_losses_are_those_of_a_loop_over_episodes(seed, form):
     units = random_episodes(seed)
     batch = batch_of(units)
     x = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    loss = reduce_loss(lambda x, batch: (x, {}), {"sequence_mean": sequence_mean(), "constant_mean": constant_mean(7.0),
-                                                  "token_mean": token_mean()}[form])  # fmt: skip
+    loss = reduce_loss(
+        lambda x, batch: (x, {}),
+        {"sequence_mean": sequence_mean(), "constant_mean": constant_mean(7.0), "token_mean": token_mean()}[form],
+    )
     row = 0
     totals, counts = [], []
     for *_, masks in units:
@@ -100,12 +102,15 @@ def test_packed_rows_give_the_same_sums_as_rows_side_by_side():
     x = torch.randn(batch.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     B = len(x)
     loss = reduce_loss(lambda x, batch: (x, {}), sequence_mean())
-    wide = {name: getattr(batch, name)[:, None].expand(B, T).reshape(1, -1) for name in ("episode_tokens",
-                                                                                         "episode_first")}  # fmt: skip
+    wide = {
+        name: getattr(batch, name)[:, None].expand(B, T).reshape(1, -1) for name in ("episode_tokens", "episode_first")
+    }
     packed = Batch(
-        tokens=batch.tokens.reshape(1, -1), mask=batch.mask.reshape(1, -1),
-        segments=(1 + torch.arange(B))[:, None].expand(B, T).reshape(1, -1), **wide,
-    )  # fmt: skip
+        tokens=batch.tokens.reshape(1, -1),
+        mask=batch.mask.reshape(1, -1),
+        segments=(1 + torch.arange(B))[:, None].expand(B, T).reshape(1, -1),
+        **wide,
+    )
     assert loss(x.reshape(1, -1), packed)[0].item() == pytest.approx(loss(x, batch)[0].item(), abs=1e-14)
 
 

@@ -44,8 +44,9 @@ def test_the_formulas_of_recipes_are_those_of_their_papers():
         "policy": f"1 / n sum_i 1 / |o_i| sum_(t in o_i) [-{CLIPPED} + 0.04 KL_k3(pi || pi_ref)]"
     }
     assert [plain(step.formula) for step in explain_algorithm(recipe("grpo")()).steps[:2]] == [
-        "x_i - mean_G(x)", "x_i / (std_G(x) + 10^-6)"
-    ]  # fmt: skip
+        "x_i - mean_G(x)",
+        "x_i / (std_G(x) + 10^-6)",
+    ]
     assert losses_of(recipe("ppo")(value_clip=None, dual_clip=None)) == {
         "critic": MEAN + "(V_t - R_t)^2 / 2",
         "policy": MEAN + f"[-{CLIPPED}]",
@@ -179,8 +180,9 @@ def test_weights_of_two_corrections_are_multiplied():
     pieces = importance_weights(), algos.mask_truncated(in_denominator=True), algos.normalise_weights()
     steps = explain_algorithm(corrected(recipe("grpo")(), *pieces)).steps[1:3]
     assert [plain(step.statements[0]) for step in steps] == [
-        "w_t <- w_t 1[row i was not cut off]", "w_t <- w_t / mean(w)"
-    ]  # fmt: skip
+        "w_t <- w_t 1[row i was not cut off]",
+        "w_t <- w_t / mean(w)",
+    ]
 
 
 def test_penalties_are_written_for_the_signal_that_they_get():

@@ -57,9 +57,9 @@ def trl_grpo(batch, logp, **config):
         gap = batch.ref_logp - logp
         kl = gap.exp() - gap - 1
         loss = loss + beta * (kl * r if config.get("use_bias_correction_kl", True) else kl)
-    reduced = {
-        "grpo": sequence_mean, "sapo": sequence_mean, "dr_grpo": lambda x, m: (x * m).sum() / (len(x) * 64)
-    }.get(loss_type, token_mean)(loss, mask)  # fmt: skip
+    reduced = {"grpo": sequence_mean, "sapo": sequence_mean, "dr_grpo": lambda x, m: (x * m).sum() / (len(x) * 64)}.get(
+        loss_type, token_mean
+    )(loss, mask)
     return reduced - config.get("entropy_coef", 0.0) * token_mean(batch.entropy, mask)
 
 
@@ -124,10 +124,11 @@ def trl_dpo(batch, logp, **config):
     kind, coefficient = config.get("f_divergence_type", "reverse_kl"), config.get("f_alpha_divergence_coef", 0.5)
     bent = coefficient - 1
     score = {
-        "reverse_kl": lambda h: h, "forward_kl": lambda h: 1 - (-h).exp(),
+        "reverse_kl": lambda h: h,
+        "forward_kl": lambda h: 1 - (-h).exp(),
         "js_divergence": lambda h: math.log(2) + logsigmoid(h),
         "alpha_divergence": lambda h: h if coefficient == 1 else (bent * h).expm1() / bent,
-    }[kind]  # fmt: skip
+    }[kind]
     d = score(c) - score(r)
     mean = score(c) / lengths[0::2] - score(r) / lengths[1::2]
     q, p = torch.sigmoid(beta * d), torch.sigmoid(-beta * d)
@@ -135,19 +136,22 @@ def trl_dpo(batch, logp, **config):
     wide = torch.sort(policy[0::2] - policy[1::2]).values - torch.sort(reference[0::2] - reference[1::2]).values
     g = torch.sigmoid(beta * d / 0.05)
     losses = {
-        "sigmoid": lambda: -logsigmoid(beta * d), "hinge": lambda: relu(1 - beta * d),
-        "ipo": lambda: (mean - 1 / (2 * beta)) ** 2, "sigmoid_norm": lambda: -logsigmoid(beta * mean),
+        "sigmoid": lambda: -logsigmoid(beta * d),
+        "hinge": lambda: relu(1 - beta * d),
+        "ipo": lambda: (mean - 1 / (2 * beta)) ** 2,
+        "sigmoid_norm": lambda: -logsigmoid(beta * mean),
         "exo_pair": lambda: q * (q.log() - math.log(1 - eps)) + p * (p.log() - math.log(eps)),
         "nca_pair": lambda: -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r),
         "robust": lambda: (-(1 - eps) * logsigmoid(beta * d) + eps * logsigmoid(-beta * d)) / (1 - 2 * eps),
         "bco_pair": lambda: -logsigmoid(beta * c) - logsigmoid(-beta * r),
         "sppo_hard": lambda: (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2,
-        "aot": lambda: smooth(wide), "aot_unpaired": lambda: smooth(torch.sort(c).values - torch.sort(r).values),
+        "aot": lambda: smooth(wide),
+        "aot_unpaired": lambda: smooth(torch.sort(c).values - torch.sort(r).values),
         "apo_zero": lambda: 1 - torch.sigmoid(beta * c) + torch.sigmoid(beta * r),
         "apo_down": lambda: torch.sigmoid(beta * c) + 1 - torch.sigmoid(beta * (c - r)),
         "discopop": lambda: -logsigmoid(beta * d) * (1 - g) + (-beta * d).exp() * g,
         "sft": lambda: -logp[0::2][mask[0::2]].mean().expand(3),
-    }  # fmt: skip
+    }
     names = config.get("loss_type", ["sigmoid"])
     total = torch.zeros((), dtype=torch.float64)
     for name, factor in zip(names, config.get("loss_weights", [1.0] * len(names)), strict=True):
@@ -329,9 +333,12 @@ def test_dppo_in_verl_with_the_engine_as_sampler(tmp_path):
 def test_dr_grpo_in_verl(tmp_path):
     batch, logp = grouped()
     config = {
-        "algorithm.norm_adv_by_std_in_grpo": False, AGGREGATION: "seq-mean-token-sum-norm",
-        f"{ACTOR}.loss_scale_factor": 32, "data.max_response_length": 32, **ONCE,
-    }  # fmt: skip
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        AGGREGATION: "seq-mean-token-sum-norm",
+        f"{ACTOR}.loss_scale_factor": 32,
+        "data.max_response_length": 32,
+        **ONCE,
+    }
     found = read(tmp_path, VERL | config)
     a, exact = by_group(batch.score, None)[:, None].expand_as(logp), batch.old_logp  # one update: all ratios are 1
 
@@ -393,17 +400,37 @@ def test_ppo_in_verl(tmp_path):
 
 
 OTHERS = [  # estimator, configuration, advantage, reduction; one update a batch, so all ratios are 1
-    ("reinforce_plus_plus", KL | {"algorithm.gamma": 0.9},
-     lambda b: whitened(to_go(token_rewards(b, 0.2), 0.9), b.mask), token_mean),
-    ("reinforce_plus_plus_baseline", {},
-     lambda b: whitened(by_group(b.score, None)[:, None].expand(6, 7), b.mask), token_mean),
-    ("rloo", KL | {AGGREGATION: "seq-mean-token-sum"},
-     lambda b: 1.5 * by_group(token_rewards(b, 0.2).sum(1), None)[:, None].expand(6, 7), sequence_sum),
-    ("rloo_vectorized", {AGGREGATION: "seq-mean-token-sum"},
-     lambda b: 1.5 * by_group(b.score, None)[:, None].expand(6, 7), sequence_sum),
-    ("remax", KL | {AGGREGATION: "seq-mean-token-sum"},
-     lambda b: to_go(token_rewards(b, 0.2), 1.0) - b.greedy_score[:, None], sequence_sum),
-]  # fmt: skip
+    (
+        "reinforce_plus_plus",
+        KL | {"algorithm.gamma": 0.9},
+        lambda b: whitened(to_go(token_rewards(b, 0.2), 0.9), b.mask),
+        token_mean,
+    ),
+    (
+        "reinforce_plus_plus_baseline",
+        {},
+        lambda b: whitened(by_group(b.score, None)[:, None].expand(6, 7), b.mask),
+        token_mean,
+    ),
+    (
+        "rloo",
+        KL | {AGGREGATION: "seq-mean-token-sum"},
+        lambda b: 1.5 * by_group(token_rewards(b, 0.2).sum(1), None)[:, None].expand(6, 7),
+        sequence_sum,
+    ),
+    (
+        "rloo_vectorized",
+        {AGGREGATION: "seq-mean-token-sum"},
+        lambda b: 1.5 * by_group(b.score, None)[:, None].expand(6, 7),
+        sequence_sum,
+    ),
+    (
+        "remax",
+        KL | {AGGREGATION: "seq-mean-token-sum"},
+        lambda b: to_go(token_rewards(b, 0.2), 1.0) - b.greedy_score[:, None],
+        sequence_sum,
+    ),
+]
 
 
 @pytest.mark.parametrize(("estimator", "config", "advantage", "reduce"), OTHERS, ids=[one[0] for one in OTHERS])

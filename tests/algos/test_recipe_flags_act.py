@@ -19,10 +19,17 @@ from funrl.trainer.settings.settings import settings_flags
 MADE = {"advantage", "returns", "weight", "imitated", "selected", "entropy_coefficient", "sampled"}
 NUMBERS = (0.05, 0.3, 0.45, 1.2, 1.7, 3.0, 6.0, 0.999)
 TEXTS = {  # values of arguments that are words
-    "kl_kind": "k1", "pf_ppo.kind": "max_min", "dppo.kind": "kl", "dppo.sampled_by": "old_logp",
-    "distillation.kind": "forward", "dpo.loss": "hinge", "online_dpo.loss": "hinge", "dpo.divergence": "js",
-    "spin.loss": "hinge", "rollout_is.sampled_by": "old_logp",
-}  # fmt: skip
+    "kl_kind": "k1",
+    "pf_ppo.kind": "max_min",
+    "dppo.kind": "kl",
+    "dppo.sampled_by": "old_logp",
+    "distillation.kind": "forward",
+    "dpo.loss": "hinge",
+    "online_dpo.loss": "hinge",
+    "dpo.divergence": "js",
+    "spin.loss": "hinge",
+    "rollout_is.sampled_by": "old_logp",
+}
 GIVEN_SIDE_BY_SIDE = {"pair": pairs_of_example, "demonstrated": pairs_of_example, "triple": triples_of_example}
 BESIDE = {  # what an argument needs beside it to act
     "kl_target": {"kl_coef": 0.1},

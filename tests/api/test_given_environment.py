@@ -12,9 +12,15 @@ from funrl.rollout.episodes import Episode
 from funrl.trainer.settings.declaration import SettingsError
 
 TINY = {
-    "steps": 1, "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "eval_prompts": 4, "device": "cpu",
-    "compile": "off", "warmstart_steps": 0,
-}  # fmt: skip
+    "steps": 1,
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 4,
+    "eval_prompts": 4,
+    "device": "cpu",
+    "compile": "off",
+    "warmstart_steps": 0,
+}
 PROMPTS = [{"prompt": f"{n}+{n}=", "turns": 2} for n in range(3, 23)]
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 

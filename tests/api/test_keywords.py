@@ -60,12 +60,19 @@ def test_the_keywords_are_the_settings_and_the_arguments_of_recipes():
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("steps", np.int64(3), 3), ("steps", np.uint8(3), 3), ("lr", np.float32(0.5), 0.5), ("lr", np.int16(1), 1),
-        ("lr", np.longdouble(2), 2.0), ("fsdp", np.bool_(True), True), ("save_every", 0, "0"),
-        ("save_every", np.int8(5), "5"), ("run_dir", Path("a/b"), "a/b"), ("save_every", "10m", "10m"),
+        ("steps", np.int64(3), 3),
+        ("steps", np.uint8(3), 3),
+        ("lr", np.float32(0.5), 0.5),
+        ("lr", np.int16(1), 1),
+        ("lr", np.longdouble(2), 2.0),
+        ("fsdp", np.bool_(True), True),
+        ("save_every", 0, "0"),
+        ("save_every", np.int8(5), "5"),
+        ("run_dir", Path("a/b"), "a/b"),
+        ("save_every", "10m", "10m"),
         ("generate_mesh", None, None),
     ],
-)  # fmt: skip
+)
 def test_values_of_other_types_become_those_of_the_flag(name, value, wanted):
     flag = settings_flags()[name]
     found = python_value(flag, value)

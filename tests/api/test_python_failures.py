@@ -15,8 +15,13 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.step import NotFiniteError
 
 TINY = {
-    "steps": 3, "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "eval_prompts": 2, "device": "cpu",
-}  # fmt: skip
+    "steps": 3,
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 4,
+    "eval_prompts": 2,
+    "device": "cpu",
+}
 PROMPTS = [{"prompt": f"{n}+{n}=", "wanted": str(n % 10)} for n in range(3, 23)]
 
 
@@ -62,8 +67,14 @@ def test_a_reward_that_raises_ends_in_an_exception_with_the_cause_and_the_run_so
 def test_updates_that_are_not_finite_end_in_an_exception():
     with pytest.raises(funrl.RunError, match="3 in a row were left out") as caught:
         broken = algorithm(scale(math.inf, clipped_surrogate()))
-        funrl.train(broken, prompts=PROMPTS, reward=lambda prompt, completion, wanted: len(completion),
-                    max_skipped=3, minibatches=1, **TINY)  # fmt: skip
+        funrl.train(
+            broken,
+            prompts=PROMPTS,
+            reward=lambda prompt, completion, wanted: len(completion),
+            max_skipped=3,
+            minibatches=1,
+            **TINY,
+        )
     assert isinstance(caught.value.__cause__, NotFiniteError)
     assert [row["update/skipped"] for row in caught.value.run.metrics] == [1, 1, 1]
 

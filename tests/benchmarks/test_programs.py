@@ -22,15 +22,18 @@ PROGRAMS = {  # program: its flags, and a line of its table
     "checkpoint": ("--gb=0.01 --rounds=2 --step_s=0.1", rf"^write +{NUMBER} s +{NUMBER} GB/s"),
     "data_plane": ("--rows=256 --longest=256 --budget=512 --lines=100 --ranks 4", rf"^ppo +4 +\d+ .* {NUMBER} s$"),
     "decode_kernel": (
-        "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1", rf"^ +4x256 +float32 +1 +{NUMBER}",
+        "--models=4x256 --dtypes=float32 --batches=1 --new_tokens=4 --repeats=1",
+        rf"^ +4x256 +float32 +1 +{NUMBER}",
     ),
     "delta_net": (
-        "--key_heads=1 --value_heads=2 --key=8 --value=8 --tokens=70 --rounds=1", rf"^ratio +{NUMBER} +{NUMBER}$",
+        "--key_heads=1 --value_heads=2 --key=8 --value=8 --tokens=70 --rounds=1",
+        rf"^ratio +{NUMBER} +{NUMBER}$",
     ),
     "dry_run_memory": ("--shapes=1M", rf"^\| 1.\d M \| dp1 \| {NUMBER} .* %"),
     "episodes": ("--turns=2 --repeats=1", rf"^ +2 +{NUMBER} +{NUMBER} us +{NUMBER} us +{NUMBER} us +\d+%$"),
     "generate": (
-        "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1", rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
+        "--models=1x128:256 --dtypes=float32 --batches=1 --repeats=1",
+        rf"^ +1x128:256 +float32 +1 \| native {NUMBER}",
     ),
     "gpu": (  # tests/benchmarks/test_gpu.py has its other parts
         "--device=cpu --small --tests --parts=compile,tests --out=table",
@@ -59,7 +62,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
         "--layers=1 --embed=32 --tokens=8 --vocab=32 --turns=1",
         rf"^ +1 +{NUMBER} +{NUMBER} +{NUMBER} +\d+ +{NUMBER} +{NUMBER}$",
     ),
-}  # fmt: skip
+}
 PARTS = {"handwritten_jax", "random_trainer", "serve_client", "vllm_peer", "weightless"}  # of the others
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 

@@ -14,13 +14,22 @@ from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import SettingsError
 
 SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 RUN = {
-    "batch_prompts": 2, "samples_per_prompt": 2, "max_new_tokens": 3, "eval_prompts": 2, "device": "cpu",
+    "batch_prompts": 2,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 3,
+    "eval_prompts": 2,
+    "device": "cpu",
     "prompts": [{"prompt": f"{i}+{i + 3}="} for i in range(4)],
-}  # fmt: skip
+}
 KEEPS = RUN | {"kl_coef": 0.0}  # with equal rewards, no step moves a weight
 NAME = "adapter/adapter_model.safetensors"
 

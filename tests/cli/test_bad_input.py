@@ -180,7 +180,7 @@ BAD = [  # flags, and what the one line says
     (["--algorithm=funrl.algos.core"], "write FILE.py:function or module:function"),
     (["--algorithm=funrl.algos.core:chains"], "has no 'chains'; its functions: "),
     (["--algorithm=pppo"], "--algorithm=pppo: no recipe has this name; did you mean ppo?"),
-]  # fmt: skip
+]
 
 
 def call(flags, own, run_dir):

@@ -94,18 +94,33 @@ LINES = [
     *(json.dumps({"prompt": [{"role": "user", "content": content}]}) for content in FEW),
     *(json.dumps({"prompt": ["x", message]}) for message in FEW),
     *(GOOD_LINE[:cut] for cut in range(1, len(GOOD_LINE))),
-    '{"prompt": "\\ud800"}', '{"prompt": "1", "answer": "\\udfff"}', "[" * 10**5, '{"prompt": ' + "[" * 10**5,
-    '{"prompt": "1", "completion": "2"}', '{"prompt": "1" "answer": 2}', "\x00", "{'prompt': '1'}", "NaN", "1" * 5000,
-]  # fmt: skip
+    '{"prompt": "\\ud800"}',
+    '{"prompt": "1", "answer": "\\udfff"}',
+    "[" * 10**5,
+    '{"prompt": ' + "[" * 10**5,
+    '{"prompt": "1", "completion": "2"}',
+    '{"prompt": "1" "answer": 2}',
+    "\x00",
+    "{'prompt': '1'}",
+    "NaN",
+    "1" * 5000,
+]
 
 CONFIG_VALUES = (None, "x", [], {"a": []}, -1, 0, 10**30, 1.5, True)
 CONFIG_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 TYPED_FIELDS = {
-    "rms_norm_eps": ("x", None, [], 0, True), "rope_theta": ("x", None, {}, -1), "head_dim": ("x", 0, 10**30),
-    "num_key_value_heads": ("x", [], 0), "eos_token_id": ("x", {}, [None]), "tie_word_embeddings": ("x", 3, []),
-    "rope_scaling": ("x", [1], {"rope_type": 3}, {"rope_type": "linear", "factor": "x"}), "dtype": (3, "int8", []),
-    "layer_types": ("x", 3, [1]), "architectures": ("x", 3), "model_type": (None, 3, [], "nonsense"),
-}  # fmt: skip
+    "rms_norm_eps": ("x", None, [], 0, True),
+    "rope_theta": ("x", None, {}, -1),
+    "head_dim": ("x", 0, 10**30),
+    "num_key_value_heads": ("x", [], 0),
+    "eos_token_id": ("x", {}, [None]),
+    "tie_word_embeddings": ("x", 3, []),
+    "rope_scaling": ("x", [1], {"rope_type": 3}, {"rope_type": "linear", "factor": "x"}),
+    "dtype": (3, "int8", []),
+    "layer_types": ("x", 3, [1]),
+    "architectures": ("x", 3),
+    "model_type": (None, 3, [], "nonsense"),
+}
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 TABLES = [
     *({"a": value} for value in VALUES),
@@ -118,12 +133,23 @@ INDEXES = [*VALUES, *({"weight_map": value} for value in VALUES if value != {"a"
 INDEXES += [{"weight_map": {"x": value}} for value in (*VALUES, "../x", "/etc/passwd", "a\0b", "y" * 300, "gone")]
 
 REWARDS = {
-    "syntax": "def reward(:", "indent": "  x = 1\n y = 2", "import": "import no_such_module", "raises": "1 / 0",
-    "leaves": "import sys\nsys.exit(0)", "empty": "", "value": "reward = 3", "none": "reward = None",
-    "text": "reward = 'f'", "no_arguments": "def reward():\n    return 1", "one": "def reward(prompt):\n    return 1",
-    "more": "def reward(prompt, completion, answer):\n    return 1", "named": "def reward(*, x):\n    return 1",
-    "null": "\0", "other": "def rewrad(prompt, completion):\n    return 1", "deep": "(" * 500,
-}  # fmt: skip
+    "syntax": "def reward(:",
+    "indent": "  x = 1\n y = 2",
+    "import": "import no_such_module",
+    "raises": "1 / 0",
+    "leaves": "import sys\nsys.exit(0)",
+    "empty": "",
+    "value": "reward = 3",
+    "none": "reward = None",
+    "text": "reward = 'f'",
+    "no_arguments": "def reward():\n    return 1",
+    "one": "def reward(prompt):\n    return 1",
+    "more": "def reward(prompt, completion, answer):\n    return 1",
+    "named": "def reward(*, x):\n    return 1",
+    "null": "\0",
+    "other": "def rewrad(prompt, completion):\n    return 1",
+    "deep": "(" * 500,
+}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +259,7 @@ COMMANDS = [  # what one types, and the line that answers it; {own} is good, but
     ("export {own}", "error: {own} has no checkpoint; --save_every makes some"),
     ("grpo --run_dir={own}/model --device=cpu", "error: --run_dir={own}/model: holds a config.json that no run has"),
     ("grpo --resume --run_dir={run} {more} --optimizer=muon", "error: --resume: {run}/checkpoints/step-1 is of a run"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow
@@ -256,9 +282,16 @@ def test_there_are_enough():
 
 
 CHECKPOINT_FLAGS = (
-    "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0", "--samples_per_prompt=2", "--max_new_tokens=4",
-    "--reward_workers=0", "--save_every=1", "--steps=2", "--compile=off",
-)  # fmt: skip
+    "--batch_prompts=4",
+    "--eval_prompts=2",
+    "--warmstart_steps=0",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=4",
+    "--reward_workers=0",
+    "--save_every=1",
+    "--steps=2",
+    "--compile=off",
+)
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +358,15 @@ RECORDS = {
     **{f"{name} {value!r}": {(name,): value} for name in ("format", "step", "arrays", "files") for value in VALUES},
     **{f"{name} {value!r}": {(name,): value} for name in ("first", "run", "frozen") for value in VALUES if value != {}},
     **{f"array {value!r}": {("arrays", "step"): value} for value in (*VALUES, [[-1], "int64"], [[], "int65"], [[1]])},
-    "a file elsewhere": {("files", "../x"): 3}, "a file of another size": {("files", "manifest.ocdbt"): 10**30},
-    "a later format": {("format",): 2}, "another step": {("step",): 2},
-    "another model": {("run", "embed"): 16}, "another recipe": {("run", "learns"): ["critic", "policy"]},
-    "another optimizer": {("run", "optimizer"): "muon"}, "another vocabulary": {("run", "vocab"): 10**30},
-}  # fmt: skip
+    "a file elsewhere": {("files", "../x"): 3},
+    "a file of another size": {("files", "manifest.ocdbt"): 10**30},
+    "a later format": {("format",): 2},
+    "another step": {("step",): 2},
+    "another model": {("run", "embed"): 16},
+    "another recipe": {("run", "learns"): ["critic", "policy"]},
+    "another optimizer": {("run", "optimizer"): "muon"},
+    "another vocabulary": {("run", "vocab"): 10**30},
+}
 del RECORDS["run {'a': 1}"], RECORDS["frozen {'a': 1}"], RECORDS["first {'a': 1}"]  # what another version may add
 
 

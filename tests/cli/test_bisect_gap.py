@@ -18,8 +18,9 @@ def test_a_run_that_stopped_names_the_operation_and_goes_on(tmp_path, capsys, mo
     folder = tmp_path / "run"
     assert main("grpo", ["grpo", *RUN, "--steps=1", f"--run_dir={folder}"]) == 0
     assert said(capsys, "bisect", folder, "--gap") == (
-        2, f"error: {folder}/gap has no row: no gap of this run has been saved\n"
-    )  # fmt: skip
+        2,
+        f"error: {folder}/gap has no row: no gap of this run has been saved\n",
+    )
     right = attention.rotate
     with monkeypatch.context() as patch:
         patch.setattr(attention, "rotate", lambda x, rope: right(x, rope) * (1 + 1e-6))

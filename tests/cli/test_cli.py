@@ -38,11 +38,16 @@ def test_help_lists_every_experiment_and_recipe_in_a_line(capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("argv", "says"),
-    [((), "usage: funrl NAME"), (("pppo",), "did you mean ppo?"), (("dr_gprpo", "--steps=3"), "did you mean dr_grpo?"),
-     (("xyzzy",), "'xyzzy' is not an experiment or a recipe; funrl --help lists all"),
-     (("run",), "is not an experiment"), (("ppo", "--setps=3"), "did you mean --steps?"),
-     (("dr_grpo", "--setps=3"), "did you mean --steps?")],
-)  # fmt: skip
+    [
+        ((), "usage: funrl NAME"),
+        (("pppo",), "did you mean ppo?"),
+        (("dr_gprpo", "--steps=3"), "did you mean dr_grpo?"),
+        (("xyzzy",), "'xyzzy' is not an experiment or a recipe; funrl --help lists all"),
+        (("run",), "is not an experiment"),
+        (("ppo", "--setps=3"), "did you mean --steps?"),
+        (("dr_grpo", "--setps=3"), "did you mean --steps?"),
+    ],
+)
 def test_a_name_or_flag_that_is_not_there(argv, says, capsys):
     status, out, err = call(capsys, *argv)
     assert status == 2 and says in err and out == ""

@@ -102,8 +102,19 @@ def test_completions_are_printed_or_written(capsys, tmp_path):
     assert call(capsys, "generate", "plain", "--max_new_tokens=4", "--device=cpu", "--", "12+30=")[:2] == (0, out)
     sampled = ["--samples=2", "--temperature=1", "--max_new_tokens=3", "--device=cpu"]
     for mesh in ("dp1", "dp2"):
-        assert call(capsys, "generate", "own", "--prompts=p.jsonl", *sampled, f"--mesh={mesh}",
-                    f"--output={tmp_path / mesh}", "--limit=3")[0] == 0  # fmt: skip
+        assert (
+            call(
+                capsys,
+                "generate",
+                "own",
+                "--prompts=p.jsonl",
+                *sampled,
+                f"--mesh={mesh}",
+                f"--output={tmp_path / mesh}",
+                "--limit=3",
+            )[0]
+            == 0
+        )
     written = (tmp_path / "dp1").read_text()
     rows = [json.loads(line) for line in written.splitlines()]
     assert written == (tmp_path / "dp2").read_text() and len(rows) == 6

@@ -9,9 +9,15 @@ import funrl
 from funrl.cli import main as cli
 
 TINY = {
-    "steps": 1, "batch_prompts": 4, "samples_per_prompt": 2, "eval_prompts": 4, "device": "cpu", "compile": "off",
-    "max_new_tokens": 3, "warmstart_steps": 0,
-}  # fmt: skip
+    "steps": 1,
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "eval_prompts": 4,
+    "device": "cpu",
+    "compile": "off",
+    "max_new_tokens": 3,
+    "warmstart_steps": 0,
+}
 OWN = '''
 def twice(messages, **fields):
     """Says 1 once, then rewards a last reply with an odd number of characters."""

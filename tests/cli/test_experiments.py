@@ -18,8 +18,19 @@ from funrl.tasks import arithmetic
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")  # runpy, of what an earlier test imported
 
-REINFORCEMENT = ("ppo", "grpo", "dapo", "rloo", "remax", "reinforce_plus_plus", "gspo", "cispo", "prime", "vapo",
-                 "online_dpo")  # fmt: skip
+REINFORCEMENT = (
+    "ppo",
+    "grpo",
+    "dapo",
+    "rloo",
+    "remax",
+    "reinforce_plus_plus",
+    "gspo",
+    "cispo",
+    "prime",
+    "vapo",
+    "online_dpo",
+)
 RUN = ("ppo", "dapo", "remax", "prime", "vapo", "online_dpo")  # of these, the first of those that read the same
 SUPERVISED = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
@@ -99,8 +110,10 @@ def test_losses_of_the_family_of_dpo_learn(flags, tmp_path, capsys):
 
 def test_a_sum_of_losses_is_the_sum_of_their_values():
     tokenizer = arithmetic.tokenizer()
-    pairs = [text_example({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", tokenizer) for a, b in
-             (("2", "3"), ("02", "11"))]  # fmt: skip
+    pairs = [
+        text_example({"prompt": "1+1=", "chosen": a, "rejected": b}, "preferences", tokenizer)
+        for a, b in (("2", "3"), ("02", "11"))
+    ]
     batch = text_batch(pairs, 0)
     draw = torch.Generator().manual_seed(0)
     logp, ref = (-torch.rand(batch.mask.shape, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -171,8 +184,7 @@ def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
     model = tmp_path / "model"
     start = decoder_model(arithmetic.model_config())
     hf.save(model, start, start.init(torch.Generator().manual_seed(0)), arithmetic.tokenizer())
-    flags = ("--algorithm=gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}",
-             "--max_new_tokens=6")  # fmt: skip
+    flags = ("--algorithm=gdpo", f"--model={model}", f"--prompts={tmp_path / 'p.jsonl'}", "--max_new_tokens=6")
     seen = {}
     for weights in ("1,1", "1,-1", "1,x", "1"):
         folder = tmp_path / f"run {weights}"

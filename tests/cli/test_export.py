@@ -9,9 +9,17 @@ from funrl.cli.run import main
 from funrl.models.huggingface import directories as hf
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0",
-    "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1", "--reward_workers=0", "--lr=1e-2",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=2",
+    "--warmstart_steps=0",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=4",
+    "--save_every=1",
+    "--reward_workers=0",
+    "--lr=1e-2",
+)
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,17 @@ from funrl.cli.run import main
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0", "--steps=2",
-    "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1", "--reward_workers=0",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=2",
+    "--warmstart_steps=0",
+    "--steps=2",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=4",
+    "--save_every=1",
+    "--reward_workers=0",
+)
 REWARD = """
 import os
 

@@ -15,9 +15,16 @@ from funrl.track.records.run_directory import RunDirectoryError
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=4", "--samples_per_prompt=2", "--lr=1e-3",
-    "--max_new_tokens=4", "--warmstart_steps=0", "--dtype=float64",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=4",
+    "--samples_per_prompt=2",
+    "--lr=1e-3",
+    "--max_new_tokens=4",
+    "--warmstart_steps=0",
+    "--dtype=float64",
+)
 
 
 @pytest.fixture
@@ -47,15 +54,22 @@ def fill(folder, free):
     ("phase", "free", "flags", "steps"),
     [
         pytest.param(
-            "metrics", 40_000, ("--save_every=0", "--sample_every=1", "--steps=400"), range(1, 400),
+            "metrics",
+            40_000,
+            ("--save_every=0", "--sample_every=1", "--steps=400"),
+            range(1, 400),
             marks=pytest.mark.slow,
         ),
         ("model", 300_000, ("--save_every=0", "--steps=1"), (1,)),
         pytest.param(
-            "checkpoint", 1_500_000, ("--save_every=1", "--steps=2", "--mesh=dp2"), (1, 2), marks=pytest.mark.gloo,
+            "checkpoint",
+            1_500_000,
+            ("--save_every=1", "--steps=2", "--mesh=dp2"),
+            (1, 2),
+            marks=pytest.mark.gloo,
         ),
     ],
-)  # fmt: skip
+)
 def test_a_full_disk_ends_the_run_and_the_state_is_saved_elsewhere(
     phase, free, flags, steps, small_disk, elsewhere, capfd
 ):

@@ -60,12 +60,19 @@ def test_a_narrow_terminal_wraps_the_text(monkeypatch, capsys):
 
 def test_neighbours_with_the_same_text_share_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    flags = [Flag("low", 0.2, float, False, "how far"), Flag("high", 0.3, float, False, "how far"),
-             Flag("seed", None, int, True, "of it"), Flag("far", True, bool, False, "how far")]  # fmt: skip
+    flags = [
+        Flag("low", 0.2, float, False, "how far"),
+        Flag("high", 0.3, float, False, "how far"),
+        Flag("seed", None, int, True, "of it"),
+        Flag("far", True, bool, False, "how far"),
+    ]
     lines = help_text("program", "One line.", flags, None).splitlines()
     assert lines == [
-        "program [--flag=value ...]", "One line.", "", "The algorithm:",
+        "program [--flag=value ...]",
+        "One line.",
+        "",
+        "The algorithm:",
         "  --low=0.2, --high=0.3     how far",
         "  --seed                    of it",
         "  --far=true                how far",
-    ]  # fmt: skip
+    ]

@@ -13,9 +13,17 @@ from funrl.cli.run import main
 from funrl.compiled_kernels import kernel_library
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=4", "--samples_per_prompt=2", "--lr=1e-3",
-    "--max_new_tokens=4", "--dtype=float64", "--steps=2", "--save_every=1",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=4",
+    "--samples_per_prompt=2",
+    "--lr=1e-3",
+    "--max_new_tokens=4",
+    "--dtype=float64",
+    "--steps=2",
+    "--save_every=1",
+)
 
 
 def nobody(number):

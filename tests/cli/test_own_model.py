@@ -26,9 +26,11 @@ pytestmark = [
     pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is not there; FUNRL_DATA names the folder that has it"),
 ]
 FLAGS = [
-    f"--model={MODEL}", f"--prompts={ANIMALS / 'prompts.jsonl'}", f"--reward={ANIMALS / 'reward.py'}:score",
+    f"--model={MODEL}",
+    f"--prompts={ANIMALS / 'prompts.jsonl'}",
+    f"--reward={ANIMALS / 'reward.py'}:score",
     "--device=cpu",
-]  # fmt: skip
+]
 
 
 def run(run_dir, *flags):
@@ -71,9 +73,15 @@ def test_samples_join_to_text_and_the_model_opens_in_transformers(tmp_path):
 def test_the_reward_rises_and_the_text_stays_near_the_models(tmp_path):
     run_dir = tmp_path / "run"
     rows = run(
-        run_dir, "--mesh=dp2", "--steps=6", "--batch_prompts=16", "--samples_per_prompt=4", "--max_new_tokens=24",
-        "--lr=1e-3", "--kl_coef=0.05",
-    )  # fmt: skip
+        run_dir,
+        "--mesh=dp2",
+        "--steps=6",
+        "--batch_prompts=16",
+        "--samples_per_prompt=4",
+        "--max_new_tokens=24",
+        "--lr=1e-3",
+        "--kl_coef=0.05",
+    )
     rewards = [row["reward/mean"] for row in rows]
     assert rewards[0] < 0.2
     assert sum(rewards[-3:]) / 3 > rewards[0] + 0.15

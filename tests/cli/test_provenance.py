@@ -17,9 +17,18 @@ from funrl.trainer.checkpoints.checkpoint import recorded
 from funrl.trainer.storage.shard_server import CheckpointError, record_digest
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2", "--eval_every=2", "--warmstart_steps=0",
-    "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1", "--save_rollouts=1", "--reward_workers=0",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=2",
+    "--eval_every=2",
+    "--warmstart_steps=0",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=4",
+    "--save_every=1",
+    "--save_rollouts=1",
+    "--reward_workers=0",
+)
 REWARD = "def digits(prompt, completion):\n    return sum(map(completion.count, '12345')) - completion.count('+')\n"
 
 
@@ -113,8 +122,11 @@ def test_other_flags_and_files_are_said_and_each_start_keeps_its_own(own, capsys
     assert (first["step"], first["flags"]["lr"], second["step"], second["flags"]["lr"]) == (0, None, 2, 3e-5)
     assert config(own)["flags"] == second["flags"] and config(own)["inputs"] == second["inputs"]
     assert [name for name, x in first["inputs"].items() if x != second["inputs"][name]] == [
-        "prompts", "reward", "held-out set", "tokens of the records"
-    ]  # fmt: skip
+        "prompts",
+        "reward",
+        "held-out set",
+        "tokens of the records",
+    ]
     facts = recorded(own / "RUN/checkpoints/step-3").facts
     assert facts["provenance"]["inputs"] == second["inputs"] and facts["provenance"]["flags"]["lr"] == 3e-5
     assert facts["run"]["recipe"] == "grpo"
@@ -220,9 +232,17 @@ def test_a_run_in_python_keeps_and_compares_the_same(own, monkeypatch, capsys):
         small = {"batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "save_every": "1", "eval_prompts": 2}
         records = [{"prompt": f"{i}+{i}="} for i in range(1, 9)]
         return funrl.train(
-            recipe, model=own / "model", prompts=records, reward=lambda prompt, completion: float(len(completion)),
-            run_dir=str(own / "PYTHON"), warmstart_steps=0, device="cpu", reward_workers=0, **small, **more,
-        )  # fmt: skip
+            recipe,
+            model=own / "model",
+            prompts=records,
+            reward=lambda prompt, completion: float(len(completion)),
+            run_dir=str(own / "PYTHON"),
+            warmstart_steps=0,
+            device="cpu",
+            reward_workers=0,
+            **small,
+            **more,
+        )
 
     train("grpo", steps=1)
     with pytest.raises(CheckpointError, match="recipe grpo, this one has gspo"):

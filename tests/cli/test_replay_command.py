@@ -13,9 +13,18 @@ from funrl.trainer.differences import Difference
 from funrl.trainer.replay import Replayed
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=2", "--warmstart_steps=0", "--steps=2",
-    "--samples_per_prompt=2", "--max_new_tokens=4", "--save_every=1", "--save_rollouts=1", "--reward_workers=0",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=2",
+    "--warmstart_steps=0",
+    "--steps=2",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=4",
+    "--save_every=1",
+    "--save_rollouts=1",
+    "--reward_workers=0",
+)
 REWARD = """
 def digits(prompt, completion):
     return sum(map(completion.count, "12345")) - completion.count("+")
@@ -122,8 +131,9 @@ def test_digests_of_weights_decide_unless_there_is_a_tolerance():
 def test_two_runs_of_one_command_do_not_differ(runs, capsys):
     status, text = said(capsys, "bisect", runs / "one", runs / "same")
     assert (status, text.splitlines()[-1]) == (
-        0, "no difference up to step 2; compared: metrics of 2 steps, rows of 2 steps, checkpoints of 2 steps"
-    )  # fmt: skip
+        0,
+        "no difference up to step 2; compared: metrics of 2 steps, rows of 2 steps, checkpoints of 2 steps",
+    )
 
 
 @pytest.mark.parametrize(

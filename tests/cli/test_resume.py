@@ -14,8 +14,13 @@ from funrl.track.records.run_directory import RunDirectoryError
 from funrl.track.records.run_lock import owned_run
 
 TINY = (
-    "--device=cpu", "--compile=off", "--batch_prompts=4", "--eval_prompts=4", "--eval_every=1", "--warmstart_steps=1",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--batch_prompts=4",
+    "--eval_prompts=4",
+    "--eval_every=1",
+    "--warmstart_steps=1",
+)
 RL = ("--samples_per_prompt=2", "--max_new_tokens=4", "--sample_every=1")
 
 

@@ -55,7 +55,7 @@ REFUSED = [
     ("grpo", [*OWN, "--task=arithmetic"], "--task=arithmetic does nothing together with --prompts="),
     ("sft", ["--model={own}/model", "--warmstart_steps=3"], "--warmstart_steps=3 does nothing together with --model="),
     ("grpo", ["--model={own}/model", "--resize_vocab"], "--resize_vocab does nothing: the model has 16 token ids"),
-]  # fmt: skip
+]
 EARLY = [  # without the job, which reads models
     ("grpo", [OWN[0], "--reward={own}/r.py:lenght"], "has no 'lenght'; did you mean length? its functions: length"),
     ("grpo", ["--model={own}/model", "--prompts={own}/chats.jsonl", OWN[1]], "give --chat_template=FILE.jinja"),

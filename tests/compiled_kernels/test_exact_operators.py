@@ -56,11 +56,13 @@ CASES = {
     "norm": ([(5, 33), (33,)], lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: rms_norm_reference(x, w, 1e-6)),
     "norm of heads": (
         [(2, 5, 3, 8), (8,)],
-        lambda x, w: rms_norm(x, w, 1e-2), lambda x, w: rms_norm_reference(x, w, 1e-2),
+        lambda x, w: rms_norm(x, w, 1e-2),
+        lambda x, w: rms_norm_reference(x, w, 1e-2),
     ),
     "norm with an offset": (
         [(70, 48), (48,)],
-        lambda x, w: rms_norm(x, w, 1e-6, 1.0), lambda x, w: rms_norm_reference(x, w, 1e-6, 1.0),
+        lambda x, w: rms_norm(x, w, 1e-6, 1.0),
+        lambda x, w: rms_norm_reference(x, w, 1e-6, 1.0),
     ),
     "rotation": ([(2, 5, 3, 12)], *turned(12)),
     "rotation of a part": ([(1, 5, 3, 20)], *turned(8)),
@@ -70,15 +72,18 @@ CASES = {
     "product": ([(2, 5, 24), (9, 24), (9,)], linear, F.linear),
     "products of groups": ([(9, 24), (3, 10, 24)], *groups(lambda x, w: grouped_linear(x, w, ENDS))),
     "products of groups in parts": (
-        [(9, 24), (3, 10, 24)], *groups(lambda x, w: grouped_linear_in_parts(x, w, ENDS, 4)),
+        [(9, 24), (3, 10, 24)],
+        *groups(lambda x, w: grouped_linear_in_parts(x, w, ENDS, 4)),
     ),
     "products of heads": (
         [(5, 3, 7), (3, 12, 7)],
-        lambda x, w: head_products(x, w, 2, 11, False), lambda x, w: torch.einsum("mhk,hnk->mhn", x, w[:, 2:11]),
+        lambda x, w: head_products(x, w, 2, 11, False),
+        lambda x, w: torch.einsum("mhk,hnk->mhn", x, w[:, 2:11]),
     ),
     "products of heads, transposed": (
         [(5, 3, 9), (3, 12, 7)],
-        lambda x, w: head_products(x, w, 2, 11, True), lambda x, w: torch.einsum("mhk,hkn->mhn", x, w[:, 2:11]),
+        lambda x, w: head_products(x, w, 2, 11, True),
+        lambda x, w: torch.einsum("mhk,hkn->mhn", x, w[:, 2:11]),
     ),
     "norm in parts": (
         [(5, 48), (48,)],
@@ -102,7 +107,7 @@ CASES = {
         lambda x, w, a, b, bias: low_rank_linear(x, w, ThinFactors(a, b, 2.5), bias, parts=8),
         lambda x, w, a, b, bias: F.linear(x, w + 2.5 * b @ a, bias),
     ),
-}  # fmt: skip
+}
 
 
 def arguments(name, dtype=torch.float64):
@@ -157,25 +162,31 @@ def test_what_traces_sees_operators_of_torchs_core(name):
     assert "rotation" in name or fn(*(x.to("meta") for x in inputs)).device.type == "meta"
 
 
-@pytest.mark.parametrize("call", [
-    lambda o: (o.exact_linear, (draw(5, 24), draw(9, 24), draw(9), 8, False)),
-    lambda o: (o.exact_linear, (draw(5, 24, dtype=torch.bfloat16), draw(9, 24, dtype=torch.bfloat16), None, 1, True)),
-    lambda o: (o.exact_low_rank, (draw(5, 24), draw(9, 24), draw(9), [draw(3, 24), draw(9, 3)], 0.5, 8)),
-    lambda o: (o.exact_norm, (draw(5, 8), draw(8), 1e-6, 0.0)),
-    lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
-    lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
-    lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), 1)),
-    lambda o: (o.exact_grouped_linear, (draw(9, 24), draw(3, 10, 24), ENDS, 8, False)),
-    lambda o: (o.exact_grouped_linear, (draw(9, 4).bfloat16(), draw(3, 10, 4).bfloat16(), ENDS, 1, True)),
-    lambda o: (o.exact_head_products, (draw(5, 3, 7), draw(3, 12, 7), 2, 11, False)),
-    lambda o: (o.exact_head_products, (draw(5, 3, 9), draw(3, 12, 7), 2, 11, True)),
-    lambda o: (o.exact_softmax, (draw(5, 8),)),
-    lambda o: (o.exact_sigmoid, (draw(5, 8),)),
-    lambda o: (o.exact_largest, (draw(5, 8), 3)),
-    lambda o: (o.exact_square_sums, (draw(5, 8).bfloat16(), 4)),
-    lambda o: (o.exact_scale_rows, (draw(5, 8), draw(5).exp(), draw(8), 16, 1e-6, 0.0)),
-    lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda o: (o.exact_linear, (draw(5, 24), draw(9, 24), draw(9), 8, False)),
+        lambda o: (
+            o.exact_linear,
+            (draw(5, 24, dtype=torch.bfloat16), draw(9, 24, dtype=torch.bfloat16), None, 1, True),
+        ),
+        lambda o: (o.exact_low_rank, (draw(5, 24), draw(9, 24), draw(9), [draw(3, 24), draw(9, 3)], 0.5, 8)),
+        lambda o: (o.exact_norm, (draw(5, 8), draw(8), 1e-6, 0.0)),
+        lambda o: (o.exact_norm_backward, (draw(5, 8), draw(5, 8), draw(8), 1e-6, 0.0)),
+        lambda o: (o.exact_rotate, (draw(5, 2, 8), draw(5, 1, 8), draw(5, 1, 8), 1)),
+        lambda o: (o.exact_gate, (draw(5, 8), draw(5, 8), 1)),
+        lambda o: (o.exact_grouped_linear, (draw(9, 24), draw(3, 10, 24), ENDS, 8, False)),
+        lambda o: (o.exact_grouped_linear, (draw(9, 4).bfloat16(), draw(3, 10, 4).bfloat16(), ENDS, 1, True)),
+        lambda o: (o.exact_head_products, (draw(5, 3, 7), draw(3, 12, 7), 2, 11, False)),
+        lambda o: (o.exact_head_products, (draw(5, 3, 9), draw(3, 12, 7), 2, 11, True)),
+        lambda o: (o.exact_softmax, (draw(5, 8),)),
+        lambda o: (o.exact_sigmoid, (draw(5, 8),)),
+        lambda o: (o.exact_largest, (draw(5, 8), 3)),
+        lambda o: (o.exact_square_sums, (draw(5, 8).bfloat16(), 4)),
+        lambda o: (o.exact_scale_rows, (draw(5, 8), draw(5).exp(), draw(8), 16, 1e-6, 0.0)),
+        lambda o: (o.exact_gate_backward, (draw(5, 8), draw(5, 8), draw(5, 8), 2)),
+    ],
+)
 def test_shapes_without_numbers(call):
     operator, inputs = call(torch.ops.funrl)
     torch.library.opcheck(operator.default, inputs, test_utils=("test_schema", "test_faketensor"))
@@ -203,9 +214,12 @@ def test_a_selective_checkpoint_sees_products_and_keeps_their_bits():
         return CheckpointPolicy.MUST_SAVE
 
     again = checkpoint(
-        lambda x, w: (linear(x, w), computes_exactly(x, w)), x, w, use_reentrant=False,
+        lambda x, w: (linear(x, w), computes_exactly(x, w)),
+        x,
+        w,
+        use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),
-    )  # fmt: skip
+    )
     assert again[1] and torch.equal(again[0], linear(x, w)) and "funrl::exact_linear" in seen
     got, expected = (torch.autograd.grad(y.sum(), (x, w)) for y in (again[0], linear(x, w)))
     assert all(map(torch.equal, got, expected))

@@ -114,10 +114,18 @@ def test_gradients_are_computed_by_onednn():
 
 
 @needs_kernels
-@pytest.mark.parametrize("change", [
-    lambda w: w.add_(1), lambda w: w.data.add_(1), lambda w: w[3:4].mul_(2), lambda w: w.numpy().__iadd__(1),
-    lambda w: torch._foreach_add_([w], [w]), lambda w: w.detach().view(-1)[-1].fill_(7), lambda w: w.set_(w + 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda w: w.add_(1),
+        lambda w: w.data.add_(1),
+        lambda w: w[3:4].mul_(2),
+        lambda w: w.numpy().__iadd__(1),
+        lambda w: torch._foreach_add_([w], [w]),
+        lambda w: w.detach().view(-1)[-1].fill_(7),
+        lambda w: w.set_(w + 1),
+    ],
+)
 @pytest.mark.parametrize("shape", [(5, 3), (192, 96)])
 def test_a_weight_that_was_changed_in_place_is_packed_anew(shape, change):
     x, w = draw(4, shape[1]), draw(*shape)

@@ -100,9 +100,19 @@ def test_attention_over_sequences(memory, heads, kv_heads, size, window, dtype):
 @pytest.mark.parametrize("vocab", [1, 17, 257, 700])
 def test_decoding_step(memory, vocab, dtype, monkeypatch):
     config = decoder_config(
-        vocab=vocab, embed=26, layers=2, heads=6, kv_heads=2, head=10, mlp=37, family="qwen3", qk_norm=True,
-        attention_bias=True, output_bias=True, windows=(9, None),
-    )  # fmt: skip
+        vocab=vocab,
+        embed=26,
+        layers=2,
+        heads=6,
+        kv_heads=2,
+        head=10,
+        mlp=37,
+        family="qwen3",
+        qk_norm=True,
+        attention_bias=True,
+        output_bias=True,
+        windows=(9, None),
+    )
     params = decoder_model(config).init(torch.Generator().manual_seed(0))
     counts, P = [21, 1, 7], 2
     numbers_N = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -226,8 +226,23 @@ def test_shapes_without_numbers():
     assert out.shape == q.shape and out.dtype == torch.bfloat16 and out.device.type == "meta"
 
 
-def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-              window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):  # fmt: skip
+def published(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
     """torch's kernel with its published signature, one sequence and one token at a time."""
     assert cu_seq_k is None and return_aux is None and enable_gqa and num_splits == 1
     alone = max_q == 1 and window_size[0] < 0  # then keys are read once for all heads that share them
@@ -250,8 +265,21 @@ def published(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux
     return out
 
 
-def published_flash(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
-                    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, block_table=None):  # fmt: skip
+def published_flash(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    block_table=None,
+):
     """flash-attn's function with its published signature."""
     assert causal == (window_size[1] == 0) and dropout_p == softcap == 0.0 and cu_seqlens_k.dtype == torch.int32
     how = {"scale": softmax_scale, "window_size": window_size, "block_table": block_table, "enable_gqa": True}

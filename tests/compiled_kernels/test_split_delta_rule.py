@@ -95,7 +95,7 @@ CASES = [
     ("borders at those of parts", {"fault": FAULTS[1]}),
     ("borders within parts", {"fault": FAULTS[2]}),
     ("several chunks a rank", {"dtype": torch.float32}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.slow

@@ -249,8 +249,10 @@ def test_a_gpu_takes_wide_dtypes_segment_by_segment():
         ours = kernels._forward_cuda(q, k, v, offsets, window, 20, scale, cap)
         theirs = kernels._forward(q, k, v, offsets, window, 20, scale, cap)
         assert (ours[0] - theirs[0]).abs().max() < 1e-12
-        grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2], scale, cap) for f, x in (
-            (kernels._backward_cuda, ours), (kernels._backward, theirs))]  # fmt: skip
+        grads = [
+            f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2], scale, cap)
+            for f, x in ((kernels._backward_cuda, ours), (kernels._backward, theirs))
+        ]
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
 
 
@@ -337,18 +339,58 @@ def test_bounds_reach_the_operator_from_a_compiled_function(recomputed, monkeypa
 def fake_flash_attn():
     """flash-attn's two functions with their published signatures, computed by our CPU operators."""
 
-    def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-                window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-                block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False):  # fmt: skip
+    def forward(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left=-1,
+        window_size_right=-1,
+        softcap=0.0,
+        alibi_slopes=None,
+        return_softmax=False,
+        block_table=None,
+        leftpad_k=None,
+        seqused_k=None,
+        zero_tensors=False,
+    ):
         assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k and dropout_p == 0
         assert softmax_scale == q.shape[-1] ** -0.5 and window_size_right == 0 and causal == (window_size_left < 0)
         out, lse, _ = kernels._forward(q, k, v, cu_seqlens_q, window_size_left + 1, max_seqlen_q)
         out[int(cu_seqlens_q[-1]) :] = torch.nan
         return out, lse, None, None
 
-    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                 dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-                 deterministic, rng_state=None, zero_tensors=False):  # fmt: skip
+    def backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+        zero_tensors=False,
+    ):
         assert causal == (window_size_left < 0) and window_size_right == 0 and softmax_scale == q.shape[-1] ** -0.5
         seed = torch.empty(0)
         grads = kernels._backward(
@@ -374,8 +416,10 @@ def test_flash_attn_is_called_as_it_wants_and_leaves_nothing_in_the_padding(wind
             offsets = offsets_of([13, 5])
             ours, theirs = (f(q, k, v, offsets, window, 20) for f in (kernels._forward_cuda, kernels._forward))
             assert torch.equal(ours[0], theirs[0])
-            grads = [f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2]) for f, x in (
-                (kernels._backward_cuda, ours), (kernels._backward, theirs))]  # fmt: skip
+            grads = [
+                f(d_out, q, k, v, *x[:2], offsets, window, 20, x[2])
+                for f, x in ((kernels._backward_cuda, ours), (kernels._backward, theirs))
+            ]
             assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
         assert [r.message for r in caplog.records] == ["variable-length attention on the GPU is by flash-attn"]
     finally:

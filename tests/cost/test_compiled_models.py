@@ -24,16 +24,35 @@ pytestmark = pytest.mark.xla
 
 SIZES = {"num_hidden_layers": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False, "hidden_act": "silu"}
 DENSE = SIZES | {  # those of Qwen3-0.6B
-    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128,
-    "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 40960,
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
     "eos_token_id": 151645,
-}  # fmt: skip
+}
 EXPERTS = SIZES | {
-    "model_type": "qwen3_moe", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32,
-    "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False, "max_position_embeddings": 1024,
-    "eos_token_id": 1, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [],
-    "norm_topk_prob": True, "decoder_sparse_step": 1,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 1,
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -187,10 +187,18 @@ def test_deep_models_are_on_the_line():
 @pytest.mark.slow
 def test_every_mesh_and_experts_are_counted(tmp_path):
     experts = {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 4,
-        "moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1,
-        "mlp_only_layers": [], "num_attention_heads": 4, "num_key_value_heads": 2,
-    }  # fmt: skip
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     model = write_config(tmp_path, **experts)
     alone = device_calls(plain("grpo", H100.memory, model=model, dtype="bfloat16"), 8)
     flags = {"mesh": "dp2,ep2,tp2", "generate_mesh": "dp4,tp2", "fsdp": True, "dtype": "bfloat16"}

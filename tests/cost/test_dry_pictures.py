@@ -36,42 +36,93 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.owned_rows import with_owned
 
 TEXT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
-    "hidden_act": "silu", "rope_theta": 1e4, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "rope_theta": 1e4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 TOWER = {
-    "depth": 4, "hidden_size": 48, "intermediate_size": 96, "patch_size": 8, "spatial_merge_size": 2,
-    "temporal_patch_size": 2, "num_heads": 2, "in_channels": 3, "out_hidden_size": 32,
-}  # fmt: skip
+    "depth": 4,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 32,
+}
 TOKENS = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
 FAMILIES = {
     "qwen2_5_vl": {
-        **TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
+        **TEXT,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]},
         "vision_config": TOWER | {"hidden_act": "silu", "window_size": 64, "fullatt_block_indexes": [1]},
     },
     "qwen3_vl": {
-        "text_config": TEXT | {"head_dim": 16, "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-            "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
-        "vision_config": TOWER | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 2]},
+        "text_config": TEXT
+        | {
+            "head_dim": 16,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": TOWER
+        | {"hidden_act": "gelu_pytorch_tanh", "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 2]},
     },
     "gemma3": {
-        "text_config": TEXT | {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "rope_theta": 1e6,
-            "rope_local_base_freq": 1e4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2,
-            "image_size": 128, "patch_size": 8, "vision_use_head": False},
-        "mm_tokens_per_image": 64, "image_token_index": 90, "boi_token_index": 92, "eoi_token_index": 93,
+        "text_config": TEXT
+        | {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 16,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 128,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        "mm_tokens_per_image": 64,
+        "image_token_index": 90,
+        "boi_token_index": 92,
+        "eoi_token_index": 93,
     },
     "llava_onevision": {
         "text_config": TEXT | {"model_type": "qwen2"},
-        "vision_config": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 2,
-            "image_size": 42, "patch_size": 8, "vision_use_head": False},
-        "image_token_index": 90, "video_token_index": 91, "image_grid_pinpoints": [[42, 42], [42, 84], [84, 126]],
+        "vision_config": {
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 42,
+            "patch_size": 8,
+            "vision_use_head": False,
+        },
+        "image_token_index": 90,
+        "video_token_index": 91,
+        "image_grid_pinpoints": [[42, 42], [42, 84], [84, 126]],
         "vision_aspect_ratio": "anyres_max_9",
     },
-}  # fmt: skip
+}
 CLASSES = {
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",

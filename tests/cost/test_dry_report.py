@@ -22,13 +22,11 @@ PHASES = {  # of a step of an experiment of each kind, beside generate, advantag
     "ppo": {"score_policy", "score_reference", "score_critic", "update_critic", "update_policy"},
     "dapo": {"score_policy", "update_policy"},
     "remax": {"score_policy", "score_reference", "update_policy"},
-    "prime": {
-        "score_policy", "score_reference", "score_implicit_reward", "update_implicit_reward", "update_policy"
-    },
+    "prime": {"score_policy", "score_reference", "score_implicit_reward", "update_implicit_reward", "update_policy"},
     "sft": {"update_policy"},
     "dpo": {"score_reference", "update_policy"},
     "reward_model": {"update_reward_model"},
-}  # fmt: skip
+}
 TEXTS = ("sft", "dpo", "reward_model")
 
 
@@ -187,9 +185,22 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
     assert main("sft", ["sft", *flags, "--dry_run", "--json"], "sft") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found) == {
-        "model", "hardware", "devices", "mesh", "generate_mesh", "fsdp", "step", "run", "phases", "fits", "peak",
-        "suggestions", "not_counted", "device_calls", "episodes",
-    }  # fmt: skip
+        "model",
+        "hardware",
+        "devices",
+        "mesh",
+        "generate_mesh",
+        "fsdp",
+        "step",
+        "run",
+        "phases",
+        "fits",
+        "peak",
+        "suggestions",
+        "not_counted",
+        "device_calls",
+        "episodes",
+    }
     assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)
     phase = found["phases"]["update_policy"]
     kinds = {kind: nbytes for kind, nbytes in phase["peak_bytes"].items() if kind != "total"}
@@ -239,8 +250,10 @@ def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
 
     said = verdict(found, settings(mesh="dp4", token_budget=4096), costs)
     assert [(one.sharding.fsdp, one.devices.remat, one.updates.token_budget) for one in tried] == [
-        (True, "none", 4096), (True, "full", 4096), (True, "none", 1024)
-    ]  # fmt: skip
+        (True, "none", 4096),
+        (True, "full", 4096),
+        (True, "none", 1024),
+    ]
     assert [line for line in said.splitlines() if line.startswith("  with ")] == [
         "  with --fsdp: 100 GB, in update_policy; a step takes 0 s",
         "  with --fsdp --token_budget=1024: 100 GB, in update_policy; a step takes 0 s",

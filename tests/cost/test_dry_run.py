@@ -26,9 +26,23 @@ from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
 
 RECIPES = (  # of those whose fields are computed in different ways
-    "ppo", "grpo", "dapo", "remax", "prime", "otb", "distillation", "gkd", "dpo", "online_dpo", "kto",
-    "process_reward_model", "m2po", "eaft", "asft", "chord",
-)  # fmt: skip
+    "ppo",
+    "grpo",
+    "dapo",
+    "remax",
+    "prime",
+    "otb",
+    "distillation",
+    "gkd",
+    "dpo",
+    "online_dpo",
+    "kto",
+    "process_reward_model",
+    "m2po",
+    "eaft",
+    "asft",
+    "chord",
+)
 QUICK = ("ppo", "gkd", "dpo")
 TAUGHT = ("distillation", "gkd")
 
@@ -90,15 +104,28 @@ def test_so_it_does_whatever_the_flags(name, given):
 
 SWITCHES = {
     "gemma2": {
-        "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 5.0, "logit_cap": 3.0,
-        "embed_scale": 6.0, "attention_scale": 0.3, "windows": (7, None), "local_rope_theta": 100.0, "tied": True,
-        "qk_norm": True, "qk_norm_over": "projection", "rotates": (True, False),
+        "norms": "sandwich",
+        "norm_offset": 1.0,
+        "activation": "gelu",
+        "attention_cap": 5.0,
+        "logit_cap": 3.0,
+        "embed_scale": 6.0,
+        "attention_scale": 0.3,
+        "windows": (7, None),
+        "local_rope_theta": 100.0,
+        "tied": True,
+        "qk_norm": True,
+        "qk_norm_over": "projection",
+        "rotates": (True, False),
     },
     "deepseek_v3": {
-        "family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, 16, 8, 4, 6),
+        "family": "deepseek_v3",
+        "kv_heads": 4,
+        "head": 12,
+        "latent": Latent(24, 16, 8, 4, 6),
         "experts": Experts(8, 2, 32, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=32),
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -132,11 +159,22 @@ def gemma4_e2b(folder):
     """A small model with the layers of Gemma 4 E2B in fewer of its turns: later mlps are twice as wide."""
     kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 4
     return write_config(
-        folder, model_type="gemma4_text", architectures=["Gemma4ForCausalLM"], num_hidden_layers=20, layer_types=kinds,
-        num_kv_shared_layers=10, use_double_wide_mlp=True, num_key_value_heads=1, head_dim=8, global_head_dim=16,
-        num_attention_heads=2, hidden_size=32, hidden_size_per_layer_input=4, vocab_size_per_layer_input=512,
+        folder,
+        model_type="gemma4_text",
+        architectures=["Gemma4ForCausalLM"],
+        num_hidden_layers=20,
+        layer_types=kinds,
+        num_kv_shared_layers=10,
+        use_double_wide_mlp=True,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=16,
+        num_attention_heads=2,
+        hidden_size=32,
+        hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=512,
         sliding_window=4,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

@@ -146,8 +146,11 @@ def test_a_70b_generates_on_another_mesh_and_computes_layers_again(tmp_path, mon
     given = settings(mesh="auto:64", model=model, **rows, max_new_tokens=512)
     best = search(given, recipe("grpo")(), H100).best[0]
     assert best.sensible and best.flags == {
-        "mesh": "dp32,tp2", "generate_mesh": "dp8,tp8", "fsdp": True, "remat": "full"
-    }  # fmt: skip
+        "mesh": "dp32,tp2",
+        "generate_mesh": "dp8,tp8",
+        "fsdp": True,
+        "remat": "full",
+    }
     stays = with_flags(given, generate_mesh="dp16,tp4")
     ranked = mesh_search.ranked_splits(stays, recipe("grpo")(), 64, H100)
     assert {one.settings.devices.generate_mesh for split in ranked.splits for one in split} == {"dp16,tp4"}

@@ -16,13 +16,19 @@ CROWDED = H100._replace(memory=1e6)
 @pytest.mark.parametrize(
     ("mesh", "node", "experts", "expected"),
     [
-        ("dp16", 8, False, "dp2,ep8"), ("dp8,tp2", 8, False, "dp2,ep4,tp2"), ("dp4,sp4", 8, False, "dp2,ep2,sp4"),
-        ("dp2,sp8", 8, False, "dp2,sp8"), ("dp2,tp8", 8, False, None), ("dp6", 4, False, None),
+        ("dp16", 8, False, "dp2,ep8"),
+        ("dp8,tp2", 8, False, "dp2,ep4,tp2"),
+        ("dp4,sp4", 8, False, "dp2,ep2,sp4"),
+        ("dp2,sp8", 8, False, "dp2,sp8"),
+        ("dp2,tp8", 8, False, None),
+        ("dp6", 4, False, None),
         ("tp16", 8, False, None),
-        ("dp2,ep8", 8, True, "dp2,ep8"), ("dp16", 8, True, None), ("dp4,ep4", 8, True, None),
+        ("dp2,ep8", 8, True, "dp2,ep8"),
+        ("dp16", 8, True, None),
+        ("dp4,ep4", 8, True, None),
         ("dp2,ep4,tp2", 8, False, "dp2,ep4,tp2"),
     ],
-)  # fmt: skip
+)
 def test_data_is_across_nodes_and_the_rest_inside_of_one(mesh, node, experts, expected):
     found = node_mesh(parse(mesh), node, experts)
     assert (found and text(found)) == expected

@@ -96,10 +96,20 @@ NEMO_SPLIT = 301.0
 def test_a_split_that_loses_is_predicted_as_a_loss():
     model = decoder_model(
         decoder_config(
-            vocab=151936, embed=2048, layers=48, heads=32, kv_heads=4, head=128, mlp=6144, max_positions=40960,
-            eos=(1,), pad=0, qk_norm=True, experts=Experts(count=128, per_token=8, mlp=768),
+            vocab=151936,
+            embed=2048,
+            layers=48,
+            heads=32,
+            kv_heads=4,
+            head=128,
+            mlp=6144,
+            max_positions=40960,
+            eos=(1,),
+            pad=0,
+            qk_norm=True,
+            experts=Experts(count=128, per_token=8, mlp=768),
         )
-    )  # fmt: skip
+    )
     prompt = 150
     law = law_of_mean(3158 - prompt, 4096 - prompt)
     rule = AdmissionRule(places=64)

@@ -39,9 +39,13 @@ class Silent:
 def real_job(name, tokens, **given):
     """A job of the embedded task whose rows all have the same length."""
     chosen = {
-        "batch_prompts": 12, "warmstart_steps": 0, "eval_prompts": 2, "compile": "off", "device": "cpu",
+        "batch_prompts": 12,
+        "warmstart_steps": 0,
+        "eval_prompts": 2,
+        "compile": "off",
+        "device": "cpu",
         "token_budget": 64,
-    }  # fmt: skip
+    }
     job = prepare(settings_of(**chosen | given), recipe(name))
     if isinstance(job, RLJob):
         prompts = [p for p in job.task.prompts if len(p.tokens) == tokens]

@@ -73,10 +73,13 @@ def test_the_dry_run_prints_it():
     assert found["fits"] and found["schedules"]["staleness"] == 1
 
 
-@pytest.mark.parametrize("name,flags,message", [
-    ("rollout_is", {"staleness": 2}, "the devices of a run take turns at generation and training"),
-    ("grpo", {"staleness": 2, "dry_run": True}, "does not depend on rollout_logp"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,flags,message",
+    [
+        ("rollout_is", {"staleness": 2}, "the devices of a run take turns at generation and training"),
+        ("grpo", {"staleness": 2, "dry_run": True}, "does not depend on rollout_logp"),
+    ],
+)
 def test_staleness_is_refused_where_it_cannot_be(name, flags, message):
     with pytest.raises(SettingsError) as error:
         plain(name, **flags)

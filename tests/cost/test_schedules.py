@@ -14,9 +14,7 @@ from funrl.cost.schedules.update_times import UpdateTimes
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
 
-TIMES = EngineTimes(
-    fixed=1e-3, weights=4e-3, experts=2e-3, idle=0.75, row=5e-4, token=1e-6, read=1e-5, capacity=1e5
-)  # fmt: skip
+TIMES = EngineTimes(fixed=1e-3, weights=4e-3, experts=2e-3, idle=0.75, row=5e-4, token=1e-6, read=1e-5, capacity=1e5)
 PROMPT = 50
 
 
@@ -121,9 +119,13 @@ def test_slots_are_limited_by_the_cache():
     assert rows_together(TIMES, most=16, tokens=1e9) == 1
 
 
-@pytest.mark.parametrize("text,mean,most,spread", [
-    ("mean:2000,max:16384", 2000, 16384, 0.8), ("max:400,mean:300,spread:0.5", 300, 400, 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,mean,most,spread",
+    [
+        ("mean:2000,max:16384", 2000, 16384, 0.8),
+        ("max:400,mean:300,spread:0.5", 300, 400, 0.5),
+    ],
+)
 def test_a_law_has_the_mean_that_is_asked_for(text, mean, most, spread):
     law = parse_lengths(text)
     assert law.mean == pytest.approx(mean) and (law.most, law.spread) == (most, spread)

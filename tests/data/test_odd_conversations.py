@@ -71,8 +71,11 @@ def test_thoughts_that_a_prompt_has_closed_may_be_none():
     )
     assert trained(answered("yo"), chatml(template)) == [["</think>yo<|im_end|>"]]
     closed = CHATML.replace("assistant\n{% endif %}", "assistant\n</think>{% endif %}")
-    (row,) = text_example(answered("yo", reasoning_content="hm"), "demonstrations", chatml(closed.replace(
-        "\n{{ m.content", "\n{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content"))).texts  # fmt: skip
+    (row,) = text_example(
+        answered("yo", reasoning_content="hm"),
+        "demonstrations",
+        chatml(closed.replace("\n{{ m.content", "\n{% if m.role == 'assistant' %}</think>{% endif %}{{ m.content")),
+    ).texts
     assert spans(row, chatml())[-1] == (True, "yo<|im_end|>")
 
 
@@ -123,10 +126,12 @@ ENDS = {  # what stands at the end of a message, what is trained of it, and what
     "cohere": ("<|stop|><|im_end|>", "<|stop|><|im_end|>", PROMPT),
     "phi_3": ("<|im_end|>\n", "<|im_end|>", PROMPT.replace("{% endif", "{% else %}<|stop|>{% endif")),
     "gpt_oss": (
-        "{{ '<|stop|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}", "<|stop|>", PROMPT,
+        "{{ '<|stop|>' if m.role == 'assistant' and loop.last else '<|im_end|>' }}",
+        "<|stop|>",
+        PROMPT,
     ),
     "opens a turn unasked": ("<|im_end|>\n", "<|im_end|>", "<|im_start|>assistant\n"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -196,8 +201,9 @@ def test_dates_and_decimals_of_a_column_are_what_json_has():
     ]
     tools = [{"name": "f", "inputs": {"a": 1, "b": None}}]
     assert without_arrow_nulls({"tools": tools, "x": {"a": None}}) == {
-        "tools": [{"name": "f", "inputs": {"a": 1}}], "x": {"a": None},
-    }  # fmt: skip
+        "tools": [{"name": "f", "inputs": {"a": 1}}],
+        "x": {"a": None},
+    }
 
 
 def test_thoughts_that_a_template_does_not_know_are_named(tmp_path):

@@ -137,9 +137,17 @@ def test_no_small_plan_is_far_from_the_best():
         assert lockstep_work(pack(lengths, 2, sizes, 64, cost=cost), lengths, cost) <= 1.25 * best
 
 
-@pytest.mark.parametrize("ranks,minibatches,least", [
-    (8, 1, 0.99), (64, 1, 0.97), (512, 1, 0.95), (8, 4, 0.98), (64, 4, 0.95), (512, 4, 0.85),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ranks,minibatches,least",
+    [
+        (8, 1, 0.99),
+        (64, 1, 0.97),
+        (512, 1, 0.95),
+        (8, 4, 0.98),
+        (64, 4, 0.95),
+        (512, 4, 0.85),
+    ],
+)
 def test_efficiency_and_time_at_scale(ranks, minibatches, least):
     lengths = lognormal(16384)
     sizes = packed_sizes(65536, int(lengths.max()))

@@ -70,8 +70,9 @@ def said(*contents):
 def test_calls_of_a_completion_are_trained():
     pair = {"prompt": [ASK], "chosen": [calling("mul")], "rejected": [calling("add", content="Wait.")]}
     assert trained(pair, chatml(), "preferences") == [
-        ['<call>mul {"a": 2, "b": 3}</call><|im_end|>'], ['Wait.<call>add {"a": 2, "b": 3}</call><|im_end|>'],
-    ]  # fmt: skip
+        ['<call>mul {"a": 2, "b": 3}</call><|im_end|>'],
+        ['Wait.<call>add {"a": 2, "b": 3}</call><|im_end|>'],
+    ]
     rated = {"prompt": [ASK], "completion": [calling()], "label": True}
     assert trained(rated, chatml(), "ratings") == [['<call>mul {"a": 2, "b": 3}</call><|im_end|>']]
 
@@ -98,10 +99,14 @@ def test_a_turn_that_the_next_mark_ends_is_ended():
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
 def test_nulls_that_a_column_adds_are_not_trained(kind, tmp_path):
-    schemas = [{"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "x"}}}}}
-               for name in ("mul", "neg")]  # fmt: skip
-    records = [{"messages": [ASK, calling("mul")], "tools": schemas[:1]},
-               {"messages": [ASK, calling("neg", {"x": 4}, content=None)], "tools": schemas[1:]}]  # fmt: skip
+    schemas = [
+        {"type": "function", "function": {"name": name, "parameters": {"properties": {name: {"type": "x"}}}}}
+        for name in ("mul", "neg")
+    ]
+    records = [
+        {"messages": [ASK, calling("mul")], "tools": schemas[:1]},
+        {"messages": [ASK, calling("neg", {"x": 4}, content=None)], "tools": schemas[1:]},
+    ]
     path = tmp_path / f"calls.{kind}"
     if kind == "jsonl":
         path.write_text("\n".join(map(json.dumps, records)))
@@ -111,8 +116,9 @@ def test_nulls_that_a_column_adds_are_not_trained(kind, tmp_path):
     tokenizer = chatml("{{ tools | tojson }}" + CHATML)
     rows = [spans(example.texts[0], tokenizer) for example in load_examples(path, "demonstrations", tokenizer)]
     assert [row[1][1] for row in rows] == [
-        '<call>mul {"a": 2, "b": 3}</call><|im_end|>', '<call>neg {"x": 4}</call><|im_end|>',
-    ]  # fmt: skip
+        '<call>mul {"a": 2, "b": 3}</call><|im_end|>',
+        '<call>neg {"x": 4}</call><|im_end|>',
+    ]
     assert [row[0][1].partition("<|im_start|>")[0] for row in rows] == [
         json.dumps(record["tools"]) for record in records
     ]
@@ -184,20 +190,28 @@ def test_earlier_turns_that_are_rendered_otherwise_have_rows_of_their_own():
     first = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     # The prompt has no empty thoughts, so a policy would not have written them; later the turn is as it was sampled.
     assert rows == [
-        [(False, first), (True, "b<|im_end|>"),
-         (False, "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"), (True, "d<|im_end|>")],
-    ]  # fmt: skip
+        [
+            (False, first),
+            (True, "b<|im_end|>"),
+            (False, "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"),
+            (True, "d<|im_end|>"),
+        ],
+    ]
     thinking = THINKS_AT_THE_END.replace("<think>\n", "<think>\n{{ m.reasoning_content }}")
     messages = [message | ({"reasoning_content": "hm"} if n % 2 else {}) for n, message in enumerate(said(*"abcd"))]
     assert trained({"messages": messages}, chatml(thinking)) == [
-        ["<think>\nhm\n</think>\n\nb<|im_end|>"], ["<think>\nhm\n</think>\n\nd<|im_end|>"],
-    ]  # fmt: skip
+        ["<think>\nhm\n</think>\n\nb<|im_end|>"],
+        ["<think>\nhm\n</think>\n\nd<|im_end|>"],
+    ]
 
 
 def test_a_turn_that_is_not_to_be_trained_is_context():
     for mark in ({"weight": 0}, {"weight": 0.0}, {"train": False}):
-        for place, kept in ((1, ["d<|im_end|>", "f<|im_end|>"]), (3, ["b<|im_end|>", "f<|im_end|>"]),
-                            (5, ["b<|im_end|>", "d<|im_end|>"])):  # fmt: skip
+        for place, kept in (
+            (1, ["d<|im_end|>", "f<|im_end|>"]),
+            (3, ["b<|im_end|>", "f<|im_end|>"]),
+            (5, ["b<|im_end|>", "d<|im_end|>"]),
+        ):
             messages = said(*"abcdef")
             messages[place] |= mark
             assert trained({"messages": messages}, chatml()) == [kept]

@@ -163,9 +163,11 @@ def test_pairs_are_ratings_of_two_texts(tokenizer, tmp_path):
     found = [(tokenizer.decode(one.texts[0].tokens), one.labels, one.source) for one in examples]
     first, second = (f"{file}, line {n}" for n in (1, 2))
     assert found == [
-        ("ab</s>", (1.0,), first), ("acd</s>", (0.0,), first),
-        ("u:q;a:c</s>", (1.0,), second), ("u:q;a:r</s>", (0.0,), second),
-    ]  # fmt: skip
+        ("ab</s>", (1.0,), first),
+        ("acd</s>", (0.0,), first),
+        ("u:q;a:c</s>", (1.0,), second),
+        ("u:q;a:r</s>", (0.0,), second),
+    ]
     assert [one.labels for one in pickle.loads(pickle.dumps(examples))[1:3]] == [(0.0,), (1.0,)]
     file.write_text(json.dumps(rows[0]) + '\n{"prompt": "a", "completion": "b", "label": true}\n')
     with pytest.raises(DataError, match="line 2: there is no field 'chosen'"):

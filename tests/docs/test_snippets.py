@@ -36,17 +36,36 @@ from funrl.trainer.settings.settings import settings_flags
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    "README.md", "docs/running.md", "docs/data.md", "docs/configuration.md", "docs/mesh.md", "docs/rewards.md",
-    "docs/reward_models.md", "docs/engines.md", "docs/replay.md", "docs/models.md", "docs/dry_run.md",
-    "docs/install.md", "docs/tutorial.md", "docs/python.md", "docs/migration.md", "docs/testing.md",
-    "docs/concept_batch.md", "docs/concept_role.md", "docs/concept_layout.md", "docs/concept_engine.md",
-    "docs/environments.md", "docs/serve.md", "docs/write_an_environment.md", "docs/built_in_environments.md",
+    "README.md",
+    "docs/running.md",
+    "docs/data.md",
+    "docs/configuration.md",
+    "docs/mesh.md",
+    "docs/rewards.md",
+    "docs/reward_models.md",
+    "docs/engines.md",
+    "docs/replay.md",
+    "docs/models.md",
+    "docs/dry_run.md",
+    "docs/install.md",
+    "docs/tutorial.md",
+    "docs/python.md",
+    "docs/migration.md",
+    "docs/testing.md",
+    "docs/concept_batch.md",
+    "docs/concept_role.md",
+    "docs/concept_layout.md",
+    "docs/concept_engine.md",
+    "docs/environments.md",
+    "docs/serve.md",
+    "docs/write_an_environment.md",
+    "docs/built_in_environments.md",
     "docs/foreign_environments.md",
     "docs/placement.md",
     "docs/asynchrony.md",
     "docs/vision.md",
     "docs/xla.md",
-]  # fmt: skip
+]
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
@@ -247,9 +266,12 @@ def write_inputs(page: str, folder: Path, models: Path) -> None:
     texts: dict[str, Any] = {"completion": "Purr.", "chosen": "It purrs.", "rejected": "It barks.", "label": True}
     texts |= {"completions": ["It purrs.", "So it is a cat."], "labels": [True, False]}
     for name, fields in {
-        "PROMPTS": (), "DEMONSTRATIONS": ("completion",), "PAIRS": ("chosen", "rejected"),
-        "RATINGS": ("completion", "label"), "STEPS": ("completions", "labels"),
-    }.items():  # fmt: skip
+        "PROMPTS": (),
+        "DEMONSTRATIONS": ("completion",),
+        "PAIRS": ("chosen", "rejected"),
+        "RATINGS": ("completion", "label"),
+        "STEPS": ("completions", "labels"),
+    }.items():
         record = {"prompt": "Tell me of a cat. "} | {field: texts[field] for field in fields}
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for _ in range(20)))
     (folder / "REWARD.py").write_text("def score(prompt, completion, **fields):\n    return float('a' in completion)\n")

@@ -20,11 +20,30 @@ from tools import comparison, keywords, names, pieces, recipes  # noqa: E402
 
 GLOSSARY = ROOT / "docs" / "metrics.md"
 GROUPS = (
-    "actor", "compile", "critic", "curriculum", "difficulty", "distillation", "eval", "filter_groups",
-    "implicit_reward", "memory",
-    "partial", "perf", "preference", "resampling", "response_length", "reward", "rollout", "rollout_corr", "router",
-    "sync", "time_s", "train", "update",
-)  # fmt: skip
+    "actor",
+    "compile",
+    "critic",
+    "curriculum",
+    "difficulty",
+    "distillation",
+    "eval",
+    "filter_groups",
+    "implicit_reward",
+    "memory",
+    "partial",
+    "perf",
+    "preference",
+    "resampling",
+    "response_length",
+    "reward",
+    "rollout",
+    "rollout_corr",
+    "router",
+    "sync",
+    "time_s",
+    "train",
+    "update",
+)
 NOT_METRICS = {
     "router/counts",
     "train/device",

@@ -19,11 +19,42 @@ TOOLS = [
     for name in ("find", "add_1")
 ]
 WORDS = [
-    "the", "then", "3.5", "naïve", "日本語", "🙂", "שלום", "{", "}", '"', "\\n", "\n", "\n\n", "  ", "<b>", "'",
+    "the",
+    "then",
+    "3.5",
+    "naïve",
+    "日本語",
+    "🙂",
+    "שלום",
+    "{",
+    "}",
+    '"',
+    "\\n",
+    "\n",
+    "\n\n",
+    "  ",
+    "<b>",
+    "'",
     "&amp;",
-    "<|im_end|>", "<|im_start|>", "<tool_call>", "</tool_call>", "</think>", "<think>", "[INST]", "</s>", "<|end|>",
-    "<|eot_id|>", "<|user|>", "[TOOL_CALLS]", "<|channel|>", "<|start|>", "\t", "\x00", "é", "e\u0301",
-]  # fmt: skip
+    "<|im_end|>",
+    "<|im_start|>",
+    "<tool_call>",
+    "</tool_call>",
+    "</think>",
+    "<think>",
+    "[INST]",
+    "</s>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|user|>",
+    "[TOOL_CALLS]",
+    "<|channel|>",
+    "<|start|>",
+    "\t",
+    "\x00",
+    "é",
+    "e\u0301",
+]
 OWN_WORDS = ["the", "then", "3.5", "naïve", "日本語", "🙂", "{", '"', "\n", "  ", "<b>", "'", "x", "yes", "no"]
 VALUES = ["a b", "日本", 'q"uote', "line\nbreak", "", "{", 3, -1, [1, "x"], [], 10**12]
 

@@ -70,9 +70,15 @@ def assert_equal_episodes(some, others, tolerance=0.0):
 
 
 def rounds(
-    environment, allowance, engine=None, renewed=0, limits=EPISODE_LIMITS, between=lambda run: None, setup=SETUP,
+    environment,
+    allowance,
+    engine=None,
+    renewed=0,
+    limits=EPISODE_LIMITS,
+    between=lambda run: None,
+    setup=SETUP,
     samples=3,
-):  # fmt: skip
+):
     """All episodes and the records after each rollout, which are made anew after the first `renewed` ones."""
     engine = engine or engine_of()
     groups = episode_groups(examples_of(*PROMPTS), samples, 4)

@@ -161,9 +161,12 @@ def tiktoken_tokenizer(ranks, special, added, template):
     core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     core.add_tokens([AddedToken(word, special=False, normalized=False) for word in added])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token=special[0], eos_token=special[1], additional_special_tokens=list(special[2:]),
+        tokenizer_object=core,
+        bos_token=special[0],
+        eos_token=special[1],
+        additional_special_tokens=list(special[2:]),
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
     tokenizer.chat_template = template
     return tokenizer
 

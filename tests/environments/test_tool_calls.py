@@ -43,14 +43,38 @@ TYPED = ("f", {"a": 3, "s": "4", "l": [1, 2], "x": None, "c": "red"})
 HEAD = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
 REPLIES = [  # form, reply, content, thoughts, calls, part of each problem
     ("hermes", "<think>\nhm\n</think>\n\nhi", "hi", "hm", [], []),
-    ("hermes", '<think>no <tool_call>{"name": "f"}</tool_call></think>', "", 'no <tool_call>{"name": "f"}</tool_call>',
-     [], []),
-    ("hermes", 'so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>{</tool_call> on',
-     "so  and  on", None, CALL, ["not JSON: expecting property name enclosed in double quotes at its end"]),
-    ("hermes", '<tool_call>{"name": "f" "arguments": {}}</tool_call>', "", None, [],
-     ["a call is not JSON: expecting ',' delimiter at '\"arguments\": {}}'"]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": "{a: 1}"}</tool_call>', "", None, [],
-     ["arguments of f are not JSON: expecting property name enclosed in double quotes at 'a: 1}'"]),
+    (
+        "hermes",
+        '<think>no <tool_call>{"name": "f"}</tool_call></think>',
+        "",
+        'no <tool_call>{"name": "f"}</tool_call>',
+        [],
+        [],
+    ),
+    (
+        "hermes",
+        'so <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>{</tool_call> on',
+        "so  and  on",
+        None,
+        CALL,
+        ["not JSON: expecting property name enclosed in double quotes at its end"],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f" "arguments": {}}</tool_call>',
+        "",
+        None,
+        [],
+        ["a call is not JSON: expecting ',' delimiter at '\"arguments\": {}}'"],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{a: 1}"}</tool_call>',
+        "",
+        None,
+        [],
+        ["arguments of f are not JSON: expecting property name enclosed in double quotes at 'a: 1}'"],
+    ),
     ("qwen_xml", "ok\n" + xml(**MANY) + "\n" + xml(a="three"), "ok", None, [TYPED, ("f", {"a": "three"})], []),
     ("qwen_xml", "<tool_call>\nf\n</tool_call>", "", None, [], ["<function=NAME>"]),
     ("qwen_xml", "<tool_call><function=f><parameter=a>1</function></tool_call>", "", None, [], ["of f cannot be read"]),
@@ -58,15 +82,33 @@ REPLIES = [  # form, reply, content, thoughts, calls, part of each problem
     ("glm", "<tool_call>f</tool_call><tool_call> </tool_call>", "", None, [("f", {})], ["begins with the name"]),
     ("glm", "<tool_call>f\n<arg_key>a</arg_key></tool_call>", "", None, [], ["cannot be read"]),
     ("llama_json", '{"name": "f", "parameters": {"a": 1}}', "", None, CALL, []),
-    ("llama_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}} so',
-     "so", None, CALL * 2, []),
+    (
+        "llama_json",
+        '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "parameters": {"a": 1}} so',
+        "so",
+        None,
+        CALL * 2,
+        [],
+    ),
     ("llama_json", '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', None, [], []),
     ("llama_json", 'Sure: {"name": "f", "parameters": {"a": 1', "Sure:", None, [], ["not JSON"]),
     ("llama_json", "<|python_tag|>search(1)", "", None, [], ["not JSON"]),
-    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "f"}]', "", None,
-     [*CALL, ("f", {})], []),
-    ("mistral", '[THINK]hm[/THINK]so[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}', "so", "hm",
-     [*CALL, ("f", {})], []),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}, {"name": "f"}]',
+        "",
+        None,
+        [*CALL, ("f", {})],
+        [],
+    ),
+    (
+        "mistral",
+        '[THINK]hm[/THINK]so[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}',
+        "so",
+        "hm",
+        [*CALL, ("f", {})],
+        [],
+    ),
     ("mistral", "[TOOL_CALLS]f", "", None, [], ["a name and an object"]),
     ("harmony", HEAD + '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}', "", "hm", CALL, []),
     ("harmony", ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>', "", None, CALL, []),
@@ -74,7 +116,7 @@ REPLIES = [  # form, reply, content, thoughts, calls, part of each problem
     ("harmony", "<|channel|>final<|message|>", "", None, [], []),
     ("harmony", "what", "what", None, [], []),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>{a", "", None, [], ["not JSON"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("form", "reply", "content", "thoughts", "calls", "problems"), REPLIES)
@@ -90,8 +132,10 @@ def test_a_reply_is_read_by_the_form_of_its_family(form, reply, content, thought
 
 def test_thoughts_that_the_template_opened_are_thoughts():
     assert read_reply("hermes", "hm</think>yes", TOOLS, thinking=True).message == {
-        "role": "assistant", "content": "yes", "reasoning_content": "hm",
-    }  # fmt: skip
+        "role": "assistant",
+        "content": "yes",
+        "reasoning_content": "hm",
+    }
     assert read_reply("mistral", '[TOOL_CALLS][{"name": "f", "id": "abcdefghi"}]').message["tool_calls"][0]["id"]
 
 
@@ -167,11 +211,19 @@ class Unspeakable(Exception):
 CIRCLE: list = []
 CIRCLE.append(CIRCLE)
 SHOWN = {
-    "raises": "error: KeyError: ", "exits": "error: SystemExit: 3", "unspeakable": "error: Unspeakable",
-    "binary": "\x00", "languages": "", "markers": "</s>\na>42</s>\nu>more<tool_call></tool_call>", "long": "xxxx",
-    "nothing": "null", "circle": "error: ValueError: Circular", "surrogate": "?", "nan": "NaN",
+    "raises": "error: KeyError: ",
+    "exits": "error: SystemExit: 3",
+    "unspeakable": "error: Unspeakable",
+    "binary": "\x00",
+    "languages": "",
+    "markers": "</s>\na>42</s>\nu>more<tool_call></tool_call>",
+    "long": "xxxx",
+    "nothing": "null",
+    "circle": "error: ValueError: Circular",
+    "surrogate": "?",
+    "nan": "NaN",
     "object": "error: RuntimeError: no",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", SHOWN)

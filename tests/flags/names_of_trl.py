@@ -27,10 +27,14 @@ OF_TRL = {
     "per_device_train_batch_size": ("grpo", {"per_device_train_batch_size": 16}, {"batch_prompts": "2"}),
     "gradient_accumulation_steps": ("sft", {"gradient_accumulation_steps": 4}, {"batch_prompts": "32"}),
     "steps_per_generation": (
-        "grpo", {"steps_per_generation": 4, "loss_type": "grpo"}, {"batch_prompts": "4", "minibatches": "4"}
+        "grpo",
+        {"steps_per_generation": 4, "loss_type": "grpo"},
+        {"batch_prompts": "4", "minibatches": "4"},
     ),
     "generation_batch_size": (
-        "grpo", {"generation_batch_size": 16, "loss_type": "grpo"}, {"batch_prompts": "2", "minibatches": "2"}
+        "grpo",
+        {"generation_batch_size": 16, "loss_type": "grpo"},
+        {"batch_prompts": "2", "minibatches": "2"},
     ),
     "num_iterations": ("grpo", {"num_iterations": 3, "max_steps": 12}, {"epochs": "3", "steps": "4"}),
     "num_ppo_epochs": ("grpo", {"num_ppo_epochs": 2}, {"epochs": "2"}),
@@ -67,7 +71,8 @@ OF_TRL = {
     "dtype": ("grpo", {"dtype": "float32"}, {"dtype": "bfloat16"}),
     "use_vllm": ("grpo", {"use_vllm": True}, STOPS),
     "vllm_mode": (
-        "grpo", {"vllm_mode": "server", "use_vllm": True, "vllm_importance_sampling_correction": False},
+        "grpo",
+        {"vllm_mode": "server", "use_vllm": True, "vllm_importance_sampling_correction": False},
         {"engine": "vllm_server"},
     ),
     "vllm_server_base_url": ("grpo", {"vllm_server_base_url": "http://h:1"}, {"engine_url": "http://h:1"}),
@@ -75,7 +80,9 @@ OF_TRL = {
     "vllm_gpu_memory_utilization": ("grpo", {"vllm_gpu_memory_utilization": 0.5}, {}),
     "vllm_tensor_parallel_size": ("grpo", {"vllm_tensor_parallel_size": 2}, {}),
     "vllm_importance_sampling_correction": (
-        "grpo", {"vllm_importance_sampling_correction": False, "use_vllm": True}, {"engine": "vllm"}
+        "grpo",
+        {"vllm_importance_sampling_correction": False, "use_vllm": True},
+        {"engine": "vllm"},
     ),
     "num_generations": ("grpo", {"num_generations": 4}, {"samples_per_prompt": "4", "batch_prompts": "2"}),
     "num_generations_eval": ("grpo", {"num_generations_eval": 2}, {"eval_samples": "2"}),
@@ -106,8 +113,11 @@ OF_TRL = {
     "delta": ("grpo", {"delta": 1.1}, STOPS),
     "loss_type": ("grpo", {"loss_type": "luspo"}, STOPS),
     "loss_weights": ("dpo", {"loss_weights": [0.5], "loss_type": ["hinge"]}, {"loss": "0.5*hinge"}),
-    "importance_sampling_level": ("grpo", {"importance_sampling_level": "sequence", "loss_type": "grpo"},
-                                  {"experiment": "gspo"}),
+    "importance_sampling_level": (
+        "grpo",
+        {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+        {"experiment": "gspo"},
+    ),
     "scale_rewards": ("grpo", {"scale_rewards": "batch"}, STOPS),
     "entropy_coef": ("grpo", {"entropy_coef": 0.1, "loss_type": "grpo"}, STOPS),
     "sapo_temperature_pos": ("grpo", {"sapo_temperature_pos": 0.5}, {}),
@@ -138,12 +148,18 @@ OF_TRL = {
     "assistant_only_loss": ("sft", {"assistant_only_loss": True}, STOPS),
     "center_rewards_coefficient": ("reward_model", {"center_rewards_coefficient": 0.01}, {"center": "0.01"}),
     "use_peft": ("grpo", {"use_peft": True}, STOPS),
-    "lora_r": ("grpo", {"lora_r": 8, "use_peft": True, "lora_dropout": 0, "lora_target_modules": ["q_proj", "v_proj"]},
-               {"lora_rank": "8", "lora_alpha": "32", "lora_targets": "q_proj,v_proj"}),
+    "lora_r": (
+        "grpo",
+        {"lora_r": 8, "use_peft": True, "lora_dropout": 0, "lora_target_modules": ["q_proj", "v_proj"]},
+        {"lora_rank": "8", "lora_alpha": "32", "lora_targets": "q_proj,v_proj"},
+    ),
     "lora_alpha": ("grpo", {"lora_alpha": 8}, {}),
     "lora_dropout": ("grpo", {"lora_dropout": 0.1, "use_peft": True, "lora_target_modules": "all-linear"}, STOPS),
-    "lora_target_modules": ("grpo", {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
-                            {"lora_rank": "16", "lora_targets": "all-linear"}),
+    "lora_target_modules": (
+        "grpo",
+        {"use_peft": True, "lora_dropout": 0.0, "lora_target_modules": "all-linear"},
+        {"lora_rank": "16", "lora_targets": "all-linear"},
+    ),
     "lora_modules_to_save": ("grpo", {"lora_modules_to_save": ["lm_head"]}, STOPS),
     "use_rslora": ("grpo", {"use_rslora": True}, STOPS),
     "use_dora": ("grpo", {"use_dora": True}, STOPS),
@@ -170,4 +186,4 @@ OF_TRL = {
     "resume_from_checkpoint": ("sft", {"resume_from_checkpoint": "d"}, {}),
     "push_to_hub": ("sft", {"push_to_hub": True}, {}),
     "log_completions": ("grpo", {"log_completions": False}, {}),
-}  # fmt: skip
+}

@@ -30,26 +30,44 @@ def read(name, *argv):
 @pytest.mark.parametrize(
     ("name", "argv", "ours"),
     [
-        ("grpo", "--learning_rate 1e-5 --num_generations=4 --max_completion_length=5 --seed=2",
-         {"lr": 1e-5, "samples_per_prompt": 4, "max_new_tokens": 5, "seed": 2}),
-        ("grpo", "--beta=0.5 --epsilon=0.1 --epsilon_high=0.3 --delta=4",
-         {"kl_coef": 0.5, "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0}),
+        (
+            "grpo",
+            "--learning_rate 1e-5 --num_generations=4 --max_completion_length=5 --seed=2",
+            {"lr": 1e-5, "samples_per_prompt": 4, "max_new_tokens": 5, "seed": 2},
+        ),
+        (
+            "grpo",
+            "--beta=0.5 --epsilon=0.1 --epsilon_high=0.3 --delta=4",
+            {"kl_coef": 0.5, "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 4.0},
+        ),
         ("grpo", "--epsilon=0.1 --loss_type=dapo", {"clip_low": 0.1, "clip_high": 0.1, "per_sequence": False}),
         ("grpo", "--bf16 --gradient_checkpointing true", {"dtype": "bfloat16", "remat": "full"}),
         ("grpo", "--bf16=False --gradient_checkpointing=False", {"dtype": "float32", "remat": "none"}),
         # 8 x 4 x 2 ranks = 64 completions, 4 of a prompt; two steps of accumulation are an update, so two updates
-        ("grpo", "--per_device_train_batch_size=8 --gradient_accumulation_steps=2 --steps_per_generation=4 "
-         "--num_generations=4 --mesh=dp2,tp2 --max_steps=10 --warmup_ratio=0.2",
-         {"batch_prompts": 16, "minibatches": 2, "steps": 5, "lr_warmup_steps": 2}),
-        ("sft", "--per_device_train_batch_size=8 --gradient_accumulation_steps=2 --max_steps=9",
-         {"batch_prompts": 16, "steps": 9}),
-        ("dpo", "--beta=0.5 --label_smoothing=0.1 --loss_type=exo_pair",
-         {"beta": 0.5, "smoothing": 0.1, "loss": "exo"}),
+        (
+            "grpo",
+            "--per_device_train_batch_size=8 --gradient_accumulation_steps=2 --steps_per_generation=4 "
+            "--num_generations=4 --mesh=dp2,tp2 --max_steps=10 --warmup_ratio=0.2",
+            {"batch_prompts": 16, "minibatches": 2, "steps": 5, "lr_warmup_steps": 2},
+        ),
+        (
+            "sft",
+            "--per_device_train_batch_size=8 --gradient_accumulation_steps=2 --max_steps=9",
+            {"batch_prompts": 16, "steps": 9},
+        ),
+        (
+            "dpo",
+            "--beta=0.5 --label_smoothing=0.1 --loss_type=exo_pair",
+            {"beta": 0.5, "smoothing": 0.1, "loss": "exo"},
+        ),
         ("dpo", "--f_divergence_type=js_divergence", {"divergence": "js"}),
-        ("sft", "--packing=true --lr_scheduler_type=constant_with_warmup --warmup_steps=3 --save_steps=7",
-         {"lr_schedule": "constant", "lr_warmup_steps": 3, "save_every": "7"}),
+        (
+            "sft",
+            "--packing=true --lr_scheduler_type=constant_with_warmup --warmup_steps=3 --save_steps=7",
+            {"lr_schedule": "constant", "lr_warmup_steps": 3, "save_every": "7"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_names_of_trl_are_refused_with_the_flags_that_mean_the_same(name, argv, ours):
     with pytest.raises(SettingsError) as caught:
         read(name, *argv.split())
@@ -105,7 +123,7 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
         ({"learning_rate": "fast"}, "its value is none of ours: lr=fast: a number is needed"),
         ({"zzzz": 1}, "zzzz=1: there is no such setting; `funrl grpo --help` lists all"),
     ],
-)  # fmt: skip
+)
 def test_python_answers_as_the_command_line_does(keywords, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SettingsError, match=says):
@@ -226,27 +244,83 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
 @pytest.mark.parametrize(
     ("file", "text", "flags", "said"),
     [
-        ("t.yaml", TRL + "num_generations: 16\nbeta: 0.04\n",
-         {"experiment": "grpo", "lr": "2.0e-6", "samples_per_prompt": "16", "batch_prompts": "2", "minibatches": "1",
-          "kl_coef": "0.04", "per_sequence": "false", "dual_clip": "none", "max_new_tokens": "512", "dtype": "bfloat16",
-          "remat": "full", "lr_schedule": "linear"},
-         {"max_prompt_length=512": "--long_prompts", "unheard_of=3": "unknown", "gradient_accumulation_steps=4":
-          "counts completions", "num_train_epochs=3.0 (default)": "--steps"}),
-        ("t.yaml", TRL + "beta: 0.2\nloss_type: [ipo]\nf_divergence_type: reverse_kl\n",
-         {"experiment": "dpo", "batch_prompts": "32", "beta": "0.2",
-                                                           "loss": "ipo", "lr": "2.0e-6"}, {}),
-        ("t.json", json.dumps({"num_generations": 8, "loss_type": "dr_grpo", "scale_rewards": False, "bf16": None}),
-         {"experiment": "dr_grpo", "max_new_tokens": "512"}, {}),
-        ("v.yaml", VERL,
-         {"experiment": "grpo", "mesh": "dp16", "generate_mesh": "dp4,tp4", "fsdp": "true", "prompts":
-          "a.parquet,b.parquet", "batch_prompts": "64", "minibatches": "4", "epochs": "2", "kl_coef": "0.002",
-          "kl_kind": "k3+", "per_sequence": "true", "top_k": "0", "temperature": "0.7", "save_every": "20",
-          "max_new_tokens": "100", "lr": "1e-6", "weight_decay": "0.01"},
-         {"trainer.total_epochs=15": "--steps", "actor_rollout_ref.actor.kl_loss_coef=0.002": "clamps k3"}),
-        ("v.sh", SCRIPT + "data.train_batch_size=512", {"experiment": "ppo", "lr": "3e-6", "gae_lambda": "0.9",
-         "kl_coef": "0.0", "mesh": "dp1", "minibatches": "2", "value_clip": "0.5", "critic_lr": "1e-5"}, {}),
+        (
+            "t.yaml",
+            TRL + "num_generations: 16\nbeta: 0.04\n",
+            {
+                "experiment": "grpo",
+                "lr": "2.0e-6",
+                "samples_per_prompt": "16",
+                "batch_prompts": "2",
+                "minibatches": "1",
+                "kl_coef": "0.04",
+                "per_sequence": "false",
+                "dual_clip": "none",
+                "max_new_tokens": "512",
+                "dtype": "bfloat16",
+                "remat": "full",
+                "lr_schedule": "linear",
+            },
+            {
+                "max_prompt_length=512": "--long_prompts",
+                "unheard_of=3": "unknown",
+                "gradient_accumulation_steps=4": "counts completions",
+                "num_train_epochs=3.0 (default)": "--steps",
+            },
+        ),
+        (
+            "t.yaml",
+            TRL + "beta: 0.2\nloss_type: [ipo]\nf_divergence_type: reverse_kl\n",
+            {"experiment": "dpo", "batch_prompts": "32", "beta": "0.2", "loss": "ipo", "lr": "2.0e-6"},
+            {},
+        ),
+        (
+            "t.json",
+            json.dumps({"num_generations": 8, "loss_type": "dr_grpo", "scale_rewards": False, "bf16": None}),
+            {"experiment": "dr_grpo", "max_new_tokens": "512"},
+            {},
+        ),
+        (
+            "v.yaml",
+            VERL,
+            {
+                "experiment": "grpo",
+                "mesh": "dp16",
+                "generate_mesh": "dp4,tp4",
+                "fsdp": "true",
+                "prompts": "a.parquet,b.parquet",
+                "batch_prompts": "64",
+                "minibatches": "4",
+                "epochs": "2",
+                "kl_coef": "0.002",
+                "kl_kind": "k3+",
+                "per_sequence": "true",
+                "top_k": "0",
+                "temperature": "0.7",
+                "save_every": "20",
+                "max_new_tokens": "100",
+                "lr": "1e-6",
+                "weight_decay": "0.01",
+            },
+            {"trainer.total_epochs=15": "--steps", "actor_rollout_ref.actor.kl_loss_coef=0.002": "clamps k3"},
+        ),
+        (
+            "v.sh",
+            SCRIPT + "data.train_batch_size=512",
+            {
+                "experiment": "ppo",
+                "lr": "3e-6",
+                "gae_lambda": "0.9",
+                "kl_coef": "0.0",
+                "mesh": "dp1",
+                "minibatches": "2",
+                "value_clip": "0.5",
+                "critic_lr": "1e-5",
+            },
+            {},
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_configuration_of_theirs_is_a_file_of_flags_and_a_table(file, text, flags, said, tmp_path, capsys):
     (tmp_path / file).write_text(text.replace("{model}", "m"))
     found = imported(str(tmp_path / file))

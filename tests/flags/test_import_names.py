@@ -81,11 +81,15 @@ REFUSED = [  # trainer, configuration, what the list names and says
     (None, GROUPS | {f"{R}.n": 1}, "algorithm.adv_estimator=grpo", "only completion"),
     (None, GROUPS | {f"{A}.policy_loss.loss_mode": "geo_mean"}, "algorithm.adv_estimator", "number of micro-batches"),
     (None, GROUPS | {f"{A}.policy_loss.loss_mode": "gspo"}, "loss_agg_mode=token-mean", "gspo takes seq-mean"),
-    (None, GROUPS | {"algorithm.norm_adv_by_std_in_grpo": False, f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"},
-     "loss_agg_mode", "width of the padded batch"),
+    (
+        None,
+        GROUPS | {"algorithm.norm_adv_by_std_in_grpo": False, f"{A}.loss_agg_mode": "seq-mean-token-sum-norm"},
+        "loss_agg_mode",
+        "width of the padded batch",
+    ),
     (None, GROUPS | {f"{A}.grad_clip": 0.5, f"{A}.optim.clip_grad": 1.0}, "clip_grad=1.0", "0.5 by another name"),
     (None, GROUPS | {"actor_rollout_ref.unheard.of": 1}, "unheard.of=1", "unknown"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("trainer", "config", "name", "reason"), REFUSED, ids=str)
@@ -130,13 +134,19 @@ def test_epochs_become_steps_where_the_number_of_records_is_known(config, traine
 @pytest.mark.parametrize(
     ("config", "trainer"),
     [
-        ({"num_generations": 2, "loss_type": "cispo"}, "GRPOConfig"), ({"lmbda": 1.0}, "GKDConfig"),
-        ({"desirable_weight": 1.0, "beta": 0.1}, "KTOConfig"), ({"cpo_alpha": 0.0, "beta": 0.1}, "CPOConfig"),
-        ({"normalize_advantages": True, "num_generations": 2}, "RLOOConfig"), ({"loss_type": "robust"}, "DPOConfig"),
-        ({"center_rewards_coefficient": 0.1}, "RewardConfig"), ({"packing": False}, "SFTConfig"),
-        ({"beta": 0.1}, None), ({"learning_rate": 1e-5}, None), ({"loss_type": "sigmoid"}, None),
+        ({"num_generations": 2, "loss_type": "cispo"}, "GRPOConfig"),
+        ({"lmbda": 1.0}, "GKDConfig"),
+        ({"desirable_weight": 1.0, "beta": 0.1}, "KTOConfig"),
+        ({"cpo_alpha": 0.0, "beta": 0.1}, "CPOConfig"),
+        ({"normalize_advantages": True, "num_generations": 2}, "RLOOConfig"),
+        ({"loss_type": "robust"}, "DPOConfig"),
+        ({"center_rewards_coefficient": 0.1}, "RewardConfig"),
+        ({"packing": False}, "SFTConfig"),
+        ({"beta": 0.1}, None),
+        ({"learning_rate": 1e-5}, None),
+        ({"loss_type": "sigmoid"}, None),
     ],
-)  # fmt: skip
+)
 def test_a_trainer_is_known_by_what_it_alone_has_or_asked_for(config, trainer, tmp_path):
     if trainer is None:
         with pytest.raises(ValueError, match="several of TRL's trainers have these names; give --recipe=grpo"):
@@ -169,9 +179,12 @@ def test_a_script_s_own_variables_are_filled_in_and_others_are_listed(tmp_path, 
     (tmp_path / "run.sh").write_text(SCRIPT)
     whole = imported(str(tmp_path / "run.sh"))
     wanted = {
-        "model": "Qwen/Qwen3-8B", "max_new_tokens": "2048", "max_prompt_tokens": "1024", "samples_per_prompt": "4",
+        "model": "Qwen/Qwen3-8B",
+        "max_new_tokens": "2048",
+        "max_prompt_tokens": "1024",
+        "samples_per_prompt": "4",
         "prompts": "/home/me/train.parquet",
-    }  # fmt: skip
+    }
     assert {name: whole.flags[name] for name in wanted} == wanted
     assert "batch_prompts" not in whole.flags
     listed = " ".join(row.theirs for row in whole.lost)
@@ -181,11 +194,18 @@ def test_a_script_s_own_variables_are_filled_in_and_others_are_listed(tmp_path, 
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("$A/${A}", "2/2"), ("${B:-$A}", "2"), ("${B-x}", "x"), ("$((A ** 3))", "$((A ** 3))"),
+        ("$A/${A}", "2/2"),
+        ("${B:-$A}", "2"),
+        ("${B-x}", "x"),
+        ("$((A ** 3))", "$((A ** 3))"),
         ("$((-A + 7 % 4))", "1"),
-        ("$B", "$B"), ("$(pwd)", "$(pwd)"), ("$((B + 1))", "$((B + 1))"), ("$((9 / 2))", "4"), ("${B:-}", ""),
+        ("$B", "$B"),
+        ("$(pwd)", "$(pwd)"),
+        ("$((B + 1))", "$((B + 1))"),
+        ("$((9 / 2))", "4"),
+        ("${B:-}", ""),
     ],
-)  # fmt: skip
+)
 def test_a_shell_s_expansions(text, value):
     assert shell_expanded(text, {"A": "2"}) == value
 
@@ -202,9 +222,11 @@ def test_arguments_of_a_launcher_are_not_the_trainer_s(tmp_path):
 
 def test_references_inside_a_value_and_names_that_are_not_set(tmp_path):
     config = GROUPS | {
-        "trainer.project_name": "p", "trainer.default_local_dir": "runs/${trainer.project_name}",
-        "reward_model.enable": None, "actor_rollout_ref.unheard.of": None,
-    }  # fmt: skip
+        "trainer.project_name": "p",
+        "trainer.default_local_dir": "runs/${trainer.project_name}",
+        "reward_model.enable": None,
+        "actor_rollout_ref.unheard.of": None,
+    }
     nested: dict = {}
     for name, value in config.items():
         *parts, last = name.split(".")

@@ -101,9 +101,12 @@ def typed(
 def test_arguments_have_the_types_of_their_annotations():
     flags, unsayable = arguments_of(typed, "here")
     assert {name: (flag.type, flag.optional, flag.default) for name, flag in flags.items()} == {
-        "clip": (float, False, 0.2), "kind": (str, False, "k3"), "limit": (int, True, None),
-        "whole": (bool, False, False), "bare": (int, False, 3),
-    }  # fmt: skip
+        "clip": (float, False, 0.2),
+        "kind": (str, False, "k3"),
+        "limit": (int, True, None),
+        "whole": (bool, False, False),
+        "bare": (int, False, 3),
+    }
     assert flags["clip"].text == "how far" and flags["limit"].text == ""
     assert flags["kind"].parse("k1") == "k1"
     with pytest.raises(ValueError, match="it must be one of k1, k3"):

@@ -27,5 +27,10 @@ def test_a_row_for_tensors_of_one_name_and_the_totals():
 
 def test_sizes_have_three_figures():
     assert [size(x) for x in (0, 999, 1000, 1234567, 999_600, 5.789e12)] == [
-        "0 B", "999 B", "1 kB", "1.23 MB", "1 MB", "5.79 TB",
-    ]  # fmt: skip
+        "0 B",
+        "999 B",
+        "1 kB",
+        "1.23 MB",
+        "1 MB",
+        "5.79 TB",
+    ]

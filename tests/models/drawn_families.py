@@ -17,12 +17,18 @@ def drawn(number):
     family = raw["model_type"]
     heads = pick.choice([2, 3, 4, 6])
     raw |= {
-        "vocab_size": pick.choice([37, 101, 128]), "hidden_size": heads * pick.choice([8, 12, 16]),
-        "intermediate_size": pick.choice([24, 40, 56]), "num_attention_heads": heads,
+        "vocab_size": pick.choice([37, 101, 128]),
+        "hidden_size": heads * pick.choice([8, 12, 16]),
+        "intermediate_size": pick.choice([24, 40, 56]),
+        "num_attention_heads": heads,
         "num_key_value_heads": pick.choice([k for k in (1, 2, 3, heads) if heads % k == 0]),
-        "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-        "rms_norm_eps": pick.choice([1e-5, 1e-6, 1e-3]), "tie_word_embeddings": pick.random() < 0.3,
-    }  # fmt: skip
+        "max_position_embeddings": 256,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rms_norm_eps": pick.choice([1e-5, 1e-6, 1e-3]),
+        "tie_word_embeddings": pick.random() < 0.3,
+    }
     raw.setdefault("num_hidden_layers", 3)
     if "longrope" not in str(raw):
         size = raw["hidden_size"] // heads
@@ -46,9 +52,12 @@ def drawn(number):
     if family.startswith("qwen3_5"):
         key_heads = pick.choice([1, 2, 3])
         raw |= {
-            "head_dim": pick.choice([8, 16]), "linear_num_key_heads": key_heads,
-            "linear_num_value_heads": key_heads * pick.choice([1, 2, 3]), "linear_key_head_dim": pick.choice([4, 6, 8]),
-            "linear_value_head_dim": pick.choice([4, 6, 12]), "linear_conv_kernel_dim": pick.choice([1, 2, 4]),
+            "head_dim": pick.choice([8, 16]),
+            "linear_num_key_heads": key_heads,
+            "linear_num_value_heads": key_heads * pick.choice([1, 2, 3]),
+            "linear_key_head_dim": pick.choice([4, 6, 8]),
+            "linear_value_head_dim": pick.choice([4, 6, 12]),
+            "linear_conv_kernel_dim": pick.choice([1, 2, 4]),
             "attention_bias": pick.random() < 0.5,
-        }  # fmt: skip
+        }
     return raw

@@ -43,10 +43,15 @@ def to_fp8(folder, block=(16, 16), dtype=torch.float32, suffix="_scale_inv"):
             if block is None:
                 stored[name.removesuffix("weight") + "input_scale"] = torch.tensor(0.5)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    edit_config(folder, quantization_config={
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
-        "weight_block_size": None if block is None else list(block),
-    })  # fmt: skip
+    edit_config(
+        folder,
+        quantization_config={
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": None if block is None else list(block),
+        },
+    )
     return meant
 
 

@@ -21,45 +21,87 @@ from funrl.models.huggingface.config import config_from_hf, config_to_hf
 
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "num_key_value_heads": 6, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_group": 4, "topk_group": 2,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_group": 4,
+    "topk_group": 2,
+}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "beta_fast": 4, "beta_slow": 1}
 CONFIGS = {
     "deepseek_v2": DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"},
-    "deepseek_v2 lite": DEEPSEEK | {
-        "model_type": "deepseek_v2", "q_lora_rank": None, "n_group": None, "topk_group": None, "n_shared_experts": 2,
-        "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 1.5,
+    "deepseek_v2 lite": DEEPSEEK
+    | {
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "n_group": None,
+        "topk_group": None,
+        "n_shared_experts": 2,
+        "rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        "routed_scaling_factor": 1.5,
     },
     "deepseek_v3": DEEPSEEK,
-    "deepseek_v3 plain queries": DEEPSEEK | {  # whose prompts make keys and values
-        "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
-        "rope_interleave": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 2,
+    "deepseek_v3 plain queries": DEEPSEEK
+    | {  # whose prompts make keys and values
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_interleave": False,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "n_shared_experts": 2,
         "tie_word_embeddings": True,
     },
-    "deepseek_v3 stretched": DEEPSEEK | {
-        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}, "first_k_dense_replace": 2,
+    "deepseek_v3 stretched": DEEPSEEK
+    | {
+        "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        "first_k_dense_replace": 2,
     },
     "deepseek_v3 yarn": DEEPSEEK | {"rope_scaling": YARN, "routed_scaling_factor": 1.0},
     "qwen3_moe": {"model_type": "qwen3_moe", **EIGHT, "norm_topk_prob": True, "head_dim": 16},
     "qwen3_moe some layers": {
-        "model_type": "qwen3_moe", **EIGHT, "mlp_only_layers": [1], "num_experts_per_tok": 1, "attention_bias": True,
+        "model_type": "qwen3_moe",
+        **EIGHT,
+        "mlp_only_layers": [1],
+        "num_experts_per_tok": 1,
+        "attention_bias": True,
     },
     "qwen3_moe window": {
-        "model_type": "qwen3_moe", **EIGHT, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 7,
+        "model_type": "qwen3_moe",
+        **EIGHT,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 7,
         "tie_word_embeddings": True,
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral window": {
-        "model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 5, "sliding_window": 9, "head_dim": 20,
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 5,
+        "sliding_window": 9,
+        "head_dim": 20,
     },
     "olmoe": {"model_type": "olmoe", "num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 6},
     "olmoe normalized": {
-        "model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 4, "norm_topk_prob": True,
+        "model_type": "olmoe",
+        "num_experts": 6,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
         "attention_bias": True,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -22,9 +22,11 @@ from funrl.tasks import arithmetic
 
 E, K, D, M, T = 4, 2, 8, 6, 8
 AXES = {
-    "router": ("router", "embed"), "expert_gate": ("experts", "mlp", "expert_embed"),
-    "expert_up": ("experts", "mlp", "expert_embed"), "expert_down": ("experts", "expert_embed", "mlp"),
-}  # fmt: skip
+    "router": ("router", "embed"),
+    "expert_gate": ("experts", "mlp", "expert_embed"),
+    "expert_up": ("experts", "mlp", "expert_embed"),
+    "expert_down": ("experts", "expert_embed", "mlp"),
+}
 
 
 def weights():
@@ -100,11 +102,18 @@ def worst(mesh_text, k, normalized=True, split=False):
 @pytest.mark.parametrize(
     "mesh,k,normalized",
     [
-        ("dp1", 1, False), ("dp1", 2, True), ("dp1", 4, True), ("dp2,ep2", 1, False), ("dp2,ep2", 2, True),
-        ("ep2,tp2", 1, False), ("ep2,tp2", 4, True), ("ep4", 2, True), ("ep2,tp2 split", 1, False),
+        ("dp1", 1, False),
+        ("dp1", 2, True),
+        ("dp1", 4, True),
+        ("dp2,ep2", 1, False),
+        ("dp2,ep2", 2, True),
+        ("ep2,tp2", 1, False),
+        ("ep2,tp2", 4, True),
+        ("ep4", 2, True),
+        ("ep2,tp2 split", 1, False),
         ("ep2,tp2 split", 2, True),
     ],
-)  # fmt: skip
+)
 def test_values_and_gradients_are_those_of_a_loop_over_tokens(mesh, k, normalized):
     text, _, split = mesh.partition(" ")
     assert worst(text, k, normalized, bool(split)) < 1e-12
@@ -128,9 +137,14 @@ class Scaled(torch.autograd.Function):
 
 # k of ep2,tp2 (2: gathered, 1: ragged), the collective, and how many calls of it there are with floating point numbers
 CALLS = [
-    (2, "all_gather", 2), (2, "psum_scatter", 1), (2, "pbroadcast", 1), (2, "enter", 1), (2, "leave", 1),
-    (2, "all_tokens", 1), (1, "ragged_all_to_all", 2),
-]  # fmt: skip
+    (2, "all_gather", 2),
+    (2, "psum_scatter", 1),
+    (2, "pbroadcast", 1),
+    (2, "enter", 1),
+    (2, "leave", 1),
+    (2, "all_tokens", 1),
+    (1, "ragged_all_to_all", 2),
+]
 
 
 @pytest.mark.parametrize("fault", quick(["doubled", "gradient doubled"], ["gradient doubled"]))
@@ -221,8 +235,13 @@ def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_ca
         made = plan(stored, wanted, torch.float32)
         assert received_bytes(made) == lower_bound_bytes(made)
         experts = [i for i, name in enumerate(made.names) if "expert_" in name]
-        only = plan(*({name: dict(trees.named(tree))[name] for name in (made.names[i] for i in experts)}
-                      for tree in (stored, wanted)), torch.float32)  # fmt: skip
+        only = plan(
+            *(
+                {name: dict(trees.named(tree))[name] for name in (made.names[i] for i in experts)}
+                for tree in (stored, wanted)
+            ),
+            torch.float32,
+        )
         # A rank keeps of its 2 experts the half that it generates with, and receives that half of the other 6.
         assert received_bytes(only) == [config.layers * 6 * 3 * 64 * 32 * 4] * 4
 

@@ -27,7 +27,10 @@ CONFIGS = {
     "mistral window": {"model_type": "mistral", "sliding_window": 7, "head_dim": 20},
     "mistral no window": {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 6, "rope_theta": 1e6},
     "mistral tied": {
-        "model_type": "mistral", "sliding_window": 9, "num_key_value_heads": 1, "tie_word_embeddings": True,
+        "model_type": "mistral",
+        "sliding_window": 9,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
     },
     "phi3": {"model_type": "phi3", "num_key_value_heads": 6},
     "phi3 window": {"model_type": "phi3", "sliding_window": 7, "num_key_value_heads": 3},
@@ -37,39 +40,67 @@ CONFIGS = {
     "olmo2 bias tied": {"model_type": "olmo2", "attention_bias": True, "tie_word_embeddings": True},
     "smollm3": {"model_type": "smollm3", "num_hidden_layers": 4},
     "smollm3 window": {
-        "model_type": "smollm3", "no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 7,
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 0],
+        "use_sliding_window": True,
+        "sliding_window": 7,
     },
     "smollm3 bias": {
-        "model_type": "smollm3", "no_rope_layer_interval": 2, "attention_bias": True, "tie_word_embeddings": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
     },
     "granite": {
-        "model_type": "granite", "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0,
+        "model_type": "granite",
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
         "attention_multiplier": 0.2,
     },
     "granite bias": {
-        "model_type": "granite", "embedding_multiplier": 1.7, "attention_multiplier": 0.125, "attention_bias": True,
+        "model_type": "granite",
+        "embedding_multiplier": 1.7,
+        "attention_multiplier": 0.125,
+        "attention_bias": True,
     },
     "granite tied": {"model_type": "granite", "residual_multiplier": 0.5, "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", **GEMMA, **CAPS, "query_pre_attn_scalar": 12},
     "gemma2 no caps": {
-        "model_type": "gemma2", **GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None,
-        "query_pre_attn_scalar": 8, "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "model_type": "gemma2",
+        **GEMMA,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
     "gemma2 bias untied": {
-        "model_type": "gemma2", **GEMMA, **CAPS, "attention_bias": True, "tie_word_embeddings": False,
+        "model_type": "gemma2",
+        **GEMMA,
+        **CAPS,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
         "num_key_value_heads": 6,
     },
     "gemma3": {"model_type": "gemma3_text", **GEMMA, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12},
     "gemma3 stretched": {
-        "model_type": "gemma3_text", **GEMMA, "sliding_window_pattern": 3, "rope_parameters": {
-            "full_attention": {**LINEAR, "rope_theta": 5e4}, "sliding_attention": {
-                "rope_type": "default", "rope_theta": 300.0}},
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {**LINEAR, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
     },
     "gemma3 cap": {
-        "model_type": "gemma3_text", **GEMMA, "final_logit_softcapping": 1.5, "num_key_value_heads": 1,
-        "rope_scaling": LINEAR, "sliding_window_pattern": 2,
+        "model_type": "gemma3_text",
+        **GEMMA,
+        "final_logit_softcapping": 1.5,
+        "num_key_value_heads": 1,
+        "rope_scaling": LINEAR,
+        "sliding_window_pattern": 2,
     },
-}  # fmt: skip
+}
 CAPPED = [name for name in CONFIGS if "softcapping" in str(CONFIGS[name])]
 
 
@@ -179,11 +210,12 @@ def test_a_family_without_classifiers_holds_no_reward(tmp_path):
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, supported is None"),
         ("gemma3", {"rope_parameters": {"rope_type": "default"}}, "rope_parameters is .*must be given per layer type"),
         (
-            "gemma3", {"rope_parameters": {"sliding_attention": LINEAR}},
+            "gemma3",
+            {"rope_parameters": {"sliding_attention": LINEAR}},
             "rope_parameters.sliding_attention.rope_type is 'linear', supported is 'default'",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_family_does_not_support_is_named(name, change, message):
     with pytest.raises(ModelError, match=message):
         config_from_hf(SMALL | CONFIGS[name] | change)

@@ -23,12 +23,22 @@ from funrl.models.lora import is_trained, with_lora
 from funrl.models.model import Lora
 
 TINY = {
-    "vocab_size": 24, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 ADAPTED = (  # whose weights tensor ranks split in ways of their own
-    "ernie4_5 bias", "qwen3_5_moe", "gemma4 vectors"
-)  # fmt: skip
+    "ernie4_5 bias",
+    "qwen3_5_moe",
+    "gemma4 vectors",
+)
 CASES = [f"{name} on {mesh}" for name in MESHES for mesh in MESHES[name]]
 
 

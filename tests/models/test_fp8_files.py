@@ -182,7 +182,7 @@ BROKEN = {
         lambda d: _tensors(d, lambda t: t.update({K: torch.zeros(16, 48)})),
         "1 tensors have no place in a Qwen3ForCausalLM",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -37,16 +37,29 @@ from funrl.models.model import Inputs
 pytestmark = pytest.mark.gloo
 
 CONFIG = decoder_config(
-    vocab=24, embed=16, layers=4, heads=4, kv_heads=2, head=4, mlp=16, family="qwen3", qk_norm=True,
-    attention_bias=True, output_bias=True,
-)  # fmt: skip
+    vocab=24,
+    embed=16,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head=4,
+    mlp=16,
+    family="qwen3",
+    qk_norm=True,
+    attention_bias=True,
+    output_bias=True,
+)
 TIED = dataclasses.replace(CONFIG, tied=True)
 NARROW = dataclasses.replace(TIED, embed=6)  # 4 ranks have 2, 2, 2 and 0 of it
 NEXT = with_fields(
-    CONFIG, layers=3, norm_offset=1.0, output_gate=True, rotary_part=2,
+    CONFIG,
+    layers=3,
+    norm_offset=1.0,
+    output_gate=True,
+    rotary_part=2,
     mixers=(GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
     experts=Experts(4, 2, 8, shared=4, shared_weighted=True),
-)  # fmt: skip
+)
 F64 = gather_buffers.GatherDtypes(torch.float64)
 ALONE = single(), None, "none", torch.float64
 TOKENS = torch.randint(0, 24, (4, 7), generator=torch.Generator().manual_seed(2))
@@ -139,8 +152,9 @@ def test_bfloat16_is_sent_and_float32_is_summed():
     params = _params(CONFIG, torch.float32)
     runs = launch(
         lambda mesh: [_program(CONFIG, over, "none", torch.bfloat16, params, mesh) for over in (None, "data")],
-        parse("dp2"), "cpu",
-    )  # fmt: skip
+        parse("dp2"),
+        "cpu",
+    )
     assert runs[0][0] == runs[1][0]
     for (name, x), y in zip(trees.named(runs[0][1]), trees.leaves(runs[1][1]), strict=True):
         assert torch.equal(x, y), name

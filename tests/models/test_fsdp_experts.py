@@ -43,18 +43,42 @@ EXPERT_CASES = {
     "dp2,ep2 replicated": ("dp2,ep2", STORED, COMPUTE, "", "data", "", "data expert"),
     "dp2,ep2": ("dp2,ep2", fully_sharded(STORED, ("data", "expert")), COMPUTE, "data", "", "data expert", ""),
     "dp2,ep2 in the other order": (
-        "dp2,ep2", fully_sharded(STORED, ("expert", "data")), COMPUTE, "data", "", "expert data", "",
+        "dp2,ep2",
+        fully_sharded(STORED, ("expert", "data")),
+        COMPUTE,
+        "data",
+        "",
+        "expert data",
+        "",
     ),
     "ep2,sp2 over both": (
-        "ep2,sp2", fully_sharded(STORED, ("expert", "sequence")), COMPUTE, "sequence", "", "expert sequence", "",
+        "ep2,sp2",
+        fully_sharded(STORED, ("expert", "sequence")),
+        COMPUTE,
+        "sequence",
+        "",
+        "expert sequence",
+        "",
     ),
     "dp2,ep2 along experts": (
-        "dp2,ep2", {**STORED, "experts": ("expert", "data")}, COMPUTE, "data", "", "", "data expert",
+        "dp2,ep2",
+        {**STORED, "experts": ("expert", "data")},
+        COMPUTE,
+        "data",
+        "",
+        "",
+        "data expert",
     ),
     "dp2,ep2 gathered": (
-        "dp2,ep2", fully_sharded(STORED, ("data", "expert")), GATHERED_EXPERTS, "expert data", "", "data expert", "",
+        "dp2,ep2",
+        fully_sharded(STORED, ("data", "expert")),
+        GATHERED_EXPERTS,
+        "expert data",
+        "",
+        "data expert",
+        "",
     ),
-}  # fmt: skip
+}
 
 
 def _experts_program(table, rules, params, mesh):

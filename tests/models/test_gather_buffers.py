@@ -55,11 +55,14 @@ def test_a_leaf_arrives_in_place_where_its_outermost_dim_is_split(shape, spec, i
 # Weights of a dense layer with the proportions of Llama 70B. By the rules q, k, v, gate and up are split along their
 # last dim, and o and down along their first.
 LAYER = {
-    "q": (("heads", "head", "embed"), (8, 64, 512)), "k": (("kv_heads", "head", "embed"), (2, 64, 512)),
-    "v": (("kv_heads", "head", "embed"), (2, 64, 512)), "o": (("embed", "heads", "head"), (512, 8, 64)),
-    "gate": (("mlp", "embed"), (1792, 512)), "up": (("mlp", "embed"), (1792, 512)),
+    "q": (("heads", "head", "embed"), (8, 64, 512)),
+    "k": (("kv_heads", "head", "embed"), (2, 64, 512)),
+    "v": (("kv_heads", "head", "embed"), (2, 64, 512)),
+    "o": (("embed", "heads", "head"), (512, 8, 64)),
+    "gate": (("mlp", "embed"), (1792, 512)),
+    "up": (("mlp", "embed"), (1792, 512)),
     "down": (("embed", "mlp"), (512, 1792)),
-}  # fmt: skip
+}
 RANKS = 4
 NUMBERS = sum(torch.Size(shape).numel() for _, shape in LAYER.values())
 IN_PLACE = sum(torch.Size(LAYER[name][1]).numel() for name in ("o", "down"))
@@ -141,12 +144,17 @@ def test_a_scatter_writes_no_zeros_and_copies_only_what_is_not_in_place(compute,
 
 TREE = {
     "layers": {
-        "o": ("embed", "heads", "head"), "q": ("heads", "head", "embed"), "down": ("embed", "mlp"), "norm": ("norm",),
-        "up": ("experts", "mlp", "expert_embed"), "back": ("experts", "expert_embed", "mlp"),
-        "a": ("rank", "embed"), "b": ("embed", "rank"),
+        "o": ("embed", "heads", "head"),
+        "q": ("heads", "head", "embed"),
+        "down": ("embed", "mlp"),
+        "norm": ("norm",),
+        "up": ("experts", "mlp", "expert_embed"),
+        "back": ("experts", "expert_embed", "mlp"),
+        "a": ("rank", "embed"),
+        "b": ("embed", "rank"),
     },
     "table": {"w": ("vocab", "embed")},
-}  # fmt: skip
+}
 LENGTHS = {
     "embed": 8,
     "heads": 4,
@@ -209,9 +217,10 @@ def _summed(stored, compute, rank, parts):
     sizes = dict(zip(AXES, stored.sizes, strict=True))
     position = coordinates(sizes, rank)
     group = [
-        part for other, part in enumerate(parts)
+        part
+        for other, part in enumerate(parts)
         if all(coordinates(sizes, other)[axis] == position[axis] for axis in AXES if axis not in gathered)
-    ]  # fmt: skip
+    ]
     where = tuple(
         slice(low - origin, high - origin)
         for (low, high), (origin, _) in zip(stored.box(rank), compute.box(rank), strict=True)

@@ -44,27 +44,41 @@ def drawn_gemma4(number):
     vocab = pick.choice([37, 101, 128])
     turning = pick.choice([0.25, 0.5, 1.0])
     raw = {
-        "model_type": "gemma4_text", "vocab_size": vocab, "vocab_size_per_layer_input": vocab,
-        "hidden_size": heads * pick.choice([8, 12, 16]), "intermediate_size": pick.choice([24, 40, 56]),
-        "num_hidden_layers": layers, "layer_types": kinds, "num_attention_heads": heads,
-        "num_key_value_heads": pick.choice(divisors), "num_global_key_value_heads": pick.choice([None, *divisors]),
-        "head_dim": pick.choice([8, 12, 16]), "global_head_dim": pick.choice([8, 16, 24]),
-        "attention_k_eq_v": pick.random() < 0.5, "attention_bias": pick.random() < 0.3,
-        "sliding_window": pick.choice([2, 5, 17]), "num_kv_shared_layers": shared,
-        "use_double_wide_mlp": pick.random() < 0.5, "hidden_size_per_layer_input": vectors,
-        "rms_norm_eps": pick.choice([1e-5, 1e-6, 1e-3]), "tie_word_embeddings": pick.random() < 0.5,
-        "final_logit_softcapping": pick.choice([None, 1.5, 30.0]), "max_position_embeddings": 256,
+        "model_type": "gemma4_text",
+        "vocab_size": vocab,
+        "vocab_size_per_layer_input": vocab,
+        "hidden_size": heads * pick.choice([8, 12, 16]),
+        "intermediate_size": pick.choice([24, 40, 56]),
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick.choice(divisors),
+        "num_global_key_value_heads": pick.choice([None, *divisors]),
+        "head_dim": pick.choice([8, 12, 16]),
+        "global_head_dim": pick.choice([8, 16, 24]),
+        "attention_k_eq_v": pick.random() < 0.5,
+        "attention_bias": pick.random() < 0.3,
+        "sliding_window": pick.choice([2, 5, 17]),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": pick.random() < 0.5,
+        "hidden_size_per_layer_input": vectors,
+        "rms_norm_eps": pick.choice([1e-5, 1e-6, 1e-3]),
+        "tie_word_embeddings": pick.random() < 0.5,
+        "final_logit_softcapping": pick.choice([None, 1.5, 30.0]),
+        "max_position_embeddings": 256,
         "rope_parameters": {
             SLIDING: {"rope_type": "default", "rope_theta": pick.choice([300.0, 1e4])},
             FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": turning},
         },
-    }  # fmt: skip
+    }
     if pick.random() < 0.5:
         count = pick.choice([4, 6])
         raw |= {
-            "enable_moe_block": True, "num_experts": count, "top_k_experts": pick.choice([1, 2, count]),
+            "enable_moe_block": True,
+            "num_experts": count,
+            "top_k_experts": pick.choice([1, 2, count]),
             "moe_intermediate_size": pick.choice([16, 24]),
-        }  # fmt: skip
+        }
     return raw
 
 
@@ -114,9 +128,15 @@ def test_the_text_part_of_a_directory_with_towers_is_read_and_saved_alone(name, 
     torch.manual_seed(0)
     text = {key: x for key, x in (SMALL | GEMMA4[name]).items() if key != "model_type"}
     tower = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "patch_size": 4,
+        "position_embedding_size": 16,
+    }
     config = transformers.AutoConfig.for_model("gemma4", text_config=text, vision_config=tower, image_token_id=90)
     peer = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     random_weights(peer.model.language_model)
@@ -145,23 +165,51 @@ def test_the_text_part_of_a_directory_with_towers_is_read_and_saved_alone(name, 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 SHARED = {"hidden_size_per_layer_input": 256, "sliding_window": 512}
 LARGE = {
-    "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
     "sliding_window": 1024,
-}  # fmt: skip
+}
 MOE = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 # of published models the text part: numbers in all, met by a token and cached for it, sizes, layers of a period
 PUBLISHED = {
-    "E2B": (4_628_569_379, 2_279_759_139, 9_216, (1536, 6144, 35, 8, 1), 5, SHARED | {
-        "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
-    }),
+    "E2B": (
+        4_628_569_379,
+        2_279_759_139,
+        9_216,
+        (1536, 6144, 35, 8, 1),
+        5,
+        SHARED
+        | {
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "E4B": (7_463_013_418, 4_644_441_130, 28_672, (2560, 10240, 42, 8, 2), 6, SHARED | {"num_kv_shared_layers": 18}),
-    "26B-A4B": (25_233_141_790, 3_822_530_590, 112_640, (2816, 2112, 30, 16, 8), 6, LARGE | MOE | {
-        "num_global_key_value_heads": 2,
-    }),
-    "31B": (30_697_345_340, 30_697_345_340, 450_560, (5376, 21504, 60, 32, 16), 6, LARGE | {
-        "num_global_key_value_heads": 4,
-    }),
-}  # fmt: skip
+    "26B-A4B": (
+        25_233_141_790,
+        3_822_530_590,
+        112_640,
+        (2816, 2112, 30, 16, 8),
+        6,
+        LARGE
+        | MOE
+        | {
+            "num_global_key_value_heads": 2,
+        },
+    ),
+    "31B": (
+        30_697_345_340,
+        30_697_345_340,
+        450_560,
+        (5376, 21504, 60, 32, 16),
+        6,
+        LARGE
+        | {
+            "num_global_key_value_heads": 4,
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -207,7 +255,7 @@ def test_gemma3n_is_refused_by_name(code, tmp_path):
         ("gemma4 vectors", {"num_kv_shared_layers": 3}, "no layer before the last 3 is of 'full_attention'"),
         ("gemma4 experts", {"top_k_experts": None}, "top_k_experts is None, it must be a whole number"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_supported_is_named(name, change, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SMALL | GEMMA4[name] | change))
     with pytest.raises(ModelError, match=message):

@@ -13,9 +13,15 @@ from funrl.models.huggingface.generation_config import sampling_defaults, with_g
 CONFIG = decoder_config(vocab=31, embed=16, layers=1, heads=2, kv_heads=2, head=8, mlp=24, eos=(2,))
 MODEL = decoder_model(CONFIG)
 SAYS = {
-    "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05,
-    "eos_token_id": [5, 2, 7], "max_new_tokens": 9, "some_field": {"of": "its own"},
-}  # fmt: skip
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.9,
+    "top_k": 20,
+    "repetition_penalty": 1.05,
+    "eos_token_id": [5, 2, 7],
+    "max_new_tokens": 9,
+    "some_field": {"of": "its own"},
+}
 
 
 @pytest.fixture

@@ -28,24 +28,43 @@ CONFIGS = {
     "gpt2 scaled by layer": {"model_type": "gpt2", "n_positions": 64, "scale_attn_by_inverse_layer_idx": True},
     "gpt_neox": {"model_type": "gpt_neox", "intermediate_size": 48, "max_position_embeddings": 64},
     "gpt_neox serial": {
-        "model_type": "gpt_neox", "intermediate_size": 48, "use_parallel_residual": False, "tie_word_embeddings": True,
+        "model_type": "gpt_neox",
+        "intermediate_size": 48,
+        "use_parallel_residual": False,
+        "tie_word_embeddings": True,
     },
     "opt": {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
     "bloom": {"model_type": "bloom"},
     "mamba": {"model_type": "mamba", "state_size": 4},
     "apertus with buffers": {"model_type": "apertus", "intermediate_size": 48},
     "mamba2 with an infinity": {
-        "model_type": "mamba2", "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8,
+        "model_type": "mamba2",
+        "state_size": 4,
+        "num_heads": 8,
+        "head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
     },
     "bamba with an infinity": {
-        "model_type": "bamba", "num_key_value_heads": 2, "intermediate_size": 48, "attn_layer_indices": [1],
-        "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 4, "mamba_chunk_size": 8,
+        "model_type": "bamba",
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 4,
+        "mamba_chunk_size": 8,
     },
     "qwen2": {
-        "model_type": "qwen2", "num_key_value_heads": 2, "intermediate_size": 48, "use_sliding_window": True,
-        "sliding_window": 5, "max_window_layers": 1,
+        "model_type": "qwen2",
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
     },
-}  # fmt: skip
+}
 PADDED = ["bloom", "mamba", "mamba2 with an infinity", "bamba with an infinity"]
 
 
@@ -230,8 +249,11 @@ def test_whose_code_computes_a_model(tmp_path):
     _saved("qwen2", tmp_path / "qwen2")
     _saved("gpt2", tmp_path / "gpt2")
     for folder, code, own in (
-        ("qwen2", "auto", False), ("qwen2", "native", False), ("qwen2", "hf", True), ("gpt2", "auto", True),
-    ):  # fmt: skip
+        ("qwen2", "auto", False),
+        ("qwen2", "native", False),
+        ("qwen2", "hf", True),
+        ("gpt2", "auto", True),
+    ):
         assert bool(hf.load_model(tmp_path / folder, code).abilities.code) == own
     with pytest.raises(ModelError, match="model_type is 'gpt2', supported are"):
         hf.load_model(tmp_path / "gpt2")

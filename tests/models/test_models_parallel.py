@@ -25,15 +25,25 @@ def _config(heads, kv_heads, **more) -> Config:
 
 
 GEMMA = {
-    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
-    "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
-}  # fmt: skip
+    "norms": "sandwich",
+    "norm_offset": 1.0,
+    "activation": "gelu",
+    "attention_cap": 0.8,
+    "logit_cap": 1.5,
+    "embed_scale": 12**0.5,
+    "attention_scale": 0.4,
+    "windows": (None, 3),
+    "local_rope_theta": 100.0,
+    "tied": True,
+}
 LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "output_bias": False, "head": 6}
 NEXT = {
-    "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
+    "norm_offset": 1.0,
+    "output_gate": True,
+    "rotary_part": 2,
     "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), GatedDeltaNet(2, 2, 4, 5), None),
     "experts": Experts(4, 2, 8, shared=4, shared_weighted=True),
-}  # fmt: skip
+}
 CASES = {
     "tp2 tied, multipliers": (
         "tp2",

@@ -20,23 +20,40 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 NEXT = {
-    "model_type": "qwen3_next", "num_hidden_layers": 3, "layer_types": ["linear_attention"] * 2 + ["full_attention"],
-    "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8, "linear_value_head_dim": 6,
-}  # fmt: skip
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention"],
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+}
 CONFIGS = {
     "in turn": NEXT | {"num_hidden_layers": 4, "layer_types": None},
-    "equal heads": NEXT | {
-        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "mlp_only_layers": [1],
-        "norm_topk_prob": False, "attention_bias": True, "tie_word_embeddings": True,
+    "equal heads": NEXT
+    | {
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 3,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": False,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
     },
-    "stretched": NEXT | {
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"], "decoder_sparse_step": 2,
-        "linear_value_head_dim": 12, "rms_norm_eps": 1e-4, "rope_parameters": {
-            "rope_type": "linear", "factor": 4.0, "rope_theta": 5e4, "partial_rotary_factor": 0.5},
+    "stretched": NEXT
+    | {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "decoder_sparse_step": 2,
+        "linear_value_head_dim": 12,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e4, "partial_rotary_factor": 0.5},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

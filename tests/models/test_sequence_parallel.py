@@ -169,21 +169,34 @@ def gaps(text, sizes, splits=False, adapted=False):
 
 
 GEMMA = {
-    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 0.8, "logit_cap": 1.5,
-    "embed_scale": 12**0.5, "attention_scale": 0.4, "windows": (None, 3), "local_rope_theta": 100.0, "tied": True,
-}  # fmt: skip
+    "norms": "sandwich",
+    "norm_offset": 1.0,
+    "activation": "gelu",
+    "attention_cap": 0.8,
+    "logit_cap": 1.5,
+    "embed_scale": 12**0.5,
+    "attention_scale": 0.4,
+    "windows": (None, 3),
+    "local_rope_theta": 100.0,
+    "tied": True,
+}
 NEXT = {
-    "family": "qwen3_next", "norm_offset": 1.0, "output_gate": True, "rotary_part": 2,
+    "family": "qwen3_next",
+    "norm_offset": 1.0,
+    "output_gate": True,
+    "rotary_part": 2,
     "mixers": (GatedDeltaNet(2, 4, 4, 3, width=3), None),
-}  # fmt: skip
+}
 SPLITS = {
     "sp3": ("sp3", config(6, 2), False),
     "sp2,tp2, its residual, gemma": ("sp2,tp2", config(4, 1, **GEMMA), True),
     "sp4, gated delta nets": ("sp4", config(4, 2, **NEXT), False),
     "tp4, its residual, norms over shared heads": (
-        "tp4", config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0), True,
+        "tp4",
+        config(8, 2, qk_norm_over="projection", norms="post", residual_scale=0.4, logit_divisor=2.0),
+        True,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -214,7 +227,7 @@ def unchanged(x, mesh, axes, split, concat):
 FAULTS = {
     "nothing is exchanged": (sequence, "all_to_all", unchanged),
     "gradients are not summed": (collectives, "psum", lambda x, mesh, axes: x),
-}  # fmt: skip
+}
 OF_THE_RESIDUAL = {
     "a half has no sum of gradients": (residual, "all_gather", collectives.gather_replicated),
     "a half has no sum": (residual, "psum_scatter", collectives.own_shard),

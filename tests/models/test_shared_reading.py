@@ -20,9 +20,17 @@ from funrl.models.huggingface import weight_slices
 
 DENSE = decoder_config(vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3", qk_norm=True)
 MIXED = decoder_config(
-    vocab=32, embed=10, layers=2, heads=4, kv_heads=2, head=4, mlp=12, family="qwen3_moe", qk_norm=True,
+    vocab=32,
+    embed=10,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head=4,
+    mlp=12,
+    family="qwen3_moe",
+    qk_norm=True,
     experts=Experts(count=2, per_token=1, mlp=6),
-)  # fmt: skip
+)
 
 
 class CountedFile:

@@ -18,9 +18,14 @@ from funrl.models.huggingface.left_out import remarks_on_files
 from funrl.models.huggingface.peft_files import projections
 
 TOWER = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": SMALL["hidden_size"],
-    "num_position_embeddings": 16, "patch_size": 4,
-}  # fmt: skip
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": SMALL["hidden_size"],
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
 
 
 def whole_model_of(name, folder):

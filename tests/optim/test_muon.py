@@ -132,9 +132,13 @@ def test_tensors_of_more_dims_are_seen_as_matrices():
 
 def test_matrices_inside_the_model_are_muons():
     axes = {
-        "embed": ("vocab", "embed"), "norm": ("norm",), "value": ("value", "norm"), "q_bias": ("heads", "head"),
-        "router": ("experts", "embed"), "up": ("experts", "mlp", "expert_embed"),
-    }  # fmt: skip
+        "embed": ("vocab", "embed"),
+        "norm": ("norm",),
+        "value": ("value", "norm"),
+        "q_bias": ("heads", "head"),
+        "router": ("experts", "embed"),
+        "up": ("experts", "mlp", "expert_embed"),
+    }
     params = {name: randn(*[2] * len(own)) for name, own in axes.items()}
     state = optim.muon(0.1, axes=axes).init(params)
     assert [n for n, _ in trees.named(state["muon"])] == ["momentum/trace/router", "momentum/trace/up"]
@@ -177,8 +181,10 @@ RULES = {
 )
 def test_on_a_mesh_the_numbers_are_those_of_one_device(mesh, rules, monkeypatch):
     whole = {
-        "q": randn(4, 3, 8), "layers": tuple({"up": randn(8, 4, seed=n)} for n in range(6)), "up": randn(2, 4, 8),
-    }  # fmt: skip
+        "q": randn(4, 3, 8),
+        "layers": tuple({"up": randn(8, 4, seed=n)} for n in range(6)),
+        "up": randn(2, 4, 8),
+    }
     lay = layouts(whole, AXES, {"head": None, **RULES[rules]}, meshes.parse(mesh))
     expected, _ = optim.orthogonalize(axes=AXES).update(whole, (), whole)
     seen, iterate = [], optim.newton_schulz

@@ -13,8 +13,13 @@ from funrl.mesh.rules import layouts
 from funrl.mesh.simulate import gather, scatter, simulate
 
 RULES = {
-    "heads": "tensor", "vocab": "tensor", "mlp": "tensor", "embed": "data", "head": None, "norm": None,
-}  # fmt: skip
+    "heads": "tensor",
+    "vocab": "tensor",
+    "mlp": "tensor",
+    "embed": "data",
+    "head": None,
+    "norm": None,
+}
 every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 

@@ -6,9 +6,13 @@ from funrl.cli.run import main
 from funrl.processes.environment import LauncherError, first_host, ranks_of_node, read_environment
 
 SLURM = {
-    "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_JOB_ID": "40123",
-}  # fmt: skip
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "40123",
+}
 
 
 def test_ranks_of_torchrun_of_slurm_and_of_nobody():
@@ -17,9 +21,13 @@ def test_ranks_of_torchrun_of_slurm_and_of_nobody():
     environment = dict(SLURM)
     assert read_environment(environment) == 5
     assert environment == SLURM | {
-        "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "gpu07",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "15123",
-    }  # fmt: skip
+    }
     assert read_environment(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
     assert read_environment(SLURM | {"RANK": "0", "WORLD_SIZE": "2"}) == 0  # torchrun in a Slurm step
 
@@ -27,11 +35,15 @@ def test_ranks_of_torchrun_of_slurm_and_of_nobody():
 @pytest.mark.parametrize(
     ("world", "local", "nodes", "expected"),
     [
-        ("16", "8", "2", 8), ("16", "8", None, 8), ("8", "8", "1", None), ("12", "8", "2", None),
+        ("16", "8", "2", 8),
+        ("16", "8", None, 8),
+        ("8", "8", "1", None),
+        ("12", "8", "2", None),
         ("12", "4", "2", None),
-        ("4", None, None, None), (None, "8", None, None),
+        ("4", None, None, None),
+        (None, "8", None, None),
     ],
-)  # fmt: skip
+)
 def test_ranks_of_a_node_where_all_nodes_have_as_many(world, local, nodes, expected):
     given = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": local, "GROUP_WORLD_SIZE": nodes}
     assert ranks_of_node({name: text for name, text in given.items() if text is not None}) == expected

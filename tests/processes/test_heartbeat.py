@@ -107,11 +107,16 @@ def test_of_many_ranks_a_line_names_a_few():
 @pytest.mark.parametrize(
     ("replicas", "whole", "dead", "replica"),
     [
-        ([0, 0, 1, 1], [4, 4, 4, 4], [], 0), ([0, 0, 1, 1], [4, 4, 4, 4], [1], 1), ([0, 1], [4, 4], [0, 1], NOBODY),
-        ([0, 0, 1, 1], [4, 3, 4, 4], [], 1), ([0, 1], [3, 4], [], 1), ([0, 0], [4, 4], [1], NOBODY),
-        ([0, 1], [-1, -1], [], NOBODY), ([NOBODY, NOBODY], [4, 4], [], NOBODY),
+        ([0, 0, 1, 1], [4, 4, 4, 4], [], 0),
+        ([0, 0, 1, 1], [4, 4, 4, 4], [1], 1),
+        ([0, 1], [4, 4], [0, 1], NOBODY),
+        ([0, 0, 1, 1], [4, 3, 4, 4], [], 1),
+        ([0, 1], [3, 4], [], 1),
+        ([0, 0], [4, 4], [1], NOBODY),
+        ([0, 1], [-1, -1], [], NOBODY),
+        ([NOBODY, NOBODY], [4, 4], [], NOBODY),
     ],
-)  # fmt: skip
+)
 def test_who_saves_the_state_of_a_run_that_fails(replicas, whole, dead, replica):
     signs = {
         rank: SIGN._replace(replica=r, recoverable=w) for rank, (r, w) in enumerate(zip(replicas, whole, strict=True))

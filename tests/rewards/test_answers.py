@@ -53,10 +53,13 @@ def test_blocks_of_json_and_programs_are_read_alike():
     pytest.importorskip("jsonschema")
     schema = {"required": ["a"]}
     for text, right in [
-        ('```python\nx\n```\n```JSON\n{"a": 1}\n```\nSo:\n```text\nx\n```', 1), ('```json\r\n{"a": 1}\r\n```\r\n', 1),
-        ('```\n{"a": 1}\n```', 1), ('```json\n{"a": 1}\n```\n```json\n{}\n```', 0), ('```yaml\n{"a": 1}\n```', 0),
+        ('```python\nx\n```\n```JSON\n{"a": 1}\n```\nSo:\n```text\nx\n```', 1),
+        ('```json\r\n{"a": 1}\r\n```\r\n', 1),
+        ('```\n{"a": 1}\n```', 1),
+        ('```json\n{"a": 1}\n```\n```json\n{}\n```', 0),
+        ('```yaml\n{"a": 1}\n```', 0),
         ('{"a": ' + "1" * 5000 + "}", 0),
-    ]:  # fmt: skip
+    ]:
         assert json_schema("", text, schema=schema) == right, text
     spaced = "\n" * 50 + "def f():\n    return 1"
     assert program_of("no", spaced, {"entry_point": "f"}) == spaced

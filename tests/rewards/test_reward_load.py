@@ -27,8 +27,11 @@ def test_several_functions_of_a_file(tmp_path):
 def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
     found = parse_rewards("a@b.py:f@-0.5,math@1e-1,own.rewards:f,x/own.rewards:f")
     assert [(one.source, one.weight) for one in found] == [
-        ("a@b.py:f", -0.5), ("math", 0.1), ("own.rewards:f", None), ("x/own.rewards:f", None),
-    ]  # fmt: skip
+        ("a@b.py:f", -0.5),
+        ("math", 0.1),
+        ("own.rewards:f", None),
+        ("x/own.rewards:f", None),
+    ]
     assert [one.name for one in found] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
     for text, weights in (
         ("math,format", (1.0, 1.0)),

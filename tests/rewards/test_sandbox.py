@@ -20,9 +20,7 @@ from funrl.rewards.sandbox import Limits, SandboxError, run_program
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in confine.MACHINES, reason="programs are confined on Linux"
 )
-TIGHT = Limits(
-    wall_s=30, cpu_s=1, memory_bytes=1 << 28, file_bytes=1 << 20, files=50, output_bytes=1 << 16, threads=20
-)  # fmt: skip
+TIGHT = Limits(wall_s=30, cpu_s=1, memory_bytes=1 << 28, file_bytes=1 << 20, files=50, output_bytes=1 << 16, threads=20)
 IGNORES = """
 import signal
 for sign in range(1, 65):
@@ -129,7 +127,7 @@ def test_a_hostile_program_is_ended_and_the_run_goes_on(name, means):
         ("import ctypes; assert ctypes.CDLL(None).prctl(1, 9) == 0", "AssertionError"),
         ("import ctypes; assert ctypes.CDLL(None).prctl(4, 0) == 0", "AssertionError"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("means", MEANS)
 def test_what_the_kernel_refuses_a_program(program, error, means, tmp_path):
     kept = tmp_path / "kept"

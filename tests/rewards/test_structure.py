@@ -10,13 +10,19 @@ from funrl.rewards.style import repetition, within_length
 @pytest.mark.parametrize(
     "prompt,completion,right",
     [
-        ("", "<think>a\nb</think>\n<answer>4</answer>\n", 1), ("", "<think></think><answer></answer>", 1),
-        ("", "<answer>4</answer>", 0), ("", "<think>a</think> 4", 0), ("", "x<think>a</think><answer>4</answer>", 0),
-        ("", "<think>a</think><answer>4</answer>.", 0), ("", "<think>a<think></think><answer>4</answer>", 0),
-        ("", "<think>a</think><answer>4</answer><answer>5</answer>", 0), ("", "", 0),
-        ("go\n<think>\n", "a</think><answer>4</answer>", 1), ("<think>", "<think>a</think><answer>4</answer>", 0),
+        ("", "<think>a\nb</think>\n<answer>4</answer>\n", 1),
+        ("", "<think></think><answer></answer>", 1),
+        ("", "<answer>4</answer>", 0),
+        ("", "<think>a</think> 4", 0),
+        ("", "x<think>a</think><answer>4</answer>", 0),
+        ("", "<think>a</think><answer>4</answer>.", 0),
+        ("", "<think>a<think></think><answer>4</answer>", 0),
+        ("", "<think>a</think><answer>4</answer><answer>5</answer>", 0),
+        ("", "", 0),
+        ("go\n<think>\n", "a</think><answer>4</answer>", 1),
+        ("<think>", "<think>a</think><answer>4</answer>", 0),
     ],
-)  # fmt: skip
+)
 def test_thoughts_come_before_the_answer(prompt, completion, right):
     assert think_then_answer(prompt, completion, level=1) == right
 
@@ -27,9 +33,16 @@ AGE = {"type": "object", "required": ["age"], "properties": {"age": {"type": "in
 def test_json_of_a_schema():
     pytest.importorskip("jsonschema")
     for text, right in [
-        ('{"age": 7}', 1), ('{"age": 7.5}', 0), ("{}", 0), ("{'age': 7}", 0), ("", 0), ("[" * 100_000, 0),
-        ('{"age": NaN}', 0), ('so:\n```json\n{"age": 7}\n```', 1), ('```\n{}\n```\n```json\n{"age": 7}\n```\n', 1),
-    ]:  # fmt: skip
+        ('{"age": 7}', 1),
+        ('{"age": 7.5}', 0),
+        ("{}", 0),
+        ("{'age': 7}", 0),
+        ("", 0),
+        ("[" * 100_000, 0),
+        ('{"age": NaN}', 0),
+        ('so:\n```json\n{"age": 7}\n```', 1),
+        ('```\n{}\n```\n```json\n{"age": 7}\n```\n', 1),
+    ]:
         assert json_schema("", text, schema=AGE) == right, text
     assert json_schema("", '{"age": 7}', schema='{"required": ["age"]}') == 1.0
     assert json_schema("", "7") == 1.0 and json_schema("", "Infinity") == json_schema("", "x") == 0.0
@@ -55,13 +68,22 @@ RIGHT = "<answer>(4 - 1) * 8</answer>"
 @pytest.mark.parametrize(
     "completion,right",
     [
-        (RIGHT, 1), ("try 1 + 4 + 8\n(4 - 1) * 8 = 24\n", 1), ("-(1 - 4) * 8", 1), ("", 0), ("(" * 400, 0),
+        (RIGHT, 1),
+        ("try 1 + 4 + 8\n(4 - 1) * 8 = 24\n", 1),
+        ("-(1 - 4) * 8", 1),
+        ("", 0),
+        ("(" * 400, 0),
         *[(RIGHT.replace(")", before), 0) for before in (") + 0", ") * 1", ") ** 1", ")) if 1 else (0", " + 1)")],
-        ("<answer>8 * 3</answer>", 0), ("<answer>24</answer>", 0), ("<answer>1 + 4 + 8</answer>", 0),
-        ("<answer>(8 - 8) / 0</answer>", 0), ("<answer>__import__('os')</answer>", 0), ("1+" * 10**6, 0),
-        (RIGHT.replace("*", "\u00d7"), 1), (RIGHT.replace("-", "\u2212"), 0),
+        ("<answer>8 * 3</answer>", 0),
+        ("<answer>24</answer>", 0),
+        ("<answer>1 + 4 + 8</answer>", 0),
+        ("<answer>(8 - 8) / 0</answer>", 0),
+        ("<answer>__import__('os')</answer>", 0),
+        ("1+" * 10**6, 0),
+        (RIGHT.replace("*", "\u00d7"), 1),
+        (RIGHT.replace("-", "\u2212"), 0),
     ],
-)  # fmt: skip
+)
 def test_countdown_takes_each_number_once(completion, right):
     assert countdown("", completion, target=24, nums=[1, 4, 8]) == right
 

@@ -103,15 +103,32 @@ def test_the_right_answer_is_found_under_the_names_that_data_sets_give_it():
 @pytest.mark.parametrize(
     "completion,letter",
     [
-        ("B", "B"), ("(b)", "B"), ("B. Paris", "B"), ("**B**", "B"), ("B) Paris, not A", "B"), ("A dog ran.", ""),
-        ("Not A. The answer is (B).", "B"), ("the answer is B", "B"), ("Answer: **C**", "C"), ("answer is a", ""),
-        ("The answer is A. No: the answer is C", "C"), (r"so \boxed{D}.", "D"), (r"\boxed{\text{(D)}}", "D"),
-        (r"\boxed{A} or \boxed{B}, the answer is C", "B"), ("", ""), ("42", ""), ("The answer is Brussels", ""),
-        ("B\n\nAs it rains.", "B"), ("<think>A</think>\n<answer>B</answer>", "B"), ("The correct option is (C).", "C"),
-        ("Answer: $B$", "B"), ("The answer is option D.", "D"), (r"\boxed{\mathrm{B}}", "B"),
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B. Paris", "B"),
+        ("**B**", "B"),
+        ("B) Paris, not A", "B"),
+        ("A dog ran.", ""),
+        ("Not A. The answer is (B).", "B"),
+        ("the answer is B", "B"),
+        ("Answer: **C**", "C"),
+        ("answer is a", ""),
+        ("The answer is A. No: the answer is C", "C"),
+        (r"so \boxed{D}.", "D"),
+        (r"\boxed{\text{(D)}}", "D"),
+        (r"\boxed{A} or \boxed{B}, the answer is C", "B"),
+        ("", ""),
+        ("42", ""),
+        ("The answer is Brussels", ""),
+        ("B\n\nAs it rains.", "B"),
+        ("<think>A</think>\n<answer>B</answer>", "B"),
+        ("The correct option is (C).", "C"),
+        ("Answer: $B$", "B"),
+        ("The answer is option D.", "D"),
+        (r"\boxed{\mathrm{B}}", "B"),
         (r"\boxed{B: Paris}", "B"),
     ],
-)  # fmt: skip
+)
 def test_multiple_choice(completion, letter):
     found = [right for right in "ABCD" if v.multiple_choice("", completion, answer=right) == 1.0]
     assert found == [letter] * bool(letter)

@@ -389,9 +389,7 @@ FAULTS = {
     "the log-probability of another row": Fault(
         instead(backends.PackedBackend, "sample", other_row), ONE | {"max_rows": 512}
     ),
-    "drafts with that of another position": Fault(
-        instead(backends.TorchBackend, "sample", other_row), DRAFTS
-    ),
+    "drafts with that of another position": Fault(instead(backends.TorchBackend, "sample", other_row), DRAFTS),
     "a page shared by samples that write": Fault(
         lambda m: m.setattr(backends.PackedBackend, "copy_pages", lambda *_: None), ONE | {"samples": 4}
     ),
@@ -399,12 +397,8 @@ FAULTS = {
     "ring attention": Fault(
         lambda m: m.setattr(sequence_parallel, "is_ring", lambda *_: True), ONE | {"train": "dp1,sp2,tp1"}
     ),
-    "sums by ranks in turn": Fault(
-        lambda m: m.setattr(split_residual, "psum_pairwise", in_turn), FLOAT32 | FOUR_RANKS
-    ),
-    "sums by psum": Fault(
-        instead(row_parallel, "leave", plain_leave), FLOAT32 | FOUR_RANKS
-    ),
+    "sums by ranks in turn": Fault(lambda m: m.setattr(split_residual, "psum_pairwise", in_turn), FLOAT32 | FOUR_RANKS),
+    "sums by psum": Fault(instead(row_parallel, "leave", plain_leave), FLOAT32 | FOUR_RANKS),
     "a split stream by psum_scatter": Fault(
         instead(row_parallel, "leave", plain_leave), FLOAT32 | FOUR_RANKS | {"splits": True}
     ),
@@ -414,4 +408,4 @@ FAULTS = {
     "the engine's sums by psum": Fault(
         instead(row_parallel, "leave", plain_leave), FLOAT32 | {"generate": "tp4", "max_rows": 512}
     ),
-}  # fmt: skip
+}

@@ -37,12 +37,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "qk_norm": True, "head": 32},
     "odd sizes": {"vocab": 101, "embed": 90, "heads": 6, "head": 10, "mlp": 77, "windows": (9, None)},
     "gemma2": {
-        "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "attention_cap": 5.0, "logit_cap": 3.0,
-        "windows": (9, None), "embed_scale": 7.3, "attention_scale": 0.3,
+        "norms": "sandwich",
+        "norm_offset": 1.0,
+        "activation": "gelu",
+        "attention_cap": 5.0,
+        "logit_cap": 3.0,
+        "windows": (9, None),
+        "embed_scale": 7.3,
+        "attention_scale": 0.3,
     },
     "granite": {"residual_scale": 0.4, "logit_divisor": 3.0, "embed_scale": 3.1},
     "partly rotated": {"rotary_part": 8, "qk_norm": True},
-}  # fmt: skip
+}
 SIZES = {"vocab": 136, "embed": 64, "layers": 2, "heads": 8, "kv_heads": 2, "head": 16, "mlp": 96}
 PAUSES = ("no", "no", "paused", "other weights after a pause", "other weights in flight")
 

@@ -36,15 +36,17 @@ def resharded(mesh, sizes, config=CONFIG, stored=STORED, dtype=torch.float32, ma
 BF16 = {"dtype": torch.bfloat16}
 FINE = {  # training mesh: engines that are right
     "dp2,tp2": [
-        ("tp2,dp2", {"splits": True}), ("tp4", {"config": decoder_config(**SMALL | {"kv_heads": 1}, tied=True)}),
+        ("tp2,dp2", {"splits": True}),
+        ("tp4", {"config": decoder_config(**SMALL | {"kv_heads": 1}, tied=True)}),
         ("dp2,tp2", {"config": decoder_config(**SMALL | {"kv_heads": 1}), "stored": fully_sharded(STORED)}),
         ("dp4", {"config": decoder_config(**SMALL, family="qwen2", attention_bias=True, tied=True), **BF16}),
     ],
     "dp4": [
-        ("dp4", {}), ("dp2,tp2", {"stored": fully_sharded(STORED), **BF16}),
+        ("dp4", {}),
+        ("dp2,tp2", {"stored": fully_sharded(STORED), **BF16}),
         ("tp4", {"dtype": torch.float64, "master": torch.float64}),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow

@@ -16,20 +16,45 @@ from funrl.rollout.native.backends import PackedBackend, TorchBackend
 from funrl.rollout.sampling_parameters import Sampling
 
 GEMMA = {
-    "norms": "sandwich", "norm_offset": 1.0, "activation": "gelu", "embed_scale": 32**0.5, "attention_scale": 9**-0.5,
-    "windows": (6, None), "tied": True,
-}  # fmt: skip
+    "norms": "sandwich",
+    "norm_offset": 1.0,
+    "activation": "gelu",
+    "embed_scale": 32**0.5,
+    "attention_scale": 9**-0.5,
+    "windows": (6, None),
+    "tied": True,
+}
 GEMMA4_TEXT = {
-    "model_type": "gemma4_text", "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12, "sliding_window": 6,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
-    "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 40, "max_position_embeddings": 128,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+    "model_type": "gemma4_text",
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 12,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": 40,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
 GEMMA4_EXPERTS = GEMMA4_TEXT | {
-    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "enable_moe_block": True,
-    "num_global_key_value_heads": 1, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16,
-}  # fmt: skip
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_global_key_value_heads": 1,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 16,
+}
 CONFIGS = {
     "gemma2": decoder_config(**SMALL, **GEMMA, family="gemma2", attention_cap=0.7, logit_cap=2.0),
     "gemma3": decoder_config(
@@ -73,15 +98,22 @@ EXPERTS = {
         **SMALL, family="qwen3_moe", qk_norm=True, experts=Experts(count=4, per_token=2, mlp=16)
     ),
     "deepseek_v3": decoder_config(
-        **SMALL | {"kv_heads": SMALL["heads"], "head": 12}, family="deepseek_v3", latent=Latent(24, 20, 8, 4, 6),
+        **SMALL | {"kv_heads": SMALL["heads"], "head": 12},
+        family="deepseek_v3",
+        latent=Latent(24, 20, 8, 4, 6),
         experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
     ),
     "gpt_oss": decoder_config(
-        **SMALL, family="gpt_oss", attention_sinks=True, attention_bias=True, output_bias=True, windows=(6, None),
+        **SMALL,
+        family="gpt_oss",
+        attention_sinks=True,
+        attention_bias=True,
+        output_bias=True,
+        windows=(6, None),
         experts=Experts(4, 2, 16, clamped=ClampedGate()),
     ),
     "gemma4 experts": config_from_hf(GEMMA4_EXPERTS),
-}  # fmt: skip
+}
 
 
 OLDER = ("gemma2", "gemma3", "olmo2", "smollm3", "granite", "phi3", "mistral")

@@ -14,9 +14,12 @@ CONFIG = decoder_config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=
 MODEL = decoder_model(CONFIG)
 PROMPTS = [[1, 2, 3], [7], [5, 6, 7, 8, 9, 10]]
 HOWS = [
-    {}, {"temperature": 0.7}, {"temperature": 1.3, "top_k": 9, "top_p": 0.8}, {"min_p": 0.05},
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 9, "top_p": 0.8},
+    {"min_p": 0.05},
     {"repetition_penalty": 1.6, "temperature": 0.8, "min_p": 0.02},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("how", HOWS, ids=str)

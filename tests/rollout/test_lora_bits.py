@@ -135,13 +135,16 @@ def test_a_draw(number):
 
 FAULTS = {
     "products by torch": lambda m: m.setattr(
-        low_rank, "exact_low_rank",
+        low_rank,
+        "exact_low_rank",
         lambda x, w, bias, ab, scale, parts: (
-            exact_linear(x, w, bias, parts, False) + scale * (x @ ab[0].T) @ ab[1].T, None,
+            exact_linear(x, w, bias, parts, False) + scale * (x @ ab[0].T) @ ab[1].T,
+            None,
         ),
     ),
     "the scale after the second factor": lambda m: m.setattr(
-        low_rank, "exact_low_rank",
+        low_rank,
+        "exact_low_rank",
         lambda x, w, bias, ab, scale, parts: (
             exact_linear(x, w, bias, parts, False)
             + scale * exact_linear(exact_linear(x, ab[0], None, parts, False), ab[1], None, 1, False),
@@ -149,7 +152,8 @@ FAULTS = {
         ),
     ),
     "the first factor in one part": lambda m: m.setattr(
-        low_rank, "exact_low_rank",
+        low_rank,
+        "exact_low_rank",
         lambda x, w, bias, ab, scale, parts: (
             exact_linear(x, w, bias, parts, False)
             + exact_linear(scale * exact_linear(x, ab[0], None, 1, False), ab[1], None, 1, False),
@@ -157,10 +161,11 @@ FAULTS = {
         ),
     ),
     "merged weights": lambda m: m.setattr(
-        low_rank, "exact_low_rank",
+        low_rank,
+        "exact_low_rank",
         lambda x, w, bias, ab, scale, parts: (exact_linear(x, w + scale * ab[1] @ ab[0], bias, parts, False), None),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", quick(FAULTS, ["the first factor in one part", "merged weights"]))
@@ -302,11 +307,15 @@ def test_factors_that_do_not_fit_leave_the_adapter_as_it_was():
         load_adapter(native_engine(model_of("llama")[0]), "llama", "all")
 
 
-@pytest.mark.parametrize("sizes", [
-    {"kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4)},
-    {"experts": Experts(count=4, per_token=2, mlp=8, shared=8)},
-    {"qk_norm": True, "qk_norm_over": "projection"},
-], ids=["latent attention", "shared experts", "norms over all heads"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4)},
+        {"experts": Experts(count=4, per_token=2, mlp=8, shared=8)},
+        {"qk_norm": True, "qk_norm_over": "projection"},
+    ],
+    ids=["latent attention", "shared experts", "norms over all heads"],
+)
 def test_models_without_the_promise_mix_adapters_too(sizes):
     """Where engine and trainer may round differently they agree to 1e-12 in float64."""
     common = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48}

@@ -116,11 +116,15 @@ def mixed_requests(count=24, seed=0):
     while len(requests) < count:
         prompt = chance.choice([common[: chance.randrange(1, 37)], [*common[:20], chance.randrange(40)], [5, 6, 7]])
         how = Sampling(
-            max_new_tokens=chance.randrange(1, 60), stop=chance.choice([(), (3, 17)]), samples=chance.choice([1, 1, 4]),
-            stop_strings=chance.choice([(), ("0", "AB")]), temperature=chance.choice([1.0, 1.0, 0.7]),
-            top_p=chance.choice([1.0, 0.9]), greedy=chance.random() < 0.2,
+            max_new_tokens=chance.randrange(1, 60),
+            stop=chance.choice([(), (3, 17)]),
+            samples=chance.choice([1, 1, 4]),
+            stop_strings=chance.choice([(), ("0", "AB")]),
+            temperature=chance.choice([1.0, 1.0, 0.7]),
+            top_p=chance.choice([1.0, 0.9]),
+            greedy=chance.random() < 0.2,
             repetition_penalty=chance.choice([1.0, 1.0, 1.0, 1.2]),
-        )  # fmt: skip
+        )
         requests += [
             one._replace(number=len(requests) + one.number) for one in requests_of([prompt], how, len(requests))
         ]

@@ -35,10 +35,15 @@ FAMILIES = {
 TOKENS = torch.randint(0, 23, (4, 6), generator=torch.Generator().manual_seed(2))
 WEIGHTS = torch.randn(4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 CASES = [
-    ("dense", "tp2", None), ("dense", "dp2,tp2", "data"), ("nine heads of three", "tp4", None),
-    ("as many keys", "tp2", None), ("latent", "tp2", None), ("experts", "ep2,tp2", "data"),
-    ("clamped experts", "ep2", None), ("adapters", "tp2", None),
-]  # fmt: skip
+    ("dense", "tp2", None),
+    ("dense", "dp2,tp2", "data"),
+    ("nine heads of three", "tp4", None),
+    ("as many keys", "tp2", None),
+    ("latent", "tp2", None),
+    ("experts", "ep2,tp2", "data"),
+    ("clamped experts", "ep2", None),
+    ("adapters", "tp2", None),
+]
 
 
 def _model(family):

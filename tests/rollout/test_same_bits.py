@@ -36,10 +36,14 @@ def test_a_draw(number):
 
 
 QUICK_FAULTS = (
-    "attention by torch, whose order of keys is another", "products by MKL", "a bias after rounding",
-    "a packed neighbour that leaks", "pages of old weights", "old tokens with the new version",
+    "attention by torch, whose order of keys is another",
+    "products by MKL",
+    "a bias after rounding",
+    "a packed neighbour that leaks",
+    "pages of old weights",
+    "old tokens with the new version",
     "the log-probability of another row",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("fault", quick(FAULTS, QUICK_FAULTS))

@@ -35,7 +35,8 @@ FAMILIES = {
     "mixtral": {"experts": Experts(8, 2, 48)},
     "qwen3 moe": {"qk_norm": True, "experts": Experts(16, 5, 40, dense=(0,))},
     "qwen2 moe": {
-        "attention_bias": True, "experts": Experts(8, 3, 24, normalized=False, shared=40, shared_weighted=True)
+        "attention_bias": True,
+        "experts": Experts(8, 3, 24, normalized=False, shared=40, shared_weighted=True),
     },
     "deepseek v2": {
         "experts": Experts(8, 3, 16, normalized=False, groups=4, chosen_groups=2, best_of_group=1, scale=1.5, shared=32)
@@ -46,23 +47,31 @@ FAMILIES = {
         )
     },
     "deepseek": {
-        "kv_heads": 8, "head": 24, "latent": Latent(24, 20, 16, 8, 12),
+        "kv_heads": 8,
+        "head": 24,
+        "latent": Latent(24, 20, 16, 8, 12),
         "experts": Experts(8, 3, 16, scoring="sigmoid", biased=True, shared=16, dense=(0,)),
     },
     "latent attention": {"kv_heads": 8, "head": 24, "latent": Latent(40, None, 16, 8, 32, interleaved=False)},
     "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"},
     "olmo2, one key head": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "kv_heads": 1},
     "odd sizes": {"embed": 90, "head": 10, "experts": Experts(5, 2, 11, shared=13)},
-}  # fmt: skip
+}
 YARN = RopeScaling("yarn", 8.0, 1.0, 4.0, original=32, truncate=False)
 BIASES = {"attention_bias": True, "output_bias": True}
 SWITCHES = {  # which no draw has: each is tried by itself
-    "gpt-oss": BIASES | {
-        "attention_sinks": True, "windows": (9, None), "rope_scaling": YARN,
+    "gpt-oss": BIASES
+    | {
+        "attention_sinks": True,
+        "windows": (9, None),
+        "rope_scaling": YARN,
         "experts": Experts(8, 3, 24, clamped=ClampedGate(limit=0.9)),
     },
     "gpt-oss, one key head": {
-        "attention_sinks": True, "kv_heads": 1, "head": 10, "experts": Experts(8, 1, 24, clamped=ClampedGate()),
+        "attention_sinks": True,
+        "kv_heads": 1,
+        "head": 10,
+        "experts": Experts(8, 1, 24, clamped=ClampedGate()),
     },
     "ernie 4.5": BIASES | {"rotary_pairs": True, "mlp_bias": True},
     "ernie 4.5 moe": {"rotary_pairs": True, "experts": Experts(8, 3, 24, biased=True, shared=24, wide=True)},
@@ -70,7 +79,7 @@ SWITCHES = {  # which no draw has: each is tried by itself
     "phi3, long": {"rotary_part": 8, "rope_scaling": RopeScaling("longrope", 8.0, short=(1.0, 1.3, 2.0, 3.0))},
     "exaone 4": {"norms": "post", "qk_norm": True, "rotates": (True, False), "windows": (9, None)},
     "gelu": {"activation": "gelu_erf", "mlp_bias": True},
-}  # fmt: skip
+}
 ALL_FAMILIES = FAMILIES | SWITCHES
 
 

@@ -101,8 +101,12 @@ def test_fused_weights_are_taken_apart_again(name):
     away = [there for there, x in unfused(model, held | {packed: torch.empty(0)}) if x is None]
     assert away == [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
     assert {there.split(".")[-2] for there, x in unfused(model, held, tensor=2) if x is not None} <= {
-        "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm",
-    }  # fmt: skip
+        "norm",
+        "input_layernorm",
+        "post_attention_layernorm",
+        "q_norm",
+        "k_norm",
+    }
 
 
 def test_weights_that_are_not_all_there_once_are_an_error_and_zeros():

@@ -64,14 +64,18 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
         **NEW | {"embed": 128}, **OLMO, family="olmoe", norm_eps=1e-5, experts=Experts(4, 2, 32, normalized=False)
     ),
     "qwen2_moe": decoder_config(
-        **SIZES | {"embed": 128}, family="qwen2_moe", attention_bias=True,
+        **SIZES | {"embed": 128},
+        family="qwen2_moe",
+        attention_bias=True,
         experts=Experts(4, 2, 32, shared=32, shared_weighted=True, normalized=False),
     ),
     "minimax_m2": decoder_config(
         **NEW, **OLMO, family="minimax_m2", rotary_part=16, experts=Experts(4, 2, 32, scoring="sigmoid", biased=True)
     ),
     "ernie4_5_moe": decoder_config(
-        **SIZES, family="ernie4_5_moe", rotary_pairs=True,
+        **SIZES,
+        family="ernie4_5_moe",
+        rotary_pairs=True,
         experts=Experts(4, 2, 32, biased=True, shared=32, dense=(0,), wide=True),
     ),
     "qwen3_moe dense tied": decoder_config(
@@ -80,23 +84,41 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
     "mixtral": decoder_config(**SIZES, family="mixtral", experts=Experts(4, 2, 48)),
     "glm4_moe": decoder_config(**SIZES, family="glm4_moe", qk_norm=True, rotary_part=16, experts=SIGMOID),
     "qwen3_next": decoder_config(
-        **SIZES, family="qwen3_next", norm_offset=1.0, output_gate=True, rotary_part=16, qk_norm=True,
-        mixers=(NET, None), experts=Experts(4, 2, 32, shared=32, shared_weighted=True),
+        **SIZES,
+        family="qwen3_next",
+        norm_offset=1.0,
+        output_gate=True,
+        rotary_part=16,
+        qk_norm=True,
+        mixers=(NET, None),
+        experts=Experts(4, 2, 32, shared=32, shared_weighted=True),
     ),
     "gpt_oss": decoder_config(
-        **SIZES | {"mlp": 64}, family="gpt_oss", attention_sinks=True, attention_bias=True, output_bias=True,
-        windows=(6, None), norm_eps=1e-5, experts=CLAMPED,
+        **SIZES | {"mlp": 64},
+        family="gpt_oss",
+        attention_sinks=True,
+        attention_bias=True,
+        output_bias=True,
+        windows=(6, None),
+        norm_eps=1e-5,
+        experts=CLAMPED,
         rope_scaling=RopeScaling("yarn", 8.0, 1.0, 32.0, original=32, truncate=False),
     ),
     "deepseek_v2": decoder_config(
-        **MLA, family="deepseek_v2", latent=Latent(512, None, 32, 64, 32),
+        **MLA,
+        family="deepseek_v2",
+        latent=Latent(512, None, 32, 64, 32),
         experts=Experts(8, 3, 32, best_of_group=1, normalized=False, **GROUPS),
     ),
     "deepseek_v3": decoder_config(
-        **MLA, family="deepseek_v3", latent=Latent(512, 24, 32, 64, 32), rope_scaling=YARN,
-        attention_scale=96**-0.5 * YARN.sharpness, experts=SIGMOID,
+        **MLA,
+        family="deepseek_v3",
+        latent=Latent(512, 24, 32, 64, 32),
+        rope_scaling=YARN,
+        attention_scale=96**-0.5 * YARN.sharpness,
+        experts=SIGMOID,
     ),
-}  # fmt: skip
+}
 GPT, DEEPSEEK, MOE = FAMILIES["gpt_oss"], FAMILIES["deepseek_v3"], FAMILIES["qwen3_moe"]
 WRONG = {
     "sizes of latent attention": (
@@ -220,8 +242,11 @@ def test_it_draws_what_the_native_engine_draws(name):
 
 
 SPLIT = (  # what ranks split in ways of their own, beside heads: norms, shared experts, states, sinks, latent attention
-    "olmo2", "qwen3_next", "gpt_oss", "deepseek_v3",
-)  # fmt: skip
+    "olmo2",
+    "qwen3_next",
+    "gpt_oss",
+    "deepseek_v3",
+)
 
 
 @needs_vllm

@@ -228,11 +228,13 @@ def test_requests_of_others_and_absurd_sizes_are_refused(served, headers, code, 
 @pytest.mark.parametrize(
     ("body", "code", "said"),
     [
-        (b"not json", 400, "Expecting value"), (b"[" * 100_000, 400, "recursion"),
-        (b"[1]", 400, "step: an object with entries is needed, not [1]"), (b"{}", 500, "RuntimeError: out of pages"),
+        (b"not json", 400, "Expecting value"),
+        (b"[" * 100_000, 400, "recursion"),
+        (b"[1]", 400, "step: an object with entries is needed, not [1]"),
+        (b"{}", 500, "RuntimeError: out of pages"),
     ],
     ids=["garbage", "nested", "a list", "an error of vLLM"],
-)  # fmt: skip
+)
 def test_answers_to_what_fails_have_no_traceback(served, body, code, said):
     server, core = served
     asked(server, "open")

@@ -109,9 +109,10 @@ async def streamed(client, **asked):
             content += choice.delta.content or ""
             for one in choice.delta.tool_calls or ():
                 calls[one.index] = {
-                    "id": one.id, "type": "function",
+                    "id": one.id,
+                    "type": "function",
                     "function": {"name": one.function.name, "arguments": one.function.arguments},
-                }  # fmt: skip
+                }
     return {"role": "assistant", "content": content, "tool_calls": list(calls.values())}
 
 

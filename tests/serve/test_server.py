@@ -90,11 +90,34 @@ def test_malformed_requests_are_refused():
         [{"role": "user"}],
         1 << 70,
     ]
-    fields = ["messages", "tools", "tool_choice", "n", "seed", "stop", "temperature", "top_p", "top_k", "max_tokens",
-              "stream_options", "logprobs", "stream", "prompt", "token_ids", "sampling_params", "input",
-              "system"]  # fmt: skip
-    paths = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference/v1/generate",
-             "/v1/messages/count_tokens"]  # fmt: skip
+    fields = [
+        "messages",
+        "tools",
+        "tool_choice",
+        "n",
+        "seed",
+        "stop",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "stream_options",
+        "logprobs",
+        "stream",
+        "prompt",
+        "token_ids",
+        "sampling_params",
+        "input",
+        "system",
+    ]
+    paths = [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/inference/v1/generate",
+        "/v1/messages/count_tokens",
+    ]
 
     async def program(endpoint):
         answers = []

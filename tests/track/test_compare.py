@@ -43,8 +43,18 @@ def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
     page = (tmp_path / "compare.html").read_text()
     said = checked(page)
     assert "3 runs" in said.text
-    for text in ("a/run", "b/run", "Reward, sampled", "Reward, held out", "Loss, batch", "0.001", "0.0001",
-                 "answer 4 of 0.1", "answer 4 of 0.2", "1<2 & 3"):  # fmt: skip
+    for text in (
+        "a/run",
+        "b/run",
+        "Reward, sampled",
+        "Reward, held out",
+        "Loss, batch",
+        "0.001",
+        "0.0001",
+        "answer 4 of 0.1",
+        "answer 4 of 0.2",
+        "1<2 & 3",
+    ):
         assert text in said.text, text
     table = page.split("What differs in the configuration")[1].split("</table>")[0]
     assert ">lr<" in table and ">seed<" not in table and ">run_dir<" not in table
@@ -82,8 +92,17 @@ def test_episodes_are_compared_with_their_figures(tmp_path):
         with open(f"{run}/metrics.jsonl", "a") as file:
             file.write(json.dumps(row | forks) + "\n")
     text = " ".join(checked(write_comparison(runs, tmp_path / "c.html").read_text()).text.split())
-    for part in ("six by a", "six by b", "ended by its limit of turns", "step 5 unscored", "Calls of tools, calls",
-                 "Forks by cause", "Reward by source", "Parts of rewards", "Turns, sampled"):  # fmt: skip
+    for part in (
+        "six by a",
+        "six by b",
+        "ended by its limit of turns",
+        "step 5 unscored",
+        "Calls of tools, calls",
+        "Forks by cause",
+        "Reward by source",
+        "Parts of rewards",
+        "Turns, sampled",
+    ):
         assert part in text, part
 
 

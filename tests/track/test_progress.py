@@ -9,10 +9,17 @@ from funrl.track.progress import _duration, open_progress
 from funrl.track.records.samples import Sample
 
 METRICS = {
-    "reward/mean": 0.5, "actor/ppo_kl": 1.2e-3, "actor/entropy": 0.75, "actor/pg_clipfrac": 0.02,
-    "response_length/mean": 6.5, "rollout/logprob_gap_max": 2e-6, "perf/tokens_per_s": 1234.0,
-    "time_s/step": 2.0, "time_s/generate": 1.5, "time_s/update_policy": 0.5,
-}  # fmt: skip
+    "reward/mean": 0.5,
+    "actor/ppo_kl": 1.2e-3,
+    "actor/entropy": 0.75,
+    "actor/pg_clipfrac": 0.02,
+    "response_length/mean": 6.5,
+    "rollout/logprob_gap_max": 2e-6,
+    "perf/tokens_per_s": 1234.0,
+    "time_s/step": 2.0,
+    "time_s/generate": 1.5,
+    "time_s/update_policy": 0.5,
+}
 
 
 def plain(total=3, **options):

@@ -47,8 +47,20 @@ def test_an_episode_is_a_conversation_with_branches_as_tabs(tmp_path):
     shown = [Sample(step, "p", "c", 1.0, conversation=episode) for step in (0, 60)]
     page = render(read_run(run)._replace(samples=shown))
     read = checked(page)
-    for text in ("ended by its limit of turns", "calls 2", "calls add", "well", "raw", "six", "cut off by length",
-                 "turn 0.5", "1 policy 1", "2 critic", "in an earlier branch too", "<b>long long"):  # fmt: skip
+    for text in (
+        "ended by its limit of turns",
+        "calls 2",
+        "calls add",
+        "well",
+        "raw",
+        "six",
+        "cut off by length",
+        "turn 0.5",
+        "1 policy 1",
+        "2 critic",
+        "in an earlier branch too",
+        "<b>long long",
+    ):
         assert text in read.text, text
     radios = [tag for name, tag in read.tags if name == "input"]
     assert len(radios) == 4 and len({tag["id"] for tag in radios}) == 4 and len({tag["name"] for tag in radios}) == 2
@@ -82,9 +94,17 @@ def test_report_has_every_section_and_the_headline(tmp_path):
     ):
         assert part in text
     for title in (
-        "Reward", "Accuracy", "KL", "Entropy", "Clip fraction", "Value loss", "Response length", "Log-prob gap",
-        "Gradient norm", "Throughput",
-    ):  # fmt: skip
+        "Reward",
+        "Accuracy",
+        "KL",
+        "Entropy",
+        "Clip fraction",
+        "Value loss",
+        "Response length",
+        "Log-prob gap",
+        "Gradient norm",
+        "Throughput",
+    ):
         assert f"<figcaption><b>{title}</b>" in page
     assert "<figcaption><b>Rewards</b>" in page and "digits 0.5" in text and "<b> 1" in text
     assert "not finite at 1 of 61 steps, first at step 7" in text
@@ -308,8 +328,11 @@ def test_sources_and_parts_of_rewards_have_figures(tmp_path):
     tracker.close()
     charts = {chart.title: chart for chart in charts_of_keys({key for row in read_run(run).rows for key in row})}
     assert list(charts) == [
-        "Parts of rewards", "Reward by source", "Turns by source", "Waiting for environments by source",
-    ]  # fmt: skip
+        "Parts of rewards",
+        "Reward by source",
+        "Turns by source",
+        "Waiting for environments by source",
+    ]
     assert charts["Parts of rewards"].keys == (("reward/form", "form"),)
     assert [name for _, name in charts["Turns by source"].keys] == sources[:8]
     text = checked(render(read_run(run))).text

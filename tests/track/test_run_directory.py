@@ -105,15 +105,34 @@ def test_a_read_only_directory_is_refused(tmp_path):
 
 def test_every_value_becomes_valid_json():
     value = {
-        "nan": math.nan, "inf": -math.inf, "tensor": torch.tensor(2.5), "bad": torch.tensor(math.nan),
-        "bf16": torch.tensor(1.5, dtype=torch.bfloat16), "numpy": np.float32(0.5), "numpy64": np.float64(math.inf),
-        "int": np.int64(3), "array": torch.tensor([1.0, math.inf]), "path": Path("a"), "flag": True, 1: (None,),
-    }  # fmt: skip
+        "nan": math.nan,
+        "inf": -math.inf,
+        "tensor": torch.tensor(2.5),
+        "bad": torch.tensor(math.nan),
+        "bf16": torch.tensor(1.5, dtype=torch.bfloat16),
+        "numpy": np.float32(0.5),
+        "numpy64": np.float64(math.inf),
+        "int": np.int64(3),
+        "array": torch.tensor([1.0, math.inf]),
+        "path": Path("a"),
+        "flag": True,
+        1: (None,),
+    }
     text = json.dumps(valid(value), allow_nan=False)
     assert json.loads(text) == {
-        "nan": None, "inf": None, "tensor": 2.5, "bad": None, "bf16": 1.5, "numpy": 0.5, "numpy64": None, "int": 3,
-        "array": [1.0, None], "path": "a", "flag": True, "1": [None],
-    }  # fmt: skip
+        "nan": None,
+        "inf": None,
+        "tensor": 2.5,
+        "bad": None,
+        "bf16": 1.5,
+        "numpy": 0.5,
+        "numpy64": None,
+        "int": 3,
+        "array": [1.0, None],
+        "path": "a",
+        "flag": True,
+        "1": [None],
+    }
 
 
 def test_lines_are_readable_while_open_and_after_a_cut(tmp_path):

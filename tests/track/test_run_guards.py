@@ -19,13 +19,25 @@ def healthy(steps=80):
     for step in range(1, steps + 1):
         noise = draw.gauss(0, 1)
         reward = 0.2 + 0.6 * step / steps + 0.03 * noise
-        rows.append({
-            "step": step, "reward/min": 0.0, "reward/max": 1.0, "reward/mean": reward, "reward/equal_groups": 0.3,
-            "actor/grad_norm": 1 + 0.1 * noise, "actor/pg_clipfrac": 0.05, "actor/kl_loss": 0.1 * step / steps,
-            "actor/ppo_kl": 0.01 * noise, "actor/entropy": 2 - step / steps, "response_length/clip_ratio": 0.1,
-            "response_length/mean": 20 + step / 4, "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
-            "memory/host_gb": 1.5 + 0.01 * noise, "partial/staleness_mean": 0.7,
-        })  # fmt: skip
+        rows.append(
+            {
+                "step": step,
+                "reward/min": 0.0,
+                "reward/max": 1.0,
+                "reward/mean": reward,
+                "reward/equal_groups": 0.3,
+                "actor/grad_norm": 1 + 0.1 * noise,
+                "actor/pg_clipfrac": 0.05,
+                "actor/kl_loss": 0.1 * step / steps,
+                "actor/ppo_kl": 0.01 * noise,
+                "actor/entropy": 2 - step / steps,
+                "response_length/clip_ratio": 0.1,
+                "response_length/mean": 20 + step / 4,
+                "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
+                "memory/host_gb": 1.5 + 0.01 * noise,
+                "partial/staleness_mean": 0.7,
+            }
+        )
     return rows
 
 

@@ -11,8 +11,10 @@ from funrl.track.records import run_lock
 from funrl.track.records.run_directory import RunDirectoryError, expanded
 from funrl.track.records.run_lock import LOCK, is_owned, owned_run
 
-HOLD = "import sys, time; from funrl.track.records.run_lock import owned_run\n" \
-    "with owned_run(sys.argv[1], 'ppo', {}):\n    print('mine', flush=True); time.sleep(60)\n"  # fmt: skip
+HOLD = (
+    "import sys, time; from funrl.track.records.run_lock import owned_run\n"
+    "with owned_run(sys.argv[1], 'ppo', {}):\n    print('mine', flush=True); time.sleep(60)\n"
+)
 
 
 def test_a_second_run_is_refused_and_the_first_one_keeps_its_lock(tmp_path):

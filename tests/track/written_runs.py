@@ -42,12 +42,21 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
     tracker, samples = jsonl(run.metrics), open_samples(run.samples)
     for step in range(steps + 1):
         row = {
-            "reward/mean": step / steps, "actor/ppo_kl": 1e-3, "actor/entropy": 1 - step / 100,
-            "actor/pg_clipfrac": 0.1, "actor/grad_norm": math.nan if step == 7 else 1.0, "critic/vf_loss": 0.5,
-            "response_length/mean": 6.0, "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
-            "perf/tokens_per_s": 2000.0 + step, "reward/digits/mean": 0.5, "reward/<b>/mean": 1.0,
-            "time_s/step": 2.0, "time_s/generate": 1.0, "time_s/update_policy": 0.5,
-        }  # fmt: skip
+            "reward/mean": step / steps,
+            "actor/ppo_kl": 1e-3,
+            "actor/entropy": 1 - step / 100,
+            "actor/pg_clipfrac": 0.1,
+            "actor/grad_norm": math.nan if step == 7 else 1.0,
+            "critic/vf_loss": 0.5,
+            "response_length/mean": 6.0,
+            "rollout/logprob_gap_max": 10.0 ** -(step % 5 + 3),
+            "perf/tokens_per_s": 2000.0 + step,
+            "reward/digits/mean": 0.5,
+            "reward/<b>/mean": 1.0,
+            "time_s/step": 2.0,
+            "time_s/generate": 1.0,
+            "time_s/update_policy": 0.5,
+        }
         if step % every == 0:
             row["eval/accuracy"] = 0.25 + 0.7 * step / steps
             samples.write(Sample(step, "<i>1+1=", f"{step}&", step / steps, (("digits", 0.5), ("<b>", 1.0))))

@@ -11,8 +11,13 @@ from funrl.cli.run import main
 from funrl.tasks import arithmetic
 
 FLAGS = (
-    "--device=cpu", "--compile=off", "--dtype=float64", "--batch_prompts=4", "--eval_prompts=4", "--lr=1e-2",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--dtype=float64",
+    "--batch_prompts=4",
+    "--eval_prompts=4",
+    "--lr=1e-2",
+)
 
 
 def saved_model(path, family, **sizes):

@@ -32,9 +32,17 @@ from funrl.trainer.steps.step import gradient
 
 SIZES: dict[str, Any] = {"embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
 SMALL: dict[str, Any] = {
-    "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "warmstart_steps": 0, "eval_prompts": 6,
-    "dtype": "float64", "compile": "off", "steps": 3, "device": "cpu", "lr": 1e-2,
-}  # fmt: skip
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 4,
+    "warmstart_steps": 0,
+    "eval_prompts": 6,
+    "dtype": "float64",
+    "compile": "off",
+    "steps": 3,
+    "device": "cpu",
+    "lr": 1e-2,
+}
 GRPO, PPO = grpo, ppo
 
 

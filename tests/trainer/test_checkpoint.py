@@ -208,8 +208,12 @@ def test_what_cannot_be_written_ends_the_run(tmp_path):
 
 def test_times_between_checkpoints(tmp_path):
     assert [save_interval(text) for text in ("0", "50", "90s", "10m", "2h")] == [
-        (0, 0), (50, 0), (0, 90), (0, 600), (0, 7200),
-    ]  # fmt: skip
+        (0, 0),
+        (50, 0),
+        (0, 90),
+        (0, 600),
+        (0, 7200),
+    ]
     run, state = begun()
     with saver_of(run, state, tmp_path, save_every="1s") as saver:
         assert not saver.after_step(state._replace(step=1), lambda: ({}, Evaluations({}, {})))

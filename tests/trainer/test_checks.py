@@ -39,13 +39,21 @@ def test_flags_that_do_not_go_together_are_refused(values, says):
 
 
 GOOD = [
-    {}, {"fsdp": True, "fsdp_axes": "dp", "mesh": "dp2,tp2"}, {"dry_run": True, "hardware": "cpu"},
-    {"resume": True, "run_dir": "r"}, {"top_k": 4, "top_p": 0.9}, {"temperature": 0.5},
-    {"min_p": 0.1, "repetition_penalty": 1.1}, {"eval_temperature": 0.5, "eval_min_p": 0.1},
-    {"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 3}, {"lr_warmup_steps": 999}, {"mesh": "dp128"},
-    {"minibatches": 8, "batch_prompts": 4, "samples_per_prompt": 2}, {"mesh": "dp4", "generate_mesh": "tp4"},
+    {},
+    {"fsdp": True, "fsdp_axes": "dp", "mesh": "dp2,tp2"},
+    {"dry_run": True, "hardware": "cpu"},
+    {"resume": True, "run_dir": "r"},
+    {"top_k": 4, "top_p": 0.9},
+    {"temperature": 0.5},
+    {"min_p": 0.1, "repetition_penalty": 1.1},
+    {"eval_temperature": 0.5, "eval_min_p": 0.1},
+    {"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 3},
+    {"lr_warmup_steps": 999},
+    {"mesh": "dp128"},
+    {"minibatches": 8, "batch_prompts": 4, "samples_per_prompt": 2},
+    {"mesh": "dp4", "generate_mesh": "tp4"},
     {"mesh": "dp4,ep2", "batch_prompts": 1},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("values", GOOD, ids=str)

@@ -127,8 +127,12 @@ def drawn_texts(job, steps=3):
     for _ in range(steps):
         rows, state, metrics = draw_batch(started, state)
         batch = rows.batch
-        texts = [job.tokenizer.decode(row[~mask][: text.index("=") + 1].tolist()) for row, mask, text in zip(
-            batch.tokens, batch.mask, map(job.tokenizer.decode, batch.tokens.tolist()), strict=True)]  # fmt: skip
+        texts = [
+            job.tokenizer.decode(row[~mask][: text.index("=") + 1].tolist())
+            for row, mask, text in zip(
+                batch.tokens, batch.mask, map(job.tokenizer.decode, batch.tokens.tolist()), strict=True
+            )
+        ]
         found.append((sorted(texts), metrics))
     return found
 

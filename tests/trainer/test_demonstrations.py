@@ -82,8 +82,10 @@ def test_a_sample_is_held_against_the_demonstration(prompts):
     assert batch.segments.max() == 2 and len(rows.owner) == 4 and "reward/mean" not in reported
     assert torch.equal(batch.demonstration, batch.mask & (batch.segments == 1))
     solutions = {row["prompt"] + row["solution"] for row in PROMPTS}
-    chosen = [arithmetic.tokenizer().decode(t[s == 1].tolist(), skip_special_tokens=True) for t, s in
-              zip(batch.tokens, batch.segments, strict=True)]  # fmt: skip
+    chosen = [
+        arithmetic.tokenizer().decode(t[s == 1].tolist(), skip_special_tokens=True)
+        for t, s in zip(batch.tokens, batch.segments, strict=True)
+    ]
     assert set(chosen) <= solutions
     margins = []
     for _ in range(12):

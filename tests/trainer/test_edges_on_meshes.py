@@ -90,7 +90,7 @@ EDGES = {
     "dpo, uneven pairs": Edge(recipe("dpo"), texts(5, token_budget=24), unequal_lengths, uneven),
     "dpo, one pair": Edge(recipe("dpo"), texts(1), lambda batch, _: len(batch.length) == 1),
     "reward_model, one pair": Edge(recipe("reward_model"), texts(1), lambda batch, _: batch.segments.max() == 2),
-}  # fmt: skip
+}
 
 
 @functools.cache

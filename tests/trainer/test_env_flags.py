@@ -145,8 +145,12 @@ def test_arguments_and_prompts_of_an_environment(files, arguments):
 
 def test_flags_bound_the_episodes(files):
     flags = {
-        "episode_turns": 4, "episode_tokens": 9, "env_timeout": 2.5, "episode_retries": 3, "max_waiting": 7,
-    }  # fmt: skip
+        "episode_turns": 4,
+        "episode_tokens": 9,
+        "env_timeout": 2.5,
+        "episode_retries": 3,
+        "max_waiting": 7,
+    }
     of_chats = {"tool_parser": "glm", "tool_tokens": 5, "history": "template"}
     job = job_of(files, **flags, **of_chats)
     assert episode_setup(job, job.task.environment).chat.options == tuple(of_chats.values())

@@ -27,9 +27,14 @@ class Moody:
 def evaluation(mesh, environment=Moody):
     """Metrics, without those that two runs of the same episodes may differ in, and the table of rows."""
     job = episode_job(
-        GRPO, environment(), mesh=str(mesh), eval_samples=SAMPLES, eval_temperature=1.0, eval_prompts=20,
+        GRPO,
+        environment(),
+        mesh=str(mesh),
+        eval_samples=SAMPLES,
+        eval_temperature=1.0,
+        eval_prompts=20,
         episode_retries=0,
-    )  # fmt: skip
+    )
     show = Quiet()
     run, state = begin(job, mesh, show)
     metrics = run.source.evaluate(state.roles, 5)

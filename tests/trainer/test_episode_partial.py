@@ -27,9 +27,14 @@ from funrl.trainer.jobs.build import sync
 from funrl.trainer.loop import draw_batch, learn_batch, score_batch, train_loop
 
 PARTIAL = {
-    "compose": GRPO, "max_new_tokens": 6, "new_tokens_per_step": 4, "batch_prompts": 3, "minibatches": 1,
-    "samples_per_prompt": 2, "episode_turns": 4,
-}  # fmt: skip
+    "compose": GRPO,
+    "max_new_tokens": 6,
+    "new_tokens_per_step": 4,
+    "batch_prompts": 3,
+    "minibatches": 1,
+    "samples_per_prompt": 2,
+    "episode_turns": 4,
+}
 
 
 class Game:

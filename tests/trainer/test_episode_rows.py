@@ -207,8 +207,20 @@ def _summary(mesh):
     rows, table = rows_here(mesh)
     batch = rows.batch
     own = {int(n): (batch.tokens[i].tolist(), batch.mask[i].tolist()) for i, n in enumerate(rows.own)}
-    return own, [x.tolist() for x in (batch.episode, batch.agent, batch.score, batch.length, batch.episode_tokens,
-                                      batch.episode_first, batch.truncated, table.failed, table.turns)]  # fmt: skip
+    return own, [
+        x.tolist()
+        for x in (
+            batch.episode,
+            batch.agent,
+            batch.score,
+            batch.length,
+            batch.episode_tokens,
+            batch.episode_first,
+            batch.truncated,
+            table.failed,
+            table.turns,
+        )
+    ]
 
 
 @pytest.mark.gloo

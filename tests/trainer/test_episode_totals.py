@@ -65,10 +65,19 @@ def test_each_source_has_means_of_its_own_episodes_whatever_rank_ran_them():
     assert metrics == episode_metrics({**table_totals(TABLE, sources), **totals_of_rank(own, COSTS, (), sources)})
     math = {name.removeprefix("source/math/"): x for name, x in metrics.items() if name.startswith("source/math/")}
     assert math == {
-        "turns": 14 / 4, "tokens": 22 / 4, "failed": 0.25, "unscored": 0.25, "reward": 0.5, "tool_calls": 0.5,
-        "forks/thinking": 0.75, "call_errors": 0.25, "context_tokens": 14 / 4, "environment_s": 10 / 4,
-        "recomputed_tokens": 100 / 4, "reward/form": 0.5,
-    }  # fmt: skip
+        "turns": 14 / 4,
+        "tokens": 22 / 4,
+        "failed": 0.25,
+        "unscored": 0.25,
+        "reward": 0.5,
+        "tool_calls": 0.5,
+        "forks/thinking": 0.75,
+        "call_errors": 0.25,
+        "context_tokens": 14 / 4,
+        "environment_s": 10 / 4,
+        "recomputed_tokens": 100 / 4,
+        "reward/form": 0.5,
+    }
     assert metrics["source/games_chess/reward"] == 0.5 and metrics["source/games_chess/reward/board"] == 0.25
     assert "source/games_chess/forks/thinking" not in metrics and metrics["episodes/forks/thinking"] == 0.5
     assert metrics["episodes/environment_s"] == 15 / 6 and metrics["episodes/turns"] == 21 / 6

@@ -43,9 +43,16 @@ def weigh(prompts, step, metrics):
     return [float(place % 2) for place in range(len(prompts))]
 """
 COMMON = {
-    "device": "cpu", "batch_prompts": 2, "steps": 2, "save_every": 0, "dtype": "float64", "compile": "off",
-    "eval_prompts": 2, "lr": 0.05, "eval_every": 1,
-}  # fmt: skip
+    "device": "cpu",
+    "batch_prompts": 2,
+    "steps": 2,
+    "save_every": 0,
+    "dtype": "float64",
+    "compile": "off",
+    "eval_prompts": 2,
+    "lr": 0.05,
+    "eval_every": 1,
+}
 OF_PROMPTS = {"steps": 1, "reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5, "minibatches": 2}
 TIMES = re.compile(r"time_s/|perf/|memory/")
 
@@ -147,12 +154,24 @@ def named_files(kind, folder):
     """Values of the flags that name files, which a declaration cannot know."""
     data = kind.data or "prompts"
     return {
-        "model": "other", "teacher": "scorer2", "reward_model": "scorer2", "process_reward_model": "scorer",
-        "judge": "other", "prompts": "prompts1.jsonl", "data": f"{data}1.jsonl", "eval_data": f"{data}1.jsonl",
-        "reward": "r.py:other", "curriculum": "r.py:weigh", "env": "r.py:weigh", "few_shot": "demonstrations1.jsonl:1",
-        "chat_template": "chat.jinja", "tools": "tools.json", "judge_template": "judge.txt", "run_dir": "elsewhere",
+        "model": "other",
+        "teacher": "scorer2",
+        "reward_model": "scorer2",
+        "process_reward_model": "scorer",
+        "judge": "other",
+        "prompts": "prompts1.jsonl",
+        "data": f"{data}1.jsonl",
+        "eval_data": f"{data}1.jsonl",
+        "reward": "r.py:other",
+        "curriculum": "r.py:weigh",
+        "env": "r.py:weigh",
+        "few_shot": "demonstrations1.jsonl:1",
+        "chat_template": "chat.jinja",
+        "tools": "tools.json",
+        "judge_template": "judge.txt",
+        "run_dir": "elsewhere",
         "adapter": "adapter",
-    }  # fmt: skip
+    }
 
 
 MESHES = {"mesh": "dp1,tp1", "generate_mesh": "tp2", "fields": "prompt:question"}  # one rank is one rank by any name

@@ -21,9 +21,12 @@ from funrl.trainer.steps.router_bias import biases_of
 pytestmark = pytest.mark.gloo
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}
 DEEPSEEK = SIZES | {
-    "family": "deepseek_v3", "kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4),
+    "family": "deepseek_v3",
+    "kv_heads": 4,
+    "head": 6,
+    "latent": Latent(8, 8, 4, 2, 4),
     "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8, wide=True),
-}  # fmt: skip
+}
 BIASES = {"router_bias_rate": 0.01}
 LOSSES = {"router_aux_coef": 0.1, "router_z_coef": 0.01}
 SPLIT = {"split_residual": "on"}

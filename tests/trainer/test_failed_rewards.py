@@ -52,8 +52,10 @@ def drawn(on_error, mesh="dp1"):
 
 
 def texts_of(job, batch):
-    return [job.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)
-            for tokens, mask in zip(batch.tokens, batch.mask, strict=True)]  # fmt: skip
+    return [
+        job.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)
+        for tokens, mask in zip(batch.tokens, batch.mask, strict=True)
+    ]
 
 
 @pytest.mark.slow
@@ -100,9 +102,7 @@ def test_a_run_in_which_every_reward_fails_ends():
     assert outcome.error is None and (outcome.last["eval/reward"], outcome.last["eval/accuracy"]) == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "compose,settings", [(GRPO, {"new_tokens_per_step": 2}), (remax, {"samples_per_prompt": 1})]
-)  # fmt: skip
+@pytest.mark.parametrize("compose,settings", [(GRPO, {"new_tokens_per_step": 2}), (remax, {"samples_per_prompt": 1})])
 def test_partial_rollouts_and_greedy_baselines_leave_out_what_failed(compose, settings):
     job = job_of("skip", compose, **settings)
     run, state = begin(job, single())

@@ -64,8 +64,11 @@ def test_a_gap_where_there_should_be_none_stops_the_run_or_is_said(stop, tmp_pat
         assert show.notes[-1].endswith(command) == (number == 0)  # the first of a run is saved
     saved = read_gap_row(newest_gap(tmp_path / "gap"))
     assert (saved.row, saved.position, saved.tokens[-1], saved.engine) == (
-        row, position, token, rows.batch.rollout_logp[row, position]
-    )  # fmt: skip
+        row,
+        position,
+        token,
+        rows.batch.rollout_logp[row, position],
+    )
     assert saved.tokens == tuple(rows.batch.tokens[row, : position + 1].tolist())
     trainer.gap_check.scored(rows, {GAP_METRIC: 0.0}, 1)
     assert len(show.notes) == 2
@@ -97,10 +100,13 @@ def test_tokens_of_other_weights_are_counted_apart():
     assert max(seen) > 1e-6
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
-    ({"engine": "hf", "dtype": "float32", "lora_rank": 2}, "--engine=hf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"engine": "hf", "dtype": "float32"}, "--engine=hf"),
+        ({"engine": "hf", "dtype": "float32", "lora_rank": 2}, "--engine=hf"),
+    ],
+)
 def test_the_reason_why_there_is_no_promise(settings, words):
     trainer, _ = begin(small_job(GRPO, **settings), single())
     assert words in gap_problem(trainer.job, trainer.parts) and trainer.gap_check is None

@@ -97,7 +97,7 @@ FAULTS = {
     "residual after the mlp": lambda m: residual_off(m, "mlp"),
     "logits": lambda m: off(m, linear_logprob, "project"),
     "log-sum-exp": moments_off,
-}  # fmt: skip
+}
 OF_THE_ENGINE = {"attention": window_off, "rotation of q": frequencies_off}
 QUICK = ("k product", "attention", "residual after the mlp", "logits", "log-sum-exp", "rotation of q of the engine")
 MESHES = [
@@ -128,8 +128,9 @@ def test_an_operation_that_is_off_is_named(fault, tmp_path, monkeypatch):
     text, search = found(job, tmp_path, single(), lambda: plant(monkeypatch))
     assert search.first is not None and search.first.name == op
     assert search.layer == (None if op in AFTER_LAYERS else 0)
-    assert text.endswith(f"most at {search.row}; this command names the operation that differs: funrl bisect "
-                         f"{tmp_path} --gap")  # fmt: skip
+    assert text.endswith(
+        f"most at {search.row}; this command names the operation that differs: funrl bisect {tmp_path} --gap"
+    )
 
 
 @pytest.mark.gloo

@@ -12,14 +12,30 @@ from funrl.tasks import arithmetic
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return saved_model(
-        tmp_path_factory.mktemp("gemma4"), "gemma4_text", vocab_size_per_layer_input=len(arithmetic.tokenizer()),
-        hidden_size=16, intermediate_size=24, num_hidden_layers=4,
-        layer_types=["sliding_attention", "full_attention"] * 2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=8, global_head_dim=12, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=6,
-        num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=4, enable_moe_block=True,
-        num_experts=4, top_k_experts=2, moe_intermediate_size=8, max_position_embeddings=128,
+        tmp_path_factory.mktemp("gemma4"),
+        "gemma4_text",
+        vocab_size_per_layer_input=len(arithmetic.tokenizer()),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=12,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        sliding_window=6,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=4,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=8,
+        max_position_embeddings=128,
         final_logit_softcapping=5.0,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

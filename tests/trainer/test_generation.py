@@ -44,9 +44,14 @@ DONE = [
 SCORES = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 1.0], [0.25, 0.0]], dtype=torch.float64)
 WEIGHTS = torch.tensor([1.0, 0.5], dtype=torch.float64)
 ROLLOUT = Rollout(
-    DONE, torch.tensor([3, 1, 2, 3]), torch.tensor([False, True, True, False]), SCORES @ WEIGHTS, SCORES,
-    np.zeros(4, dtype=np.int64), single(),
-)  # fmt: skip
+    DONE,
+    torch.tensor([3, 1, 2, 3]),
+    torch.tensor([False, True, True, False]),
+    SCORES @ WEIGHTS,
+    SCORES,
+    np.zeros(4, dtype=np.int64),
+    single(),
+)
 SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
 
 

@@ -25,10 +25,20 @@ FILE = FOLDER / "ppo.json"
 STEPS = 5
 RUNS = {"ppo": {}, "lora": {"lora_rank": 3, "lora_alpha": 6.0, "lr": 0.1, "steps": 3}}  # further flags of each file
 METRICS = (
-    "reward/mean", "reward/max", "response_length/mean", "critic/advantages/max", "critic/returns/mean",
-    "actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "actor/pg_clipfrac", "actor/entropy",
-    "critic/vf_loss", "critic/grad_norm", "rollout/logprob_gap_max",
-)  # fmt: skip
+    "reward/mean",
+    "reward/max",
+    "response_length/mean",
+    "critic/advantages/max",
+    "critic/returns/mean",
+    "actor/pg_loss",
+    "actor/grad_norm",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+    "actor/entropy",
+    "critic/vf_loss",
+    "critic/grad_norm",
+    "rollout/logprob_gap_max",
+)
 
 
 def golden_run(mesh, name="ppo", count=None, **more):
@@ -36,9 +46,17 @@ def golden_run(mesh, name="ppo", count=None, **more):
     apart."""
     compose = functools.partial(PPO, entropy_coef=0.01, kl_coef=0.05)
     settings = {
-        "batch_prompts": 8, "samples_per_prompt": 4, "max_new_tokens": 6, "warmstart_steps": 40, "epochs": 2,
-        "lr_schedule": "linear", "lr_warmup_steps": 2, "weight_decay": 0.01, "token_budget": 160, "steps": STEPS,
-    }  # fmt: skip
+        "batch_prompts": 8,
+        "samples_per_prompt": 4,
+        "max_new_tokens": 6,
+        "warmstart_steps": 40,
+        "epochs": 2,
+        "lr_schedule": "linear",
+        "lr_warmup_steps": 2,
+        "weight_decay": 0.01,
+        "token_budget": 160,
+        "steps": STEPS,
+    }
     job = small_job(compose, mesh=mesh, reward=None, **settings | RUNS[name] | more)
     job = dataclasses.replace(job, task=job.task._replace(rewards=(answer_reward,)))
     with warm_started(job) as job:

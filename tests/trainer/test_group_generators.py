@@ -142,8 +142,10 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     generators.keep(np.array([0]))
     log = [LoggedGroup(*group) for group in generators.log()]
     assert [(group.position, [prompt.position for prompt in group.dropped]) for group in log] == [
-        (1, []), (3, [0]), (4, [2])
-    ]  # fmt: skip
+        (1, []),
+        (3, [0]),
+        (4, [2]),
+    ]
     assert log[1].dropped[0] == (0, 1, {"x": (1.0, 2)}, {})
     assert generators.metrics()["wait/generator_s"] == 0.5 * 5 and generators.metrics()["age/max"] == 0
 

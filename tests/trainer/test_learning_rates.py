@@ -21,10 +21,17 @@ from funrl.trainer.settings.settings import settings_flags, settings_of
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [  # 0.2 / sqrt(N): 0.2 / sqrt(2.6e5) = 0.2 / 510 = 3.9e-4
-        (1, 1e-3), (10_000, 1e-3), (100_000, 6.3e-4), (260_000, 3.9e-4), (494_000_000, 9e-6), (7_000_000_000, 2.4e-6),
-        (70_000_000_000, 7.6e-7), (100_000_000_000, 6.3e-7), (1_000_000_000_000, 5e-7),
+        (1, 1e-3),
+        (10_000, 1e-3),
+        (100_000, 6.3e-4),
+        (260_000, 3.9e-4),
+        (494_000_000, 9e-6),
+        (7_000_000_000, 2.4e-6),
+        (70_000_000_000, 7.6e-7),
+        (100_000_000_000, 6.3e-7),
+        (1_000_000_000_000, 5e-7),
     ],
-)  # fmt: skip
+)
 def test_the_rate_of_a_size(parameters, expected):
     assert rate_of_size(parameters) == expected
     assert rate_of_size(parameters, adapters=True) == pytest.approx(10 * expected, rel=0.06)  # rounded on its own
@@ -33,10 +40,13 @@ def test_the_rate_of_a_size(parameters, expected):
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [  # 1 / sqrt(N): 1 / sqrt(8e9) = 1 / 89,443 = 1.1e-5
-        (260_000, 1e-3), (494_000_000, 4.5e-5), (8_000_000_000, 1.1e-5), (70_000_000_000, 3.8e-6),
+        (260_000, 1e-3),
+        (494_000_000, 4.5e-5),
+        (8_000_000_000, 1.1e-5),
+        (70_000_000_000, 3.8e-6),
         (405_000_000_000, 1.6e-6),
     ],
-)  # fmt: skip
+)
 def test_the_rate_of_texts_to_imitate_and_of_reward_models(parameters, expected):
     assert rate_of_size(parameters, supervised=True) == expected
 
@@ -66,11 +76,14 @@ def model_of(embed):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, 1e-3), ({"lora_rank": 4}, 3e-3),  # of an embedded task, whatever the size
-        ({"model": "DIR"}, None), ({"model": "DIR", "lr": 5e-6}, 5e-6), ({"lr": 2e-4}, 2e-4),
+        ({}, 1e-3),
+        ({"lora_rank": 4}, 3e-3),  # of an embedded task, whatever the size
+        ({"model": "DIR"}, None),
+        ({"model": "DIR", "lr": 5e-6}, 5e-6),
+        ({"lr": 2e-4}, 2e-4),
         ({"model": "DIR", "lora_rank": 4, "lr": 5e-6}, 5e-6),
     ],
-)  # fmt: skip
+)
 def test_rates_of_a_run(settings, expected):
     adapters = "lora_rank" in settings
     rates = [learning_rates(settings_of(**settings), ppo(), model_of(embed), adapters) for embed in (128, 256)]

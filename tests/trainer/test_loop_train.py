@@ -55,9 +55,19 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
         outcome.last["eval/reward"],
     )
     assert outcome.error is None
-    for name in ("reward/mean", "actor/pg_loss", "actor/ppo_kl", "actor/grad_norm", "critic/vf_loss", "time_s/step",
-                 "time_s/reward", "response_length/mean", "rollout/logprob_gap_max", "perf/tokens_per_s",
-                 "memory/peak_gb"):  # fmt: skip
+    for name in (
+        "reward/mean",
+        "actor/pg_loss",
+        "actor/ppo_kl",
+        "actor/grad_norm",
+        "critic/vf_loss",
+        "time_s/step",
+        "time_s/reward",
+        "response_length/mean",
+        "rollout/logprob_gap_max",
+        "perf/tokens_per_s",
+        "memory/peak_gb",
+    ):
         assert all(isinstance(line[name], float) for line in lines), name
     samples = lines_of(run_dir / "samples.jsonl")
     assert {s["step"] for s in samples} == {0, 1, 2, 3}
@@ -124,7 +134,8 @@ def test_a_gradient_that_is_not_finite_is_not_applied(tmp_path):
     assert outcome.error.startswith("step 2, policy: the gradient's norm is nan") and "--lr" in outcome.error
     assert "2 in a row were left out (--max_skipped=2)" in outcome.error
     assert [(line["step"], line["update/skipped"], "actor/pg_loss" in line) for line in lines] == [
-        (1, 1, False), (2, 1, False),
-    ]  # fmt: skip
+        (1, 1, False),
+        (2, 1, False),
+    ]
     _, saved = hf.load(run_dir / "model", torch.float64)
     assert gap(saved, run_steps(0)["weights"]["policy"]) == 0

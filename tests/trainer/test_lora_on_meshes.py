@@ -48,9 +48,19 @@ def proven_steps(job, count, mesh):
 def test_the_gap_is_0(case):
     mesh, dtype = case
     job = small_job(
-        functools.partial(GRPO, kl_coef=0.05), SIZES, dtype=dtype, on_gap="stop", batch_prompts=2, max_new_tokens=12,
-        token_budget=48, steps=2, minibatches=2, verify_sync=True, **LORA, **MESHES[mesh],
-    )  # fmt: skip
+        functools.partial(GRPO, kl_coef=0.05),
+        SIZES,
+        dtype=dtype,
+        on_gap="stop",
+        batch_prompts=2,
+        max_new_tokens=12,
+        token_budget=48,
+        steps=2,
+        minibatches=2,
+        verify_sync=True,
+        **LORA,
+        **MESHES[mesh],
+    )
     gaps, proofs, norms = launch(functools.partial(proven_steps, job, 2), job.sizes, "cpu")
     assert gaps == [0.0] * 2 and len(proofs) == 3
     assert all(norm > 0 for norm in norms.values()) and any(name.endswith("_lora_b") for name in norms)

@@ -26,9 +26,18 @@ MODELS = {
 }
 PROMPTS = [{"prompt": f"{i}+{i + 3}="} for i in range(4)]
 RUN = {
-    "engine": "hf", "dtype": "float32", "steps": 2, "batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4,
-    "eval_prompts": 2, "lr": 1e-2, "queue": "fixed", "device": "cpu", "prompts": PROMPTS,
-}  # fmt: skip
+    "engine": "hf",
+    "dtype": "float32",
+    "steps": 2,
+    "batch_prompts": 4,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 4,
+    "eval_prompts": 2,
+    "lr": 1e-2,
+    "queue": "fixed",
+    "device": "cpu",
+    "prompts": PROMPTS,
+}
 
 
 def digits(prompt, completion):

@@ -21,14 +21,36 @@ from funrl.trainer.steps.roles import fields_read, role_names
 MAKERS = {name: load_function("algorithm", f"funrl.algos.recipes.{name}:{name}") for name in recipes.NAMES}
 LIKELY = "distillation over likely tokens"
 SPLIT = (  # what they read of a row is on all ranks that have a part of it: ratios, sums, KLs, returns, pairs, ends
-    "gspo", "gmpo", "sppo", "otb", "vapo", "prime", "gkd", "dpo", "kto", "reward_model", "process_reward_model",
-)  # fmt: skip
+    "gspo",
+    "gmpo",
+    "sppo",
+    "otb",
+    "vapo",
+    "prime",
+    "gkd",
+    "dpo",
+    "kto",
+    "reward_model",
+    "process_reward_model",
+)
 # what they read of the logits: log-probabilities and values, entropies, likely tokens, rewards
 TENSOR = ("ppo", "gkd", LIKELY, "otb", "process_reward_model")
 ROWS_APART = (  # each field and role once, means over all rows, groups, pairs, labels, filters and demonstrations
-    "ppo", "remax", "reinforce_plus_plus", "gdpo", "prime", "gkd", "dpo", "online_dpo", "kto", "process_reward_model",
-    "chord", "m2po", "eaft", LIKELY,
-)  # fmt: skip
+    "ppo",
+    "remax",
+    "reinforce_plus_plus",
+    "gdpo",
+    "prime",
+    "gkd",
+    "dpo",
+    "online_dpo",
+    "kto",
+    "process_reward_model",
+    "chord",
+    "m2po",
+    "eaft",
+    LIKELY,
+)
 NAMED = {
     name: functools.partial(MAKERS["distillation"], kind="forward") if name == LIKELY else MAKERS[name]
     for name in dict.fromkeys([*ROWS_APART, *SPLIT, *TENSOR])

@@ -147,8 +147,12 @@ def test_adapters_of_own_roles_stand_on_the_base_which_is_a_role_too(compose, tm
     job = small_job(compose, lora_rank=2)
     roles = launch(lambda mesh: build(job, mesh, print), job.sizes, "cpu").roles
     assert {name: role.base for name, role in roles.items()} == {
-        "base": None, "grader": None, "forecaster": "base", "imitator": "base", "policy": "base",
-    }  # fmt: skip
+        "base": None,
+        "grader": None,
+        "forecaster": "base",
+        "imitator": "base",
+        "policy": "base",
+    }
     assert roles["base"].loss is None and not roles["base"].writes
     assert job.initial_role == "base" and job.main_role == "policy"
     stored = [{name for name, _ in trees.named(roles[name].stored)} for name in ("base", "policy")]

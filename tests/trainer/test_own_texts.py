@@ -175,9 +175,12 @@ def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
 @pytest.mark.slow
 def test_models_that_score_give_the_same_on_a_mesh(folders):
     settings = with_judge(folders) | {
-        "compose": ppo, "reward_model": f"{folders}/other", "process_reward_model": f"{folders}/steps",
-        "token_budget": 64, "reward_weights": "1,1,0.5,0.1",
-    }  # fmt: skip
+        "compose": ppo,
+        "reward_model": f"{folders}/other",
+        "process_reward_model": f"{folders}/steps",
+        "token_budget": 64,
+        "reward_weights": "1,1,0.5,0.1",
+    }
     one = run_steps(1, **settings)
     assert one["batches"][0].scores.shape == (8, 4)
     assert_same(run_steps(1, mesh="dp2", fsdp=True, **settings), one, 1e-9)

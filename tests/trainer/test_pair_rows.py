@@ -26,9 +26,14 @@ def sampled(scores):
     group = torch.arange(len(scores)) // 2
     logp = -tokens.double() / 7
     return Batch(
-        tokens=tokens, mask=(at < end) & (at >= end - 2), length=lengths, group=group, score=torch.tensor(scores),
-        rollout_logp=logp, truncated=torch.zeros(len(scores), dtype=torch.bool),
-    )  # fmt: skip
+        tokens=tokens,
+        mask=(at < end) & (at >= end - 2),
+        length=lengths,
+        group=group,
+        score=torch.tensor(scores),
+        rollout_logp=logp,
+        truncated=torch.zeros(len(scores), dtype=torch.bool),
+    )
 
 
 def test_the_two_completions_of_a_pair_are_neighbours_without_padding():
@@ -75,8 +80,9 @@ def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
     assert len(rows.owner) == 4 and rows.batch.label.unique().tolist() == [0.0, 1.0]
     assert metrics["preference/kl_baseline"] == pytest.approx(rows.batch.kl_baseline[0, 0].item())
     assert metrics.keys() == {
-        "perf/total_num_tokens", "preference/kl_baseline",
-    }  # fmt: skip
+        "perf/total_num_tokens",
+        "preference/kl_baseline",
+    }
     before = run.source.evaluate(state.roles, 1)["eval/loss"]
     for _ in range(10):
         state, metrics = one_step(run, state)
@@ -87,9 +93,9 @@ def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
 def test_a_mismatched_completion_is_cut_to_the_positions():
     tokenizer = arithmetic.tokenizer()
     one, other = (
-        text_example({"prompt": p, "completion": c, "label": 1}, "ratings", tokenizer) for p, c in
-        (("12+34=", "64"), ("5=", "1234567"))
-    )  # fmt: skip
+        text_example({"prompt": p, "completion": c, "label": 1}, "ratings", tokenizer)
+        for p, c in (("12+34=", "64"), ("5=", "1234567"))
+    )
     for positions, text in ((64, "12+34=1234567</s>"), (9, "12+34=123"), (3, "12+34=1")):
         (made,) = mismatched(one, other, positions).texts
         assert tokenizer.decode(made.tokens) == text and sum(made.trained) == len(made.tokens) - 6

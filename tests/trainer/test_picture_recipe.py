@@ -16,10 +16,19 @@ from funrl.models.huggingface.directories import load
 
 PRESET = Path(__file__).parents[2] / "recipes" / "qwen2.5_vl_7b_8gpus.yaml"
 SMALL = (
-    "--device=cpu", "--compile=off", "--mesh=dp2", "--generate_mesh=dp2", "--reward_workers=0", "--steps=2",
-    "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=6", "--eval_prompts=2",
-    "--lr=0.01", "--lr_warmup_steps=0",
-)  # fmt: skip
+    "--device=cpu",
+    "--compile=off",
+    "--mesh=dp2",
+    "--generate_mesh=dp2",
+    "--reward_workers=0",
+    "--steps=2",
+    "--batch_prompts=4",
+    "--samples_per_prompt=2",
+    "--max_new_tokens=6",
+    "--eval_prompts=2",
+    "--lr=0.01",
+    "--lr_warmup_steps=0",
+)
 
 
 def png(number):

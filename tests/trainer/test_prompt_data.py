@@ -79,8 +79,10 @@ def test_eval_data_is_held_out_instead_of_a_tenth(tmp_path):
     held = lines(tmp_path / "b.jsonl", [{"prompt": "b", "n": n} for n in range(9)])
     task = prompts_of(settings_of(prompts=train, eval_data=held), TOKENIZER, REWARD)
     assert len(task.prompts) == 20 and [one.fields["n"] for one in task.heldout] == list(range(9))
-    some = [prompts_of(settings_of(prompts=train, eval_data=held, eval_prompts=4, seed=seed), TOKENIZER, REWARD)
-            for seed in (0, 0, 1)]  # fmt: skip
+    some = [
+        prompts_of(settings_of(prompts=train, eval_data=held, eval_prompts=4, seed=seed), TOKENIZER, REWARD)
+        for seed in (0, 0, 1)
+    ]
     numbers = [[one.fields["n"] for one in task.heldout] for task in some]
     assert numbers[0] == numbers[1] != numbers[2] and len(numbers[0]) == 4
     records = REWARD._replace(records=[{"prompt": "a"}], eval_records=[{"prompt": "b"}])
@@ -143,8 +145,11 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     def prepared(**flags):
         return small_job(GRPO, sizes=None, **files | flags)
 
-    with pytest.raises(DataError, match=r"p\.jsonl, line 2: the prompt has 62 tokens, but --max_new_tokens "
-                       "is 4 and the model has 64 positions"):  # fmt: skip
+    with pytest.raises(
+        DataError,
+        match=r"p\.jsonl, line 2: the prompt has 62 tokens, but --max_new_tokens "
+        "is 4 and the model has 64 positions",
+    ):
         prepared()
     job = prepared(long_prompts="drop", max_prompt_tokens=4)
     assert [one.text for one in job.task.prompts] == ["1+1="] == [one.text for one in job.task.heldout]
@@ -168,14 +173,22 @@ def test_every_flag_of_the_format_changes_a_prompt(tmp_path):
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
     flags = {
-        "prompt_template": "?{prompt}", "system_prompt": "e", "few_shot": f"{path}:1", "chat_template": "own",
-        "tools": f"{tmp_path}/tools.json", "template_arguments": "mark:c",
-    }  # fmt: skip
+        "prompt_template": "?{prompt}",
+        "system_prompt": "e",
+        "few_shot": f"{path}:1",
+        "chat_template": "own",
+        "tools": f"{tmp_path}/tools.json",
+        "template_arguments": "mark:c",
+    }
     texts = {
         name: prompts_of(settings_of(prompts=path, **{name: value}), tokenizer, REWARD).prompts[-1].text
         for name, value in flags.items()
     }
     assert texts == {
-        "prompt_template": "?c", "system_prompt": "ec", "few_shot": "aa\n\nc", "chat_template": "c", "tools": "bc",
+        "prompt_template": "?c",
+        "system_prompt": "ec",
+        "few_shot": "aa\n\nc",
+        "chat_template": "c",
+        "tools": "bc",
         "template_arguments": "cc",
-    }  # fmt: skip
+    }

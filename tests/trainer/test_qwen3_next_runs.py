@@ -11,12 +11,23 @@ from funrl.tasks import arithmetic
 from funrl.trainer.settings.declaration import SettingsError
 
 NEXT = {
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "hidden_size": 16,
-    "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
     "max_position_embeddings": 128,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

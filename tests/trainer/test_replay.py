@@ -94,8 +94,11 @@ def saved(tmp_path_factory):
 def test_rows_of_two_ranks_are_replayed_on_two_and_on_one(saved):
     folder, job, _ = saved
     assert sorted(path.name for path in (folder / "rollouts/step-2").iterdir()) == [
-        "record.json", "rows-0.safetensors", "rows-1.safetensors", "table.safetensors"
-    ]  # fmt: skip
+        "record.json",
+        "rows-0.safetensors",
+        "rows-1.safetensors",
+        "table.safetensors",
+    ]
     assert unlike(replayed(folder, job, 2)) == []
     alone = replayed(folder, job_of("ppo", steps=2), 2)
     assert [part.name for part in alone[1].differences if part.kind == "weights" and part.count], "other roundings"

@@ -196,12 +196,14 @@ def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhe
     folder = tmp_path / "run"
     assert re.search(
         rf"{folder}: the checkpoint cannot be written: process \d+, which writes {folder}/.step-1.1, has been stopped "
-        r"for 2 s \(--stalled_after\)", text,
-    )  # fmt: skip
+        r"for 2 s \(--stalled_after\)",
+        text,
+    )
     assert re.search(
         rf"no progress for 1 s: rank 0 waits for process \d+, which writes {folder}/.step-1.1 and is stopped; the run "
-        r"ends after 2 s of that \(--stalled_after\)", capfd.readouterr().err,
-    )  # fmt: skip
+        r"ends after 2 s of that \(--stalled_after\)",
+        capfd.readouterr().err,
+    )
     (there,) = tmp_path.glob("funrl-*saved*")
     move = f"mkdir -p {folder} && mv {there}/step-2 {folder}"
     assert f"the state after step 2 is saved in {there}; `{move}` moves it to the run, and --resume continues" in text
@@ -239,8 +241,6 @@ def test_replicas_are_over_the_axes_that_split_nothing():
     found = [replica_of(Mesh(sizes, rank), split) for rank in range(8)]
     assert [one.number for one in found] == [0] * 4 + [1] * 4
     assert [one.mesh.rank for one in found] == [*range(4)] * 2
-    assert [one.layouts["w"].box(one.mesh.rank) for one in found[:4]] == [
-        split["w"].box(rank) for rank in range(4)
-    ]  # fmt: skip
+    assert [one.layouts["w"].box(one.mesh.rank) for one in found[:4]] == [split["w"].box(rank) for rank in range(4)]
     alone = replica_of(single(), {})
     assert (alone.number, alone.mesh.world) == (0, 1)

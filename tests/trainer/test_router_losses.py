@@ -59,8 +59,11 @@ def test_metrics_of_the_load():
     counts = torch.tensor([[2.0, 2, 2, 2], [8, 0, 0, 0]], dtype=torch.float64)
     found = load_metrics({ROUTER_COUNTS: counts, "other": torch.ones(())})
     assert {name: x.item() for name, x in found.items()} == {
-        "other": 1, "router/load_max": 4.0, "router/entropy": pytest.approx(0.5), "router/unused": 0.375,
-    }  # fmt: skip
+        "other": 1,
+        "router/load_max": 4.0,
+        "router/entropy": pytest.approx(0.5),
+        "router/unused": 0.375,
+    }
 
 
 def test_flags_of_routers_need_experts():

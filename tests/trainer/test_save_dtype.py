@@ -17,13 +17,26 @@ from funrl.models.huggingface.names import names_of
 from funrl.tasks import arithmetic
 
 SIZES = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8,
-    "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 1,
-}  # fmt: skip
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
 RUN = {
-    "steps": 1, "batch_prompts": 2, "samples_per_prompt": 2, "max_new_tokens": 3, "eval_prompts": 2, "lr": 1e-2,
-    "device": "cpu", "prompts": [{"prompt": f"{i}+{i + 3}="} for i in range(4)], "save_every": 1,
-}  # fmt: skip
+    "steps": 1,
+    "batch_prompts": 2,
+    "samples_per_prompt": 2,
+    "max_new_tokens": 3,
+    "eval_prompts": 2,
+    "lr": 1e-2,
+    "device": "cpu",
+    "prompts": [{"prompt": f"{i}+{i + 3}="} for i in range(4)],
+    "save_every": 1,
+}
 
 
 def ones(prompt, completion):

@@ -51,10 +51,18 @@ def test_a_field_of_settings_is_a_flag_of_the_annotated_type():
 
 
 PARSED = [  # type, optional, text, value
-    (int, False, "3", 3), (int, False, "-3", -3), (float, False, "3", 3.0), (float, True, "1e-5", 1e-5),
-    (bool, False, "true", True), (bool, False, "False", False), (bool, False, "0", False), (str, False, "none", "none"),
-    (str, True, "none", None), (float, True, "none", None), (str, False, "3", "3"),
-]  # fmt: skip
+    (int, False, "3", 3),
+    (int, False, "-3", -3),
+    (float, False, "3", 3.0),
+    (float, True, "1e-5", 1e-5),
+    (bool, False, "true", True),
+    (bool, False, "False", False),
+    (bool, False, "0", False),
+    (str, False, "none", "none"),
+    (str, True, "none", None),
+    (float, True, "none", None),
+    (str, False, "3", "3"),
+]
 
 
 @pytest.mark.parametrize(("kind", "optional", "text", "value"), PARSED)

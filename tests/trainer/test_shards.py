@@ -34,8 +34,12 @@ from funrl.trainer.storage.shards import (
 )
 
 RULES = {
-    "rows": ("data", "tensor"), "columns": "tensor", "whole": None, "both": "data", "uneven": Uneven("data"),
-}  # fmt: skip
+    "rows": ("data", "tensor"),
+    "columns": "tensor",
+    "whole": None,
+    "both": "data",
+    "uneven": Uneven("data"),
+}
 AXES = {
     "roles/a": ((8, 12), ("both", "columns"), torch.float32),
     "roles/b": ((16, 4), ("rows", "whole"), torch.bfloat16),
@@ -54,9 +58,10 @@ def whole_tensors():
     generator = torch.Generator().manual_seed(0)
     return {
         name: (torch.rand(shape, generator=generator) * 100).to(dtype) - (0 if dtype == torch.bool else 7)
-        if dtype != torch.bool else torch.rand(shape, generator=generator) > 0.5
+        if dtype != torch.bool
+        else torch.rand(shape, generator=generator) > 0.5
         for name, (shape, _, dtype) in AXES.items()
-    }  # fmt: skip
+    }
 
 
 def ranks_of(mesh):
@@ -89,10 +94,14 @@ def test_every_element_is_written_once(mesh, monkeypatch):
 @pytest.mark.parametrize(
     ("shape", "itemsize", "expected"),
     [
-        ((4, 4), 4, (4, 4)), ((1024, 8192), 4, (512, 8192)), ((3, 1 << 24), 4, (1, 1 << 22)), ((), 8, ()),
-        ((7 * 1024, 4096), 4, (1024, 4096)), ((0, 5), 4, (0, 5)),
+        ((4, 4), 4, (4, 4)),
+        ((1024, 8192), 4, (512, 8192)),
+        ((3, 1 << 24), 4, (1, 1 << 22)),
+        ((), 8, ()),
+        ((7 * 1024, 4096), 4, (1024, 4096)),
+        ((0, 5), 4, (0, 5)),
     ],
-)  # fmt: skip
+)
 def test_chunks_divide_the_tensor_and_are_at_most_16_mebibytes(shape, itemsize, expected):
     chunk = chunk_shape(shape, itemsize)
     assert chunk == expected
@@ -114,10 +123,15 @@ def write_checkpoint(folder, mesh, server):
         names = {part.name for part in own.parts} | created
         server.send(
             WriteShards(
-                beside, one.rank, memory.path, {n: x for n, x in mine.items() if n in names}, own.parts,
-                frozenset(created), numbers if one.rank == 0 else {},
+                beside,
+                one.rank,
+                memory.path,
+                {n: x for n, x in mine.items() if n in names},
+                own.parts,
+                frozenset(created),
+                numbers if one.rank == 0 else {},
             )
-        )  # fmt: skip
+        )
         arrays, memories = arrays | mine, [*memories, memory]
     server.send(Commit(beside, str(folder / "step-1"), len(memories), arrays, {"step": 1}, (), (), 10.0))
     assert server.answers(wait=True) == []
@@ -198,9 +212,15 @@ def test_orbax_reads_what_ranks_write(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     whole = whole_tensors()
     assert json.loads(done.stdout.splitlines()[-1]) == [
-        "bfloat16", whole["roles/a"].tolist(), whole["roles/b"].float().tolist(), 3, 0.1, whole["flags"].tolist(),
-        [0, 4], zlib.crc32(whole["roles/large"].numpy().tobytes()),
-    ]  # fmt: skip
+        "bfloat16",
+        whole["roles/a"].tolist(),
+        whole["roles/b"].float().tolist(),
+        3,
+        0.1,
+        whole["flags"].tolist(),
+        [0, 4],
+        zlib.crc32(whole["roles/large"].numpy().tobytes()),
+    ]
 
 
 @pytest.mark.parametrize("mesh", ["dp2,tp2", "dp3"])

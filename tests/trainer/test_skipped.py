@@ -84,7 +84,7 @@ def rows_with(**fields):
         ({"score": [1.0, 2.0, 3.0]}, [1], (1,), "the loss on rows 1 of rank 0 is not finite; no number that w"),
         ({}, [], (0, 1, 2), "a lower --lr or --max_grad_norm"),
     ],
-)  # fmt: skip
+)
 def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, rows, says):
     made = {name: torch.tensor(x) if isinstance(x, list) else torch.full((3, 4), x) for name, x in fields.items()}
     cause = cause_in(rows_with(**made), np.arange(3), Suspects(np.array(suspects, dtype=np.int64)), 0)

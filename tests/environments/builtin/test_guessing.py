@@ -18,8 +18,12 @@ def test_players_hear_the_bounds_in_turn_and_one_wins():
     policy = Scripted(policy=["I say 4", "none", "7"], rival=["9", "5, no, 8"])
     episode = play(policy)
     assert policy.heard == [
-        ("policy", "1-9"), ("rival", "5-9"), ("policy", "5-8"), ("rival", "5-8"), ("policy", "5-7"),
-    ]  # fmt: skip
+        ("policy", "1-9"),
+        ("rival", "5-9"),
+        ("policy", "5-8"),
+        ("rival", "5-8"),
+        ("policy", "5-7"),
+    ]
     assert episode.rewards == {"policy": 1.0, "rival": 0.0} and len(episode.ends) == 2
 
 

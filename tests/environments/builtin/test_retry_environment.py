@@ -21,8 +21,10 @@ def other_side(environment):
 
 def test_a_wrong_answer_gets_a_verdict_and_the_last_one_the_reward():
     steps = replies(other_side(retry("exact", attempts=3)), "5", "3", "4")
-    assert steps == [([{"role": "user", "content": VERDICT}], reward, ended) for reward, ended in
-                     [(0.0, False), (0.0, False), (1.0, True)]]  # fmt: skip
+    assert steps == [
+        ([{"role": "user", "content": VERDICT}], reward, ended)
+        for reward, ended in [(0.0, False), (0.0, False), (1.0, True)]
+    ]
     assert replies(other_side(retry("exact", attempts=2)), "5", "3")[-1][1:] == (0.0, True)
     assert replies(other_side(retry("exact")), "4")[-1][1:] == (1.0, True)
 

@@ -26,14 +26,30 @@ def test_answers_that_are_numbers_are_right_in_any_form():
 @pytest.mark.parametrize(
     "answer,completion,right",
     [
-        (72.0, "72", 1), (72, "72.0", 1), (72, " 7.2e1\n", 1), (0.00001, "1e-05", 1), (0.00001, "0.00001", 1),
-        (Decimal("72.00"), "72", 1), (np.float64(72), "72", 1), (np.int64(72), "72", 1), (-0.0, "0", 1),
+        (72.0, "72", 1),
+        (72, "72.0", 1),
+        (72, " 7.2e1\n", 1),
+        (0.00001, "1e-05", 1),
+        (0.00001, "0.00001", 1),
+        (Decimal("72.00"), "72", 1),
+        (np.float64(72), "72", 1),
+        (np.int64(72), "72", 1),
+        (-0.0, "0", 1),
         (72.0, "73", 0),
-        (72, "7,2", 0), (72, "seventy-two", 0), (1e22, "1" + "0" * 22, 1), ("72.0", "72", 1),
-        ("1e-05", "0.00001", 1), ("3.10", "3.1", 0),
-        ("007", "7", 0), ("72", "72", 1), ("72", "72.0", 0), (True, "True", 1), (True, "1", 0), (1e300, "1e300", 1),
+        (72, "7,2", 0),
+        (72, "seventy-two", 0),
+        (1e22, "1" + "0" * 22, 1),
+        ("72.0", "72", 1),
+        ("1e-05", "0.00001", 1),
+        ("3.10", "3.1", 0),
+        ("007", "7", 0),
+        ("72", "72", 1),
+        ("72", "72.0", 0),
+        (True, "True", 1),
+        (True, "1", 0),
+        (1e300, "1e300", 1),
     ],
-)  # fmt: skip
+)
 def test_exact_compares_numbers_as_numbers_and_texts_as_texts(answer, completion, right):
     assert exact_match("", completion, answer=answer) == right
 
@@ -41,10 +57,16 @@ def test_exact_compares_numbers_as_numbers_and_texts_as_texts(answer, completion
 @pytest.mark.parametrize(
     "answer,completion,right",
     [
-        (42, "#### 4.2e1", 1), (0.00001, "#### 1e-05", 1), (0.00001, "#### 0.00001", 1), ("1e3", "#### 1,000", 1),
-        (42.0, "#### 42", 1), (42, "#### 4e", 0), (42, "#### 1e999999999", 0), ("#### 1e400", "#### 1e400", 1),
+        (42, "#### 4.2e1", 1),
+        (0.00001, "#### 1e-05", 1),
+        (0.00001, "#### 0.00001", 1),
+        ("1e3", "#### 1,000", 1),
+        (42.0, "#### 42", 1),
+        (42, "#### 4e", 0),
+        (42, "#### 1e999999999", 0),
+        ("#### 1e400", "#### 1e400", 1),
     ],
-)  # fmt: skip
+)
 def test_gsm8k_reads_exponents(answer, completion, right):
     assert gsm8k("", completion, answer=answer) == right
 
@@ -75,6 +97,11 @@ def test_texts_of_answers():
 
 def test_commas_stand_between_thousands():
     assert [decimal_of(text) for text in ("1,000", "1,234,567.5", "12,34", "1,2", "0,000", "1,0000")] == [
-        1000, Decimal("1234567.5"), None, None, None, None,
-    ]  # fmt: skip
+        1000,
+        Decimal("1234567.5"),
+        None,
+        None,
+        None,
+        None,
+    ]
     assert decimal_of("1e" + "9" * 30) is None
