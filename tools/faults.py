@@ -173,7 +173,7 @@ def first_failure(fault: Fault, root: Path) -> str | None:
         **os.environ,
         "PYTHONPATH": str(root),
         "OMP_NUM_THREADS": "1",
-        "FUNRL_TEST_CACHE": str(root / "build"),
+        "FUNRL_TEST_CACHE": cache,
     }
     try:
         run = subprocess.run(
