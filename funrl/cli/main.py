@@ -49,6 +49,7 @@ from funrl.flags.arguments import (
     recipe_names,
 )
 from funrl.processes.output import lasting_output
+from funrl.trainer.settings import successors
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, one_of
 from funrl.trainer.settings.models import SAVED_DTYPES
 
@@ -126,6 +127,9 @@ def _program(name: str, words: Sequence[str]) -> int:
         raise AssertionError("an experiment ends with sys.exit")
     if name in recipe_names():
         return run(name, program)
+    if name in successors.REMOVED_COMMANDS:
+        print(f"error: `funrl {name}` is not a command any more; {successors.REMOVED_COMMANDS[name]}", file=sys.stderr)
+        return 2
     near = difflib.get_close_matches(name, (*experiment_names(), *recipe_names()), 1)
     hint = f"did you mean {near[0]}? " if near else ""
     print(f"error: {name!r} is not an experiment or a recipe; {hint}funrl --help lists all", file=sys.stderr)

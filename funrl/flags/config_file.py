@@ -18,6 +18,7 @@ import yaml
 
 from funrl.loading import existing_path
 from funrl.trainer.settings.declaration import NONE, START_FLAGS, SettingsError
+from funrl.trainer.settings.successors import REMOVED_FLAGS
 
 # Bounds of a YAML file; values are counted with aliases expanded.
 MOST_CHARACTERS = 1 << 20
@@ -67,6 +68,7 @@ def read_config(path: str) -> ConfigFile:
                 f"--config={path}: {given} of this run came from Python; only the program that made it can repeat it"
             )
         content = {name: value for name, value in content.items() if name not in START_FLAGS}
+        content = {name: value for name, value in content.items() if not _had_no_effect(name, value)}
     for name, value in content.items():
         if isinstance(value, dict):
             raise SettingsError(
@@ -184,3 +186,8 @@ def _scalar(loader: _Texts, node: yaml.ScalarNode) -> str | None:
 
 _Texts.add_constructor("tag:yaml.org,2002:map", _one_of_each)
 _Texts.add_constructor("tag:yaml.org,2002:str", _scalar)
+
+
+def _had_no_effect(name: str, value: Any) -> bool:
+    """True for a flag of an earlier version that a run has recorded with its default."""
+    return name in REMOVED_FLAGS and flag_text(value) == REMOVED_FLAGS[name].default

@@ -16,6 +16,7 @@ from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, different,
 from funrl.flags.foreign.trl import TRL
 from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import Flag, SettingsError
+from funrl.trainer.settings.successors import REMOVED_FLAGS
 
 DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
 TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that are ambiguous alone
@@ -96,6 +97,10 @@ def check_names(
     """
     negated = () if python else tuple(f"no{name}" for name in known)
     unknown = {name: text for name, text in given.items() if name not in known and name not in negated}
+    for name in unknown:
+        if removed := REMOVED_FLAGS.get(name) or REMOVED_FLAGS.get(name.removeprefix("no")):
+            dashes = "" if python else "--"
+            raise SettingsError(f"{dashes}{name} is not a flag any more; {removed.successor}")
     answers = [answer for answer in answers_to(unknown, context) if _is_of_use(answer, known)]
     if answers:
         lines = [_line(answer, known, python) for answer in answers]

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+from funrl.trainer.settings.successors import successor_of_value
+
 # kinds of runs
 RL = ("rl",)
 SUPERVISED = ("supervised",)
@@ -194,6 +196,8 @@ class Flag(NamedTuple):
             return "a finite number is needed"
         if all(bound.holds(value) for bound in self.bounds):
             return ""
+        if successor := successor_of_value(self.name, str(value)):
+            return f"not a value any more; {successor}"
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
     def help(self) -> str:
