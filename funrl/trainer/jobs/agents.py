@@ -7,7 +7,6 @@ self that is renewed is in the state too, so that a run that goes on meets the s
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,9 +27,7 @@ from funrl.role_kinds import ROLES, RoleMessages
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.remote.engine import RemoteEngine
-from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.sharding import driven_generate_sizes
-from funrl.trainer.lowered.backend import make_engine_backend
+from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.state import EarlierSelf
 
@@ -82,24 +79,6 @@ def open_frozen_agents(
         engine = native_engine(model, mesh, job.dtype, options=options, layer=layer_of(model), note=lambda _: None)
         agents[name] = FrozenAgent(declared, engine)
     return agents
-
-
-def native_options(job: Job) -> NativeOptions:
-    """Options of the native engines of a job."""
-    engines = job.settings.engines
-    make_backend = make_engine_backend(job.settings, driven_generate_sizes(job.settings, job.model))
-    return NativeOptions(
-        engines.decode_rows,
-        round((engines.kv_cache_gb or 0) * 1e9),
-        job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True),
-        speculate=engines.speculate,
-        record_routes=job.settings.routers.router_replay,
-        snapshot_tokens=engines.state_snapshot_tokens,
-        engines=1 + len(job.agents.frozen) + len(job.agents.policies),
-        static=None if make_backend is None else True,
-        make_backend=make_backend,
-        keep_cache=job.settings.asynchrony.keep_cache,
-    )
 
 
 def open_policies(

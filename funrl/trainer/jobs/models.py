@@ -30,8 +30,6 @@ from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
 
-VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
-
 
 class Models(NamedTuple):
     """Models of a job.
@@ -76,8 +74,7 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if given.model is not None:
         return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:
-        head = VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else 1
-        return model_of_config(embedded.model_config(head)), embedded.tokenizer()
+        return model_of_config(embedded.model_config(settings.engines.abilities.least_head)), embedded.tokenizer()
     with blaming("model"):
         model = hf.check_directory(settings.models.model, settings.models.model_code)
         tokenizer = load_tokenizer(settings.models.model)

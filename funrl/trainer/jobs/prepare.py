@@ -29,7 +29,6 @@ from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_code,
-    check_engine,
     check_meshes,
     check_owned_values,
     check_readers,
@@ -37,6 +36,7 @@ from funrl.trainer.jobs.compatibility import (
 )
 from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
+from funrl.trainer.jobs.engines import check_engine
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import Models, agent_models, first_model, located, lora_of, models_of, reads_policys
@@ -175,10 +175,9 @@ def rl_job(
     task = fit_prompts(task, settings, sampling.max_new_tokens, reading, roles.tokenizer)
     check_readers(roles.directories, task, algorithm, settings)
     mesh = Mesh(devices.generating, device=torch.device(devices.device))
-    if settings.engines.engine == "native":
+    if settings.engines.abilities.own_steps:
         check_cache(settings, task, sampling.max_new_tokens, model, mesh, rank_memory(devices.device, mesh.world))
-    else:
-        check_engine(settings, model, mesh, sampling, eval_sampling)
+    check_engine(settings, model, mesh, sampling, eval_sampling)
     return RLJob(
         **fields,
         task=task,

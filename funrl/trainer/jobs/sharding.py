@@ -19,9 +19,10 @@ from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.models.lora import decoder_of
 from funrl.models.placed import Placed
 from funrl.role_kinds import ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
-from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value, given_flag
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
@@ -74,10 +75,9 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
             f"--new_tokens_per_step={settings.sampling.new_tokens_per_step} the engine computes what is "
             "begun again, with other weights, and its choices are lost; leave one out"
         )
-    if experts and settings.engines.engine != "native":
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: the policy has experts, which --engine=native generates with"
-        )
+    if experts and not settings.engines.abilities.routes:
+        engines = engines_that("routes")
+        raise SettingsError(f"{given_flag(settings, 'engine')}: the policy has experts; give --engine={engines}")
 
 
 def _check_biases(settings: Settings, models: Collection[Model]) -> None:

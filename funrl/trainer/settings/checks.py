@@ -15,6 +15,7 @@ from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
 from funrl.mesh.text import devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
+from funrl.rollout.engine_abilities import engines_that
 from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.mesh_checks import (
@@ -41,6 +42,7 @@ from funrl.trainer.settings.settings import (
     Settings,
     check_values,
     flag_value,
+    given_flag,
     mesh_sizes,
     refuse_beside,
     settings_flags,
@@ -306,22 +308,20 @@ def _check_task(settings: Settings) -> None:
 
 
 def _check_engine(settings: Settings) -> None:
-    if settings.engines.engine != "native" and settings.estimate.dry_run:
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: --dry_run counts the native engine; leave one of them out"
-        )
-    if settings.engines.engine != "native" and settings.engines.speculate:
-        raise SettingsError(
-            f"--speculate={settings.engines.speculate} does nothing with "
-            f"--engine={settings.engines.engine}; leave it out"
-        )
-    if settings.engines.engine_url is not None and settings.engines.engine != "vllm_server":
-        raise SettingsError(f"--engine_url={settings.engines.engine_url} does nothing without --engine=vllm_server")
-    if settings.engines.engine_url is None and settings.engines.engine == "vllm_server":
-        raise SettingsError("--engine=vllm_server needs --engine_url=http://HOST:PORT, which vllm_server prints")
+    engine = given_flag(settings, "engine")
+    abilities = settings.engines.abilities
+    if settings.estimate.dry_run and not abilities.own_steps:
+        raise SettingsError(f"{engine}: --dry_run counts the native engine; leave one of them out")
+    if settings.engines.speculate and not abilities.own_steps:
+        raise SettingsError(f"{given_flag(settings, 'speculate')} does nothing with {engine}; leave it out")
+    url = given_flag(settings, "engine_url")
+    if settings.engines.engine_url is not None and not abilities.servers:
+        raise SettingsError(f"{url} does nothing without --engine={engines_that('servers')}")
+    if settings.engines.engine_url is None and abilities.servers:
+        raise SettingsError(f"{engine} needs --engine_url=http://HOST:PORT, which its servers print")
     for url in parts(settings.engines.engine_url):
         if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
-            raise SettingsError(f"--engine_url={settings.engines.engine_url}: {url} is not http://HOST:PORT")
+            raise SettingsError(f"{given_flag(settings, 'engine_url')}: {url} is not http://HOST:PORT")
 
 
 def _check_sampling(settings: Settings) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from funrl.rollout.engine_abilities import ENGINES, EngineAbilities
 from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.trainer.settings.declaration import (
     RL,
@@ -19,7 +20,7 @@ from funrl.trainer.settings.declaration import (
 class EngineSettings:
     """The engine that generates."""
 
-    engine: str = flag("native", "what generates", one_of("native", "vllm", "vllm_server", "hf"), kinds=RL)
+    engine: str = flag("native", "what generates", one_of(*ENGINES), kinds=RL)
     engine_url: str | None = flag(
         None,
         "addresses of vllm_servers, one per data rank",
@@ -95,6 +96,11 @@ class EngineSettings:
         kinds=RL,
         effect="work",
     )
+
+    @property
+    def abilities(self) -> EngineAbilities:
+        """What the engine can do."""
+        return ENGINES[self.engine]
 
 
 @dataclass(frozen=True)

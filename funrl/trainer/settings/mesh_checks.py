@@ -6,7 +6,7 @@ from funrl.environments.agents import parse_agents
 from funrl.mesh.pools.placement import names_train
 from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, mesh_sizes
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, given_flag, mesh_sizes
 
 
 def check_pools(settings: Settings) -> None:
@@ -54,30 +54,32 @@ def check_placed_engine(settings: Settings, place: str) -> None:
     Args:
       place: the value of --place.
     """
-    engine = settings.engines.engine
+    engine = given_flag(settings, "engine")
+    abilities = settings.engines.abilities
     flags = settings.asynchrony
-    if engine == "native":
-        return
-    if settings.devices.joined:
-        raise SettingsError(
-            f"--engine={engine} with --place={place}: generators that join have the native engine; leave --engine out, "
-            "or give ranks that generate, as generate:2"
+    problem = None
+    if settings.devices.joined and not abilities.own_steps:
+        problem = (
+            f"{engine} with --place={place}: generators that join have the native engine; leave --engine out, or give "
+            "ranks that generate, as generate:2"
         )
-    if engine == "hf" and flags.staleness:
-        raise SettingsError(
-            f"--engine=hf and --staleness={flags.staleness} with --place={place}: transformers completes whole "
-            "batches, and takes no weights meanwhile; leave --staleness out, or give another --engine"
+    elif flags.staleness and abilities.whole_only:
+        problem = (
+            f"{engine} and {given_flag(settings, 'staleness')} with --place={place}: it completes whole requests, and "
+            "takes no weights meanwhile; leave --staleness out, or give another --engine"
         )
-    if flags.clock == "tokens":
-        raise SettingsError(
-            f"--clock=tokens with --engine={engine}: what vLLM computes in an iteration is its own, and its bits "
-            "depend on the rows beside; leave --clock out, or give --engine=native"
+    elif flags.clock == "tokens" and not abilities.own_steps:
+        problem = (
+            f"--clock=tokens with {engine}: what it computes in an iteration is its own; leave --clock out, or give "
+            "--engine=native"
         )
-    if flags.keep_cache:
-        raise SettingsError(
-            f"--keep_cache with --engine={engine}: vLLM computes keys and values of running sequences again under new "
-            "weights; leave it out, or give --engine=native"
+    elif flags.keep_cache and not abilities.own_steps:
+        problem = (
+            f"--keep_cache with {engine}: it computes keys and values of running sequences again under new weights; "
+            "leave it out, or give --engine=native"
         )
+    if problem is not None:
+        raise SettingsError(problem)
 
 
 def check_joined(settings: Settings, place: str) -> None:

@@ -142,7 +142,7 @@ def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS
             raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
     with blaming(f"agents={settings.environments.agents}"):
         agents = parse_agents(settings.environments.agents)
-    if (agents.frozen or agents.policies) and settings.engines.engine != "native":
+    if (agents.frozen or agents.policies) and not settings.engines.abilities.several_models:
         raise SettingsError(
             f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: further models "
             "are served by the native engine; leave --engine out"

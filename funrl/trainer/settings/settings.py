@@ -81,6 +81,16 @@ def flag_value(settings: Settings, name: str) -> Any:
     return getattr(getattr(settings, settings_flags()[name].group), name)
 
 
+def given_flag(settings: Settings, name: str) -> str:
+    """A flag with its value as on a command line.
+
+    >>> given_flag(settings_of(steps=3, fsdp=True), "steps"), given_flag(settings_of(fsdp=True), "fsdp")
+    ('--steps=3', '--fsdp')
+    """
+    value = flag_value(settings, name)
+    return f"--{name}" if value is True else f"--{name}={str(value).removesuffix('.0')}"
+
+
 def flag_values(settings: Settings) -> dict[str, Any]:
     """The values of all flags by their names."""
     return {name: flag_value(settings, name) for name in settings_flags()}
