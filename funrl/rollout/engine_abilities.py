@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class EngineAbilities(NamedTuple):
-    """What an engine can do; flags, models and meshes are checked against it.
+    """Abilities of an engine, which flags, models and meshes are checked against.
 
     The defaults are those of an engine that completes prompts with whole weights and can do nothing else.
 

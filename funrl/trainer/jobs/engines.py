@@ -31,10 +31,11 @@ ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
 class EnginePlace(NamedTuple):
-    """What an engine is made for.
+    """Model and devices of an engine.
 
     Attributes:
-      model, mesh: that it generates with, and on.
+      model: that it generates with.
+      mesh: that it generates on.
       layer: that the model is computed with.
       note: receives remarks.
     """
@@ -46,7 +47,7 @@ class EnginePlace(NamedTuple):
 
 
 class EngineMaker(NamedTuple):
-    """How an engine is made, without weights yet.
+    """Maker of an engine without weights.
 
     Attributes:
       make: (job, place) -> the engine.

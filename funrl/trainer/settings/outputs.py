@@ -6,15 +6,7 @@ import re
 from dataclasses import dataclass
 
 from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
-from funrl.trainer.settings.declaration import (
-    RL,
-    Bound,
-    above,
-    at_least,
-    at_most,
-    flag,
-    some_of,
-)
+from funrl.trainer.settings.declaration import RL, Bound, above, at_least, at_most, flag, some_of
 
 TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
 
@@ -42,14 +34,7 @@ class EvaluationSettings:
     )
     eval_top_k: int | None = flag(None, "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0")
     eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1")
-    eval_min_p: float | None = flag(
-        None,
-        "as --min_p",
-        at_least(0),
-        at_most(1),
-        kinds=RL,
-        chosen="the model's, else 0",
-    )
+    eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), kinds=RL, chosen="the model's, else 0")
     eval_repetition_penalty: float | None = flag(
         None,
         "as --repetition_penalty",

@@ -105,7 +105,9 @@ def settings_flags() -> Mapping[str, Flag]:
         hints = typing.get_type_hints(record)
         for member in dataclasses.fields(record):
             kind = value_type(hints[member.name])
-            facts: dict[str, Any] = {**member.metadata, "group": group.name}
+            facts: dict[str, Any] = {**getattr(record, "SHARED", {}), **member.metadata, "group": group.name}
+            if facts.get("requires") == member.name:  # the flag that the others of its record require
+                del facts["requires"]
             flags[member.name] = Flag(member.name, member.default, kind.type, kind.optional, **facts)
     return types.MappingProxyType(flags)
 
