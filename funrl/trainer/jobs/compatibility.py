@@ -103,10 +103,11 @@ def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: s
     elif "greedy_score" in reads(algorithm).required:
         problem = "greedy completions: these are scored with the batch, and replaced ones are not"
     if problem is not None:
-        raise SettingsError(
-            f"--max_refills={settings.sampling.max_refills} with --staleness={settings.asynchrony.staleness}, "
-            f"--{scorer} and {problem}; give --max_refills=1, with which a batch has fewer prompts where a filter "
-            "drops some"
+        raise settings.refusal(
+            "{max_refills} with {staleness}, --{scorer} and {problem}; give --max_refills=1, with which a batch has "
+            "fewer prompts where a filter drops some",
+            scorer=scorer,
+            problem=problem,
         )
 
 
@@ -308,7 +309,7 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
         return
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
-        raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+        raise settings.refusal("{model}: {what}, and its placeholders are in no divergence", what=what)
     blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
     if blind:
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")

@@ -279,13 +279,11 @@ def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -
 def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
     """Raise SettingsError where a flag of reward workers would do nothing."""
     if settings.rewards.reward_workers and not rewards:
-        raise SettingsError(
-            f"--reward_workers={settings.rewards.reward_workers}: there is no --reward that they could run"
-        )
+        raise settings.refusal("{reward_workers}: there is no --reward that they could run")
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
-        raise SettingsError(
-            f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
-            "be ended, and there are no workers; give --reward_workers=1 or more"
+        raise settings.refusal(
+            "{reward_timeout}: only a worker's reward can be ended, and there are no workers; give --reward_workers=1 "
+            "or more"
         )
 
 
@@ -300,9 +298,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
       SettingsError, DataError: the first thing that cannot work.
     """
     if settings.formatting.step_separator is not None and kind != "steps":
-        raise SettingsError(
-            f"--step_separator={settings.formatting.step_separator}: {kind} have no steps; leave it out"
-        )
+        raise settings.refusal("{step_separator}: {kind} have no steps; leave it out", kind=kind)
     reason = f"the model has {config.max_positions} positions"
     most, reason, idle = token_limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
     if settings.examples.data is None and given.records is None:

@@ -145,14 +145,17 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
         given = len(parts(settings.engines.engine_url))
         replicas = mesh.size(mesh.row_axes)
         if given != replicas or mesh.size("tensor") > 1:
-            raise SettingsError(
-                f"{given_flag(settings, 'engine_url')}: {given} servers, which hold whole models, for the generate "
-                f"mesh {mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
+            raise settings.refusal(
+                "{engine_url}: {given} servers, which hold whole models, for the generate mesh {mesh}; give one for "
+                "each of its {replicas} data ranks, and a --generate_mesh without tp",
+                given=given,
+                mesh=mesh,
+                replicas=replicas,
             )
     elif mesh.size("tensor") > 1 and not abilities.tensor:
         raise SettingsError(f"{engine} holds whole weights; generate on a mesh without tp instead of {mesh}")
     if abilities.whole_only and settings.sampling.new_tokens_per_step is not None:
-        raise SettingsError(f"{given_flag(settings, 'new_tokens_per_step')}: {engine} writes whole completions only")
+        raise settings.refusal("{new_tokens_per_step}: {engine} writes whole completions only", engine=engine)
     penalties = {sampling.repetition_penalty, eval_sampling.repetition_penalty} - {1.0}
     if penalties and not abilities.penalties:
         raise SettingsError(

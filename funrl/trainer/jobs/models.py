@@ -121,9 +121,7 @@ def models_of(
                 )
         else:
             if not kind.value_head and model.unembed is None:
-                raise SettingsError(
-                    f"--model={settings.models.model}: it has a value head; a {name} gives probabilities"
-                )
+                raise settings.refusal("{model}: it has a value head; a {name} gives probabilities", name=name)
             models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)

@@ -295,7 +295,7 @@ def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None
             "not chosen by weights; give --max_refills=1"
         )
     if problem is not None:
-        raise SettingsError(f"--staleness={settings.asynchrony.staleness} with {weights} and {problem}")
+        raise settings.refusal("{staleness} with {weights} and {problem}", weights=weights, problem=problem)
 
 
 def judge_of(settings: Settings, task: Task, devices: Devices) -> JudgeJob | None:

@@ -22,7 +22,7 @@ from funrl.role_kinds import ROLES
 from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
-from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value, given_flag
+from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
 
 
 def stored_rules(settings: Settings, role: str) -> Rules:
@@ -70,14 +70,13 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
             )
     _check_biases(settings, models)
     if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
-        raise SettingsError(
-            "--router_replay: with "
-            f"--new_tokens_per_step={settings.sampling.new_tokens_per_step} the engine computes what is "
-            "begun again, with other weights, and its choices are lost; leave one out"
+        raise settings.refusal(
+            "--router_replay: with {new_tokens_per_step} the engine computes what is begun again, with other weights, "
+            "and its choices are lost; leave one out"
         )
     if experts and not settings.engines.abilities.routes:
         engines = engines_that("routes")
-        raise SettingsError(f"{given_flag(settings, 'engine')}: the policy has experts; give --engine={engines}")
+        raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)
 
 
 def _check_biases(settings: Settings, models: Collection[Model]) -> None:

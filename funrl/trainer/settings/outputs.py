@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.trainer.settings.declaration import RL, Bound, above, at_least, at_most, flag, some_of
@@ -45,6 +46,18 @@ class EvaluationSettings:
     )
 
 
+class ProfileWindow(NamedTuple):
+    """Steps that --profile traces: `count` steps from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.first + self.count - 1
+
+
 @dataclass(frozen=True)
 class OutputSettings:
     """Profiles, trackers and samples."""
@@ -72,3 +85,9 @@ class OutputSettings:
         effect="files",
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs="policy")
+
+    @property
+    def window(self) -> ProfileWindow | None:
+        """The steps of --profile; None: no profile."""
+        match = re.fullmatch(PROFILE, self.profile) if self.profile else None
+        return None if match is None else ProfileWindow(int(match[1]), int(match[2]))

@@ -55,6 +55,16 @@ class Settings:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     outputs: OutputSettings = field(default_factory=OutputSettings)
 
+    def refusal(self, text: str, **values: Any) -> SettingsError:
+        """An error whose text names flags: {steps} stands for --steps with its value.
+
+        Args:
+          text: of the error, a format string.
+          **values: that it names besides flags.
+        """
+        flags = {name: given_flag(self, name) for name in settings_flags()}
+        return SettingsError(text.format_map(flags | values))
+
 
 def settings_of(**flags: Any) -> Settings:
     """Settings from flags by name; other flags have their defaults."""
@@ -79,6 +89,11 @@ def with_flags(settings: Settings, **flags: Any) -> Settings:
 def flag_value(settings: Settings, name: str) -> Any:
     """The value of a flag by its name."""
     return getattr(getattr(settings, settings_flags()[name].group), name)
+
+
+def is_given(settings: Settings, name: str) -> bool:
+    """True if a flag has another value than its default."""
+    return flag_value(settings, name) != settings_flags()[name].default
 
 
 def given_flag(settings: Settings, name: str) -> str:
