@@ -43,13 +43,13 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.loop import MakeSource
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import Settings, settings_flags, settings_of, with_flags
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.startup import MakeSource
 
 SHARDING = {  # on another mesh
     "fsdp": False,

@@ -88,7 +88,6 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
     """Serve on the first rank; the others compute with it. Collective."""
     job = served.job
     parts = build_with_weights(job, served.stored, mesh, functools.partial(print, file=sys.stderr))
-    assert parts.generator is not None
     engine = parts.generator.engine
     positions = job.model.config.max_positions
     sampling = dataclasses.replace(job.eval_sampling, samples=1, max_new_tokens=served.bound or positions)

@@ -6,6 +6,7 @@ run's held-out prompts is the one that the run made.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from funrl.rollout.engine import awake
 from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
 from funrl.trainer.jobs.agents import load_first
-from funrl.trainer.jobs.build import Parts, build, sync
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.compatibility import check_code, check_meshes, check_owned_values
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
@@ -52,8 +53,10 @@ from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import RoleState, main_role_of
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import sync
 
 ALL = 1 << 31  # prompts, where no number says how many
 
@@ -155,7 +158,7 @@ def run_inference(
 
     Returns: the metrics of the evaluation.
     """
-    parts = build_with_weights(job, stored, mesh, show.note)._replace(pool=pool)
+    parts = dataclasses.replace(build_with_weights(job, stored, mesh, show.note), pool=pool)
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)
     evaluation = generation.evaluation._replace(table_prompts=None, seed=(EVAL_SEED + seed) % seeds.LIMIT)
@@ -163,13 +166,12 @@ def run_inference(
         return evaluate_heldout(generation._replace(evaluation=evaluation), clock, show, 0)
 
 
-def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callable[[str], None]) -> GeneratingParts:
     """The parts of a job whose engine holds a stored model's weights. Collective."""
     parts = build(job, mesh, note)
     placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
     sync(parts, State({job.main_role: RoleState(params, ())}))
-    assert parts.generator is not None
     load_first(parts.generator.frozen, placed, params, parts.generator.to_whole, trains=False)
     return parts
 

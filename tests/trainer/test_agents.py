@@ -26,7 +26,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.prepare import prepare
@@ -210,7 +210,7 @@ class Told(Rivals):
 def answers_of(agents, **settings):
     environment = Told()
     run, state = begin(job_of(environment, agents=agents, **settings), single())
-    loop.draw_batch(run, state)
+    phases.draw_batch(run, state)
     return environment.answers
 
 

@@ -19,9 +19,10 @@ from funrl.models.lora import is_trained
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
-from funrl.trainer.jobs.build import sync, verify_base
-from funrl.trainer.loop import train_loop, verify
+from funrl.trainer.loop import train_loop
+from funrl.trainer.phases import prove_sync
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.sync import compare_base, sync
 from funrl.trainer.storage.shard_server import CheckpointError
 
 LORA = {"lora_rank": 2, "lora_alpha": 4.0}
@@ -48,7 +49,7 @@ def test_the_base_is_the_reference_and_only_adapters_are_in_the_state():
 
 def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
     run, state = begin(small_job(GRPO, **LORA), single())
-    assert verify(run, state, True)["sync/verified"] == 1.0
+    assert prove_sync(run, state, first=True)["sync/verified"] == 1.0
     generator, before = run.parts.generator, trees.clone(run.frozen["base"])
     sent = []
     load = generator.whole.load
@@ -69,7 +70,7 @@ def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
         certify(role.placed, params, engine, state.version)
     before["layers"][0]["attn"]["k"][0, 0, 0] += 1e-9
     with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 1 of 21 weights"):
-        verify_base(run.parts, {"base": before})
+        compare_base(run.parts, {"base": before})
 
 
 def test_an_engine_that_takes_no_adapters_holds_merged_weights():
@@ -137,7 +138,7 @@ def test_adapters_learn_from_texts():
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(engine):
     run, _ = begin(small_job(WITH_REFERENCE, engine=engine, dtype="float32", **LORA), single())
-    plan, made = offload.plan_of_whole(run.parts.generator), offload.made_weights(run.parts)
+    plan, made = run.parts.generator.to_whole, offload.made_weights(run.parts)
     stays = dict(zip(plan.names, offload.shared(run.frozen["base"], plan, made), strict=True))
     assert {name for name, stay in stays.items() if not stay} == made
     assert stays["embed"] and len(made) == (0 if engine == "native" else 14)

@@ -17,9 +17,9 @@ from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
 from funrl.rollout.engine import awake, complete
 from funrl.rollout.requests import Request
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.sync import sync
 
 PARTIAL = {"compose": GRPO, "max_new_tokens": 12, "new_tokens_per_step": 3, "batch_prompts": 3, "minibatches": 1}
 

@@ -114,7 +114,6 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
     with pretended(job.sizes) as mesh:
         whole = build(job, mesh, quiet)
         generator = whole.generator
-        assert generator is not None
         if generator.base is not None:
             return "adapters are beside the weights of a base"
         own_bytes = engine_bytes(job, whole, generator)[0] + agent_bytes(job, whole)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.environments.agents import POLICY, FrozenModel
+from funrl.environments.agents import POLICY
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
 from funrl.mesh.reshard import reshard
@@ -22,14 +21,14 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.models.placed import Placed
-from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import ROLES, RoleMessages
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
-from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.steps.parts import FrozenAgent
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.state import EarlierSelf
+from funrl.trainer.steps.sync import earlier_self
 
 
 def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
@@ -49,18 +48,6 @@ def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
     extended = dataclasses.replace(algorithm, roles={**algorithm.roles, **kinds}, losses=losses)
     extended.role_kinds  # noqa: B018  (refuses names of other roles)
     return extended
-
-
-class FrozenAgent(NamedTuple):
-    """A frozen model on its devices.
-
-    Attributes:
-      declared: where its weights are from, and when they change.
-      engine: that generates with them, on these ranks or, as they see it, on others.
-    """
-
-    declared: FrozenModel
-    engine: NativeEngine | RemoteEngine
 
 
 def open_frozen_agents(
@@ -133,20 +120,3 @@ def first_selves(agents: Mapping[str, FrozenAgent], role: Role, params: trees.Tr
       params: its own weights.
     """
     return {name: earlier_self(role, params, step=0) for name, agent in agents.items() if agent.declared.every}
-
-
-def earlier_self(role: Role, params: trees.Tree, step: int) -> EarlierSelf:
-    """A copy of the policy's own weights: of adapters as they are, and of all others in the dtype to compute in.
-
-    So an engine has the same bits of it as of the policy.
-
-    Args:
-      role: the policy's.
-      params: its own weights.
-      step: after which it is taken.
-    """
-    if role.base is not None:
-        return EarlierSelf(trees.clone(params), step)
-    dtype = role.placed.dtype
-    copy = trees.map_named(lambda name, x: x.detach().to(weight_dtype(name, dtype), copy=True), params)
-    return EarlierSelf(copy, step)

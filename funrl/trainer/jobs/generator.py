@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import cast
 
 from funrl import trees
 from funrl.asynchrony.leases import LeaseRule
@@ -24,83 +23,16 @@ from funrl.rollout.joined.engine import JoinedEngine, LateProof
 from funrl.rollout.joined.messages import TrainerFacts
 from funrl.rollout.joined.office import Office
 from funrl.rollout.joined.shelf import Shelf
-from funrl.rollout.joint_engine import JointEngine
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
-from funrl.trainer.jobs.agents import FrozenAgent, open_frozen_agents, open_policies
+from funrl.trainer.jobs.agents import open_frozen_agents, open_policies
 from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.scorers import JUDGE
-from funrl.trainer.settings.settings import Settings
-
-BASE_VERSION = 0  # of the weights that adapters stand on
-
-
-class AdaptedBase(NamedTuple):
-    """The engine that has the base of the policy's adapters, and how its weights come to it, once.
-
-    Attributes:
-      engine: without adapters.
-      to_engine: the plan from the base's stored layouts to the engine's.
-    """
-
-    engine: NativeEngine
-    to_engine: Plan
-
-
-class Generator(NamedTuple):
-    """The engine, and how the policy's weights come to it.
-
-    Attributes:
-      engine: on `mesh`. Where it adds the policy's adapters to a base, its weights are theirs alone.
-      to_engine: the plan from the policy's stored layouts to the engine's; where the engine takes merged adapters, from
-        those of the weights that these are merged in.
-      proof: that the engine holds the weights of the newest sync.
-      base: None where the engine's weights are the whole policy.
-      frozen: models of agents that do not learn, by name.
-      policies: engines of second policies, by their roles.
-    """
-
-    engine: Engine
-    mesh: Mesh
-    to_engine: Plan
-    proof: SyncProof
-    base: AdaptedBase | None = None
-    frozen: Mapping[str, FrozenAgent] = {}
-    policies: Mapping[str, NativeEngine | RemoteEngine] = {}
-
-    @property
-    def sync_bytes(self) -> int:
-        """Bytes of the weights that each sync gives to this rank's engine."""
-        weights = self.engine.weights
-        rank = max(0, weights.mesh.rank)  # where the engine is on other ranks, of the first of them
-        dtypes = trees.leaves(weight_dtypes(weights.layouts, weights.dtype))
-        shapes = (layout.local_shape(rank) for layout in trees.leaves(weights.layouts))
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-
-    @property
-    def whole(self) -> Engine:
-        """The engine that has a whole model: `engine`, or that of the base."""
-        return self.engine if self.base is None else self.base.engine
-
-    @property
-    def to_whole(self) -> Plan:
-        """The plan from a whole model's stored layouts to those of `whole`."""
-        return self.to_engine if self.base is None else self.base.to_engine
-
-    @property
-    def further(self) -> dict[str, NativeEngine | RemoteEngine]:
-        """The engines of the other models of agents, by name."""
-        return {name: agent.engine for name, agent in self.frozen.items()} | dict(self.policies)
-
-    @property
-    def serving(self) -> Engine:
-        """The engine that answers for all agents; where it is on other ranks, the policy's."""
-        others = {name: engine for name, engine in self.further.items() if isinstance(engine, NativeEngine)}
-        return JointEngine(self.engine, others) if others else self.engine
+from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
@@ -226,13 +158,3 @@ def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> P
     if job.placement is None:
         return plan(stored, wanted, dtypes, ranks_per_node())
     return plan(stored, wanted, dtypes, ranks_per_node(), src_ranks=mesh.ranks, dst_ranks=weights.mesh.ranks)
-
-
-def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
-    """Metrics of the first sync of a run that goes on, as the run that never stopped has them in its next step.
-
-    That one has reported them already where it evaluated or probed after `step`.
-    """
-    every = settings.engines.probe_sync_every
-    reported = step % settings.evaluation.eval_every == 0 or (every > 0 and step % every == 0)
-    return {} if reported else {name: value for name, value in proof.items() if name == "sync/verified"}

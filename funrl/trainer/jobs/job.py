@@ -23,7 +23,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.provenance import Provenance
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import Settings
-from funrl.trainer.sources.judging import JudgeJob
+from funrl.trainer.steps.parts import JudgeJob
 from funrl.trainer.steps.roles import main_role_of, writes_of
 
 DEMONSTRATION = "demonstration"  # field of a prompt's record

@@ -49,8 +49,9 @@ from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import JUDGE, model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
-from funrl.trainer.sources.judging import JudgeJob, judge_job
+from funrl.trainer.sources.judging import judge_job
 from funrl.trainer.steps.optimizer import check_freeze
+from funrl.trainer.steps.parts import JudgeJob
 from funrl.trainer.steps.roles import main_role_of, reads_scores
 
 

@@ -177,7 +177,7 @@ def check_divided(where: str, role: str, model: Model, rules: Rules, sizes: Mapp
                 )
 
 
-def relaid(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
+def replace_layouts(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
     """A model on another mesh, in the layouts of the flags.
 
     Args:

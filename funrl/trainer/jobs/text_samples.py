@@ -31,15 +31,16 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import awake
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.build import Parts, sync
 from funrl.trainer.jobs.generator import policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.own_texts import text_after
+from funrl.trainer.steps.parts import Parts, with_generator
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import sync
 
 ENGINE_SHARE = 0.25  # of a rank's memory that the engine's copy of the weights may take
 ShowSamples = Callable[[Mapping[str, RoleState], int], None]
@@ -133,7 +134,7 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     prompts = sampler.prompts
     placed = parts.roles[job.main_role].placed
     generator = policy_generator(job, parts.begin, placed, parts.begin.model.layer, logging.getLogger(__name__).info)
-    sync(parts._replace(generator=generator), State({job.main_role: policy}), frozen=sampler.frozen)
+    sync(with_generator(parts, generator), State({job.main_role: policy}), frozen=sampler.frozen)
     engine = RewardedEngine(generator.engine, generator.mesh, sampler.decode, Pool(()), weights=())
     with awake(generator.engine):
         done = rollout(engine, prompts, sampler.sampling, 0)

@@ -27,7 +27,6 @@ from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
@@ -40,6 +39,7 @@ from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
 from funrl.trainer.sources.source import DroppedPrompt, Generation, Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
 WEIGHING_METRICS = ("curriculum/", "difficulty/")
@@ -359,7 +359,7 @@ def logged_source(
     log: LoggedGroups, job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
     """A source that writes the groups of a log again, and evaluates nothing; with the log a `MakeSource`."""
-    assert isinstance(job, RLJob) and parts.generator is not None
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = generation_of(job, parts, frozen, clock, show)._replace(shows=lambda step: False)
     setup = generation.episodes
     if setup is not None:
