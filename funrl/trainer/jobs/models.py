@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Loss
@@ -21,7 +21,7 @@ from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import SCORING_ROLES, RoleKind
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Job, Task, Texts, rewards_completions, scoring_pools
+from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
@@ -29,20 +29,6 @@ from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
-
-
-class Models(NamedTuple):
-    """Models of a job.
-
-    Attributes:
-      first, tokenizer: that the run begins with.
-      models, directories: as in `BaseJob`.
-    """
-
-    first: Model
-    tokenizer: Any
-    models: dict[str, Model]
-    directories: dict[str, str]
 
 
 def located(settings: Settings) -> Settings:
@@ -96,8 +82,8 @@ def models_of(
     model: Model,
     tokenizer: Any,
     read: Callable[[str, str], Model] = hf.check_directory,
-) -> tuple[dict[str, Model], dict[str, str]]:
-    """The model of every role of a run, and the directories of those that do not begin as `model`.
+) -> JobModels:
+    """The models of every role of a run, and the directories of those that do not begin as `model`.
 
     Args:
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
@@ -127,7 +113,7 @@ def models_of(
                 models[name] = with_lora(models[name], lora)
     if algorithm.divergence is not None and algorithm.divergence.role in directories:
         _check_vocabularies(algorithm, algorithm.divergence.role, models, directories)
-    return models, directories
+    return JobModels(model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora)
 
 
 def agent_models(
