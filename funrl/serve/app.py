@@ -96,7 +96,7 @@ class Sessions:
 class _Answer(JSONResponse):
     """JSON in ASCII, which has also a text that is no Unicode, such as half of a surrogate pair."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 

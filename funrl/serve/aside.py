@@ -25,7 +25,7 @@ class Aside:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def run(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
+    async def run(self, size: int, function: Callable[..., _T], *args: object) -> _T:
         """Call a function.
 
         Args:

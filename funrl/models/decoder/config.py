@@ -296,7 +296,7 @@ class Config(ModelConfig):
         )
 
 
-def _in_turn(parts: tuple[Any, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
+def _in_turn(parts: tuple[object, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
     """Parts of some layers: layer i takes part i modulo their count."""
     return tuple(parts[i % len(parts)] for i in chosen) if parts else ()
 
@@ -315,7 +315,7 @@ def _places_of(lenders: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[
     return tuple(None if layer is None else places[layer] for layer in own)
 
 
-def decoder_config(**fields: Any) -> Config:
+def decoder_config(**fields: object) -> Config:
     """The config of a decoder from its flat fields; see `models.flat` for their names.
 
     Example: decoder_config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, qk_norm=True)
