@@ -24,7 +24,7 @@ from funrl.models import Placed
 from funrl.models.compiling.compile import is_compiled
 from funrl.models.compiling.compile_cache import CompileCache
 from funrl.models.flat import saved_fields
-from funrl.rollout.engine import Engine, awake, complete
+from funrl.rollout.engine import Engine, complete, onload_engine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -121,7 +121,7 @@ def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
     rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
     sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
     *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
-    with awake(engine):
+    with onload_engine(engine):
         complete(engine, requests_of(prompts, sampling, seed=0))
         complete(engine, requests_of([alone], sampling, seed=0))
 

@@ -22,7 +22,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import awake
+from funrl.rollout.engine import onload_engine
 from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
 from funrl.trainer.jobs.agents import load_first
@@ -153,7 +153,7 @@ def run_inference(
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)
     evaluation = generation.evaluation._replace(table_prompts=None, seed=(EVAL_SEED + seed) % seeds.LIMIT)
-    with awake(generation.engine.engine):
+    with onload_engine(generation.engine.engine):
         return evaluate_heldout(generation._replace(evaluation=evaluation), clock, show, 0)
 
 

@@ -26,7 +26,6 @@ from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
-from funrl.rollout.engine import awake
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import has_workers
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
@@ -148,8 +147,7 @@ def source_of_generation(
         source = partial_source(generation, job.settings.sampling.new_tokens_per_step, clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
-    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
-    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
+    return source
 
 
 def remarked_generation(

@@ -28,7 +28,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models import Placed
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import awake
+from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.generator import policy_generator
@@ -136,7 +136,7 @@ def engine_texts(sampler: TextSampler, policy: RoleState) -> list[str]:
     generator = policy_generator(job, parts.begin, placed, parts.begin.model.layer, logging.getLogger(__name__).info)
     sync(with_generator(parts, generator), State({job.main_role: policy}), frozen=sampler.frozen)
     engine = RewardedEngine(generator.engine, generator.mesh, sampler.decode, Pool(()), weights=())
-    with awake(generator.engine):
+    with onload_engine(generator.engine):
         done = rollout(engine, prompts, sampler.sampling, 0)
     return first_texts(done, range(len(prompts)), sampler.decode, [prompt.tokens[-1] for prompt in prompts])
 

@@ -79,7 +79,7 @@ def placed_source(
         own = own._replace(schedule=as_chosen(schedule))
     if rewards.scorers:
         generators.serve_until = rewards.serve_until
-    source = prompt_source(own._replace(elsewhere=generators), clock, show)
+    source = prompt_source(own._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows

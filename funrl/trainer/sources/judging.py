@@ -20,7 +20,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.rewards.call import RewardError
 from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
-from funrl.rollout.engine import awake, complete
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
@@ -206,7 +206,7 @@ def with_verdicts(
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
     _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
     requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
-    with awake(judge.engine):
+    with onload_engine(judge.engine):
         done = complete(judge.engine, requests)
     verdicts = [job.tokenizer.decode(completion.written, skip_special_tokens=True) for completion in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)
