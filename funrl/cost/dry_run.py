@@ -58,11 +58,10 @@ from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import phases
-from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
-from funrl.trainer.jobs.models import agent_models, located, models_of
+from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
 from funrl.trainer.jobs.prepare import rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sampling import new_tokens
 from funrl.trainer.jobs.sharding import splits_residual

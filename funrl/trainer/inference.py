@@ -25,21 +25,21 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import onload_engine
 from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
-from funrl.trainer.jobs.agents import load_first
-from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.build import build, load_first
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
     episode_task,
     eval_prompts,
+    format_of,
     given_environment,
     name_of_files,
     prompts_of,
     rewarded_task,
+    with_chat_template,
 )
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import located, models_of
 from funrl.trainer.jobs.prepare import checked_job, devices_of, lay_out
-from funrl.trainer.jobs.prompts import format_of, with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields

@@ -24,11 +24,10 @@ from funrl.rollout.joined.messages import TrainerFacts
 from funrl.rollout.joined.office import Office
 from funrl.rollout.joined.shelf import Shelf
 from funrl.rollout.native.adapter_engine import AdapterEngine
-from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
-from funrl.trainer.jobs.agents import open_frozen_agents, open_policies
 from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.scorers import JUDGE
@@ -72,8 +71,16 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
     """
     if generator.mesh.here:
         options = native_options(job)
-        frozen = open_frozen_agents(job, generator.mesh, options, layer_of)
-        return generator._replace(frozen=frozen, policies=open_policies(job, generator.mesh, options, layer_of))
+
+        def make(model: Model) -> NativeEngine:
+            layer = layer_of(model)
+            return native_engine(model, generator.mesh, job.dtype, options=options, layer=layer, note=lambda _: None)
+
+        frozen = {
+            name: FrozenAgent(declared, make(job.agent_models.get(name, job.model)))
+            for name, declared in job.agents.frozen.items()
+        }
+        return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
     engine = cast(RemoteEngine, generator.whole)
     remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
     sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Loss
 from funrl.data.tokenizer import load_tokenizer
-from funrl.environments.agents import AgentMap
+from funrl.environments.agents import POLICY, AgentMap
 from funrl.mesh.launch import device_type, submesh
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed, with_value_head
@@ -19,7 +19,7 @@ from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import decoder_of, full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
-from funrl.role_kinds import SCORING_ROLES, RoleKind
+from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
@@ -332,3 +332,22 @@ def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | 
 def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
     """True if a role starts from a directory of its own."""
     return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
+
+
+def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
+    """The algorithm with further policies, each of which has the policy's loss and begins as it.
+
+    Raises:
+      ValueError: a name is that of another role, or the algorithm has no loss of a policy alone.
+    """
+    if not names:
+        return algorithm
+    if POLICY not in algorithm.losses or algorithm.divergence is not None:
+        raise ValueError(f"{POLICY}:{names[0]}: the algorithm has no loss of a policy alone, as grpo has")
+    # What it writes are the policy's fields, on the rows of its own agents.
+    kind = dataclasses.replace(ROLES[POLICY], writes={}, generates=False, metric="", messages=RoleMessages())
+    kinds = {name: dataclasses.replace(kind, text=f"the policy {name!r}") for name in names}
+    losses = {**algorithm.losses, **dict.fromkeys(names, algorithm.losses[POLICY])}
+    extended = dataclasses.replace(algorithm, roles={**algorithm.roles, **kinds}, losses=losses)
+    extended.role_kinds  # noqa: B018  (refuses names of other roles)
+    return extended

@@ -26,7 +26,6 @@ from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.model import ModelConfig
 from funrl.role_kinds import ROLES
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
     check_code,
@@ -35,12 +34,11 @@ from funrl.trainer.jobs.compatibility import (
     check_readers,
     check_token_ids,
 )
-from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of
+from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of, with_chat_template
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
 from funrl.trainer.jobs.engines import check_engine
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
-from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys
-from funrl.trainer.jobs.prompts import with_chat_template
+from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
