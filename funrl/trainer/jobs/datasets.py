@@ -73,6 +73,7 @@ from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
+CHAT_FLAGS = ("system_prompt", "tools", "template_arguments")
 LEAST_TO_SPLIT = 10  # examples, of which one is held out
 MOST_COMPARED = 5000  # texts to train on that are compared with those held out
 PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of a command of LaTeX
@@ -502,14 +503,8 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
         except DataError as error:
             raise SettingsError(f"--{name}: {error}") from error
 
-    chat = (
-        settings.formatting.system_prompt,
-        settings.formatting.chat_template,
-        settings.formatting.tools,
-        settings.formatting.template_arguments,
-    )
     return PromptFormat(
-        chat=any(x is not None for x in chat),
+        chat=any(flag_value(settings, name) is not None for name in (*CHAT_FLAGS, "chat_template")),
         system=read("system_prompt", text_of_flag, None),
         text=read("prompt_template", text_of_flag, PLAIN_PROMPTS.text),
         shots=read("few_shot", lambda text: read_shots(text, fields), ()),
@@ -534,12 +529,10 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     """
     given = settings.formatting.chat_template
     if given is None and tokenizer.chat_template is None:
-        chats = [name for name in ("system_prompt", "tools", "template_arguments") if flag_value(settings, name)]
-        for name in chats:
-            raise SettingsError(
-                f"--{name}={flag_value(settings, name)}: it makes chat messages of prompts, and "
-                "the model's tokenizer has "
-                "no chat template; give --chat_template=FILE.jinja"
+        for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
+            raise settings.refusal(
+                f"{{{name}}}: it makes chat messages of prompts, and the model's tokenizer has no chat template; give "
+                "--chat_template=FILE.jinja"
             )
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
@@ -624,8 +617,9 @@ def remarks_on_heldout(train: Sequence[Any], heldout: Sequence[Any], wanted: int
       wanted: --eval_prompts.
     """
     remarks = []
+    there = f"are {len(heldout)} examples" if len(heldout) > 1 else "is 1 example"
     if wanted not in (settings_flags()["eval_prompts"].default, len(heldout)) and wanted > len(heldout):
-        remarks.append(f"--eval_prompts={wanted}: there {_are(len(heldout), 'example')} to evaluate on")
+        remarks.append(f"--eval_prompts={wanted}: there {there} to evaluate on")
     compared = train if isinstance(train[0], Example) else itertools.islice(train, MOST_COMPARED)
     keys = {_key(example) for example in compared}
     same = sum(_key(example) in keys for example in heldout)
@@ -645,10 +639,6 @@ def remarks_on_template(settings: Settings) -> list[str]:
     if not names:
         return []
     return [f"--prompt_template: {{{names[0]}}} stays in every prompt as it is written; only {{prompt}} is replaced"]
-
-
-def _are(count: int, noun: str) -> str:
-    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"
 
 
 def _key(example: Any) -> tuple[int, ...]:
