@@ -99,9 +99,10 @@ def models_of(
             models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
             if lora is not None and name in algorithm.losses:
-                raise SettingsError(
-                    f"--lora_rank={lora.rank}: {kind.origin(path, name)} learns all weights of a model of its own, and "
-                    "adapters stand on the policy's; leave one out"
+                raise settings.refusal(
+                    "{lora_rank}: {origin} learns all weights of a model of its own, and adapters stand on the "
+                    "policy's; leave one out",
+                    origin=kind.origin(path, name),
                 )
         else:
             if not kind.value_head and model.unembed is None:
@@ -298,9 +299,7 @@ def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
     for name in () if placement is None else placement.scoring:
         problem = _pool_problem(algorithm, settings, name)
         if problem is not None:
-            raise SettingsError(
-                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
-            )
+            raise SettingsError(f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave it out")
 
 
 def placeable_roles(algorithm: Algorithm, settings: Settings) -> list[str]:
