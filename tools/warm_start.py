@@ -16,11 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from funrl.algos import recipe  # noqa: E402
-from funrl.api import warm_start  # noqa: E402
-from funrl.trainer.jobs.job import Job  # noqa: E402
-from funrl.trainer.jobs.prepare import prepare  # noqa: E402
-from funrl.trainer.settings.settings import settings_of  # noqa: E402
+from funrl.algos import recipe
+from funrl.api import warm_start
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.settings.settings import settings_of
 
 
 def default_job() -> Job:
