@@ -31,11 +31,11 @@ from funrl.fields import FIELDS
 
 
 class Available(NamedTuple):
-    """The fields of `Batch` that a run writes, by where they can be read; those that the chain makes are left out.
+    """The fields of `Batch` that a run writes, by where they can be read, without the chain's own.
 
     Attributes:
       filter, chain: fields of all rows of the step.
-      losses: fields in an update, where fields per row are spread over tokens; includes those that only the step
+      losses: fields in an update, where fields per row are spread over tokens; includes fields that only the step
         writes.
     """
 
@@ -53,7 +53,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     Args:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
-        those that the chain makes; an `Available` where filter, chain and losses see different fields. Fields that are
+        the chain's own; an `Available` where filter, chain and losses see different fields. Fields that are
         read optionally may be absent.
 
     Raises:
@@ -90,7 +90,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
 
 
 def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
-    """Rows after the chain with the fields that an update sees: those that the chain made, and `given.losses`."""
+    """Rows after the chain with the fields that an update sees: the chain's own, and `given.losses`."""
     written = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
     left_out = set(rows.names()) - written - given.losses
     schema = schema_of(rows)

@@ -144,7 +144,7 @@ class Algorithm:
         rejected text, from the dataset or, if there is a filter, sampled. A "triple" is a pair and a text to imitate,
         from the dataset. A "demonstrated" pair is a demonstration of the prompt and a sample of the policy. A
         "labelled" row is a text with a label, a "steps" row one with a label per step, both from the dataset.
-      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
+      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; fields that the pieces
         of its chain declare are added.
       roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
         in `fields`, with the role as their writer.

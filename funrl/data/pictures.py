@@ -281,7 +281,7 @@ def expand_placeholders(
       pictures: as the record has them.
       form: of the model.
       read: patches of a picture; None: `patches_of`.
-      together: for each picture the number of those that it stands with; None: all stand together.
+      together: for each picture, how many pictures stand together with it; None: all do.
 
     Raises:
       DataError: there are other placeholders than pictures, or a picture cannot be used.

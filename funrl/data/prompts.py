@@ -104,7 +104,7 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
-    """Tokenize prompts, except those that are few-shot examples. Raises: PromptError, as in `encode`."""
+    """Tokenize prompts, except the few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
     wanted = [prompt for prompt in prompts if prompt.prompt not in shown]
     ahead = read_ahead(wanted, lambda prompt: _pictures(prompt, tokenizer), reading_of(tokenizer))

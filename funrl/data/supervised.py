@@ -178,7 +178,7 @@ class TextFile(Sequence[TextExample]):
         sizes = self.records.sizes()
         if sizes.sum() <= SMALL_BYTES:
             return range(len(self))
-        # A token has at least one byte, apart from those that a template adds.
+        # A token has at least one byte, apart from a template's additions.
         return np.flatnonzero((sizes > positions) | (np.arange(len(sizes)) < FIRST_LINES)).tolist()
 
 
@@ -422,7 +422,7 @@ def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenize
 
 
 def rows_of_conversation(example: TextExample) -> list[TextExample]:
-    """A demonstration as one example a text, each of which is a row."""
+    """A demonstration as one example per text; each is a row."""
     owned = [(x,) for x in example.owned] or [()] * len(example.texts)
     return [example._replace(texts=(text,), owned=own) for text, own in zip(example.texts, owned, strict=True)]
 

@@ -53,7 +53,7 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
 
 
 def examples_ahead(examples: Sequence[Any], places: Iterable[int]) -> Iterator[Any]:
-    """Examples by their indices, in this order; threads read the pictures of those that follow meanwhile.
+    """Examples by their indices, in this order; threads read the next ones' pictures meanwhile.
 
     Raises:
       DataError: as `TextFile`, when it comes to the example.

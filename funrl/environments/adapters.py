@@ -132,7 +132,7 @@ class ToolConversation(NamedTuple):
     Attributes:
       end: trajectory up to the policy's last reply.
       status: of the episode.
-      outputs: of all calls, those that could not be read included.
+      outputs: of all calls, unreadable ones included.
       rewards: of replies whose calls earned one: the sums.
     """
 
@@ -142,7 +142,7 @@ class ToolConversation(NamedTuple):
     rewards: Mapping[Node, float]
 
     def parts(self) -> dict[str, float]:
-        """Numbers of calls and of failed ones, as parts of an episode."""
+        """Counts of calls and of failed calls, as parts of an episode."""
         failed = sum(not output.succeeded for output in self.outputs)
         return {"tool_calls": float(len(self.outputs)), "failed_tool_calls": float(failed)}
 
@@ -153,7 +153,7 @@ async def tool_conversation(
     run_call: Callable[[str, Mapping[str, Any]], Awaitable[ToolOutput]],
     run_problem: Callable[[str], ToolOutput] = lambda problem: ToolOutput(f"error: {problem}", succeeded=False),
 ) -> ToolConversation:
-    """Let the policy call tools until it replies without a call, a call ends the episode, or a limit does.
+    """Run tool calls of the policy until it replies without a call, or a call or a limit ends the episode.
 
     Args:
       trajectory: its begin, with the tools.
@@ -193,7 +193,7 @@ class _Conversations:
         self.make = make
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and a new environment take turns."""
+        """Alternate turns of the policy and of a new environment."""
         environment = self.make()
         name = type(environment).__name__
         try:
@@ -239,7 +239,7 @@ class _Tools:
         self._system = system
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy call tools until it replies without a call."""
+        """Run tool calls of the policy until it replies without a call."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         opened = policy.start([*system, *example_messages(example)], self.tools)
         talk = await tool_conversation(policy, opened, self._output)
@@ -266,7 +266,7 @@ class _Answers:
         self._answer = answer
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the function answer until it gives a reward."""
+        """Alternate turns of the policy and of the function until the function gives a reward."""
         trajectory = policy.start(example_messages(example))
         while True:
             try:
@@ -343,7 +343,7 @@ def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
         raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number is needed, or None")
     if not ended and not _are_messages(messages):
         raise ReturnError(
-            f"{name}.step returned the messages {messages!r:.200} and goes on; at least one message such as "
+            f"{name}.step returned the messages {messages!r:.200} and continues; at least one message such as "
             '{"role": "user", "content": "..."} is needed'
         )
     return messages, reward, ended

@@ -11,7 +11,7 @@ from typing import Any
 
 
 async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a function: an `async` one on this event loop, any other in a thread, so that the loop goes on.
+    """Call a function: an `async` one on this event loop, any other in a thread beside the loop.
 
     A plain function that never returns keeps its thread until the process ends; the caller can be cancelled.
     """

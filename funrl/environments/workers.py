@@ -399,7 +399,7 @@ class _Server:
 
 
 def _limit_sending(connection: Connection) -> None:
-    """Let sending fail, instead of wait for a process that does not read, as no other would be served meanwhile."""
+    """Make sending fail instead of waiting for a process that does not read: others are served meanwhile."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
 

@@ -103,7 +103,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Te
 
 
 def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
-    """Send rows to the ranks of `axes`, and concatenate those that arrive, in the order of the ranks.
+    """Send rows to the ranks of `axes`, and concatenate the received rows in the order of the ranks.
 
     Args:
       x: rows, those for the first rank first.

@@ -110,7 +110,7 @@ def ranks_per_node() -> int:
 
 
 def local_ranks(world: int) -> int:
-    """Ranks on this machine, of `world` in the run: those that torchrun has started, or all."""
+    """Ranks on this machine, of `world` in the run: the ranks that torchrun has started, or all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 

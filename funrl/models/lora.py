@@ -68,7 +68,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
 
 
 def full_rank(model: Model, targets: Collection[str]) -> int:
-    """The highest rank that a matrix of a model can have, among those that have adapters."""
+    """The highest rank that an adapted matrix of a model can have."""
     named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
     splits = ((shape, _out_dims(name, len(shape))) for name, shape in named if name in targets)
     return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
@@ -106,7 +106,7 @@ def on_base(model: Model, base: trees.Tree, own: trees.Tree) -> trees.Tree:
 
     Args:
       model: with adapters; or without, which has all its weights from the base.
-      base: a decoder's weights, of which it may lack the unembedding.
+      base: a decoder's weights; it may lack the unembedding.
       own: what learns; None or {} where nothing does.
     """
     here = {name: base[name] for name in decoder_of(model.shapes)}
@@ -214,7 +214,7 @@ def scale_of(lora: Lora) -> float:
 def _with_factors_of(
     layer: Mapping[str, Any], own: Mapping[str, Any], scale: float, tokens: Tensor | None
 ) -> dict[str, Any]:
-    """A layer's weights, those that have factors in `own` with these."""
+    """A layer's weights, with their factors in `own`."""
     parts = dict(layer)
     for part, factors in own.items():
         weights = dict(parts[part])

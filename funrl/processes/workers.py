@@ -271,7 +271,7 @@ def _live(task: Callable[[], RankProgram], place: _Place, dump: Callable[[Any, A
     finally:
         with contextlib.suppress(Exception):  # a reader of the output that has gone, or an output that was closed
             flush_output()
-        os._exit(status)  # and never on into the parent's own cleanup, of which a forked rank has a copy
+        os._exit(status)  # and never on into the parent's own cleanup, which a forked rank has a copy of
 
 
 def _wait(pids: dict[int, int], watch: Watch) -> dict[int, int]:
@@ -299,7 +299,7 @@ def _wait(pids: dict[int, int], watch: Watch) -> dict[int, int]:
 
 
 def _end(pids: dict[int, int], sign: signal.Signals) -> None:
-    """Ask the remaining ranks to end, and kill those that have not after a few seconds.
+    """Ask the remaining ranks to end, and kill after a few seconds any that have not.
 
     One that the kernel cannot end, as it waits for a disk, is abandoned.
     """
@@ -339,7 +339,7 @@ def _explain(reports: Mapping[int, str], failed: Mapping[int, int]) -> str:
 
 
 def _interrupted(*_: Any) -> None:
-    """Let rank 0 close the files that it writes, undisturbed by further signals."""
+    """Ignore further signals while rank 0 closes its files."""
     signal.signal(END_AT_ONCE, signal.SIG_IGN)
     raise KeyboardInterrupt
 

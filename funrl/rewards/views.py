@@ -10,7 +10,7 @@ MARKS = "marks"
 ANSWER = "answer"
 TEXT_VIEWS = {
     TEXT: "all of it, without special tokens",
-    MARKS: "all of it, with special tokens such as <think>, but for those that end it",
+    MARKS: "all of it, with special tokens such as <think>, but without end tokens",
     ANSWER: "its answer, without special tokens: of a reply with channels or special tags of thoughts, only the answer",
 }
 

@@ -66,7 +66,7 @@ DIALECTS = {
 
 
 class Sessions:
-    """The sessions of a server by their keys, of which only digests are kept."""
+    """The sessions of a server by their keys; only digests of keys are kept."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, Session] = {}

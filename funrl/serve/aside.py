@@ -1,4 +1,4 @@
-"""Work on large requests in a thread, so that the event loop goes on: reading JSON, rendering, tokenising."""
+"""Work on large requests in a thread beside the event loop: reading JSON, rendering, tokenising."""
 
 from __future__ import annotations
 

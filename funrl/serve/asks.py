@@ -66,7 +66,7 @@ class Ask:
       count: replies to sample.
       seed: makes equal requests give equal replies; None: they differ.
       stop: texts that end a reply; they are no part of it.
-      stop_tokens: token ids that end a reply, of those that end one in any case.
+      stop_tokens: end tokens that the client has chosen among the tokenizer's.
       max_tokens: bound on the tokens of a reply; None: that of the server.
       sampling: fields of `Sampling` that the client chooses.
       logprobs: whether the client wants log-probabilities.

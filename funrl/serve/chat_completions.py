@@ -247,7 +247,7 @@ def event(value: dict[str, Any]) -> str:
 
 
 def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
-    """Numbers of tokens; a prompt counts once."""
+    """Token counts; a prompt counts once."""
     prompt = len(exchanges[0].prompt)
     written = sum(len(exchange.tokens) for exchange in exchanges)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}

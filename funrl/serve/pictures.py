@@ -6,7 +6,7 @@
 | OpenAI's responses | {"type": "input_image", "image_url": "data:image/png;base64,..."} |
 | Anthropic's messages | {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}} |
 
-Threads decode and resize them, so that the event loop goes on; how much one request may ask of them is bounded.
+Threads decode and resize them beside the event loop; how much one request may ask of them is bounded.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def turn_count(turns: RowTurns, batch: Batch) -> int:
 
 
 def groups_with(present_U: Tensor, group_U: Tensor) -> Groups:
-    """The groups of those that are present; each other one is alone."""
+    """Groups of the present units; each absent unit is alone."""
     groups = groups_of(group_U)
     alone_U = groups.count + torch.arange(len(group_U), device=group_U.device)
     return groups_of(torch.where(present_U, groups.index, alone_U))

@@ -85,7 +85,7 @@ class PictureReader:
         self._bytes = 0
 
     def begin(self, picture: Any, alone: bool) -> None:
-        """Let a thread read a picture, unless it has been read or is an object of Python."""
+        """Start a thread that reads a picture, unless it has been read or is an object of Python."""
         name = picture_key(picture)
         key = name, alone
         if name is not None and key not in self._begun and key not in self._kept:

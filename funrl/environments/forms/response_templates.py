@@ -45,7 +45,7 @@ class ReplyForm(NamedTuple):
     """Form of a family's replies.
 
     Attributes:
-      shown: texts, one of which is in the chat templates of the family.
+      shown: texts; a chat template of the family contains one of them.
       fields: of transformers' response template; "tool_calls" are texts.
       read: reads these.
       marks: special tokens that are part of the form.

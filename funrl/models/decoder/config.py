@@ -141,7 +141,7 @@ class MlpConfig:
       inner: size F.
       activation: of the gate of a dense one, as `gated` has them.
       bias: the products of a dense one have biases.
-      experts: layers with several mlps of which each token takes some; None: every layer has one.
+      experts: layers with several mlps; each token takes some. None: every layer has one.
       mlps: layers take these in turn, as `AttentionConfig.mixers`; None in its place, or none at all: one of the above.
     """
 
@@ -297,7 +297,7 @@ class Config(ModelConfig):
 
 
 def _in_turn(parts: tuple[Any, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
-    """The parts of some layers, of which layer i has number i modulo their count."""
+    """Parts of some layers: layer i takes part i modulo their count."""
     return tuple(parts[i % len(parts)] for i in chosen) if parts else ()
 
 

@@ -105,7 +105,7 @@ def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
 
 
 def _same_values(wanted: ReadAnswer, given: ReadAnswer) -> bool:
-    """Compare formulas, of which some are equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
+    """Compare formulas or equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
     if wanted.name != given.name and all(answer.name or "=" in answer.text for answer in (wanted, given)):
         equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
         return _same_formulas(equations[0], equations[1], Fraction(1))
