@@ -40,7 +40,8 @@ SMALLEST_HEAD = 16
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token, as is the end of a call
 END_OF_CALL = '"}}</tool_call>'
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
-SMALLEST, LARGEST = 11, 99  # factors
+SMALLEST = 11  # factor
+LARGEST = 99
 CALLS_SHARE = 0.2  # share of the conversations that call the tool
 TRAINING_PRODUCTS = 4096
 
