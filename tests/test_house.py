@@ -84,6 +84,21 @@ def checkout(folder, files):
             {"trainer/loop.py": "from torch import distributed"},
             "funrl/trainer/loop.py:1 imports torch.distributed, for mesh/ and processes/ only",
         ),
+        (
+            {
+                "trainer/loop.py": "from importlib import import_module\nimport_module('funrl.cli.run')",
+                "cli/run.py": "",
+            },
+            "funrl/trainer/loop.py:2 imports funrl.cli.run: cli comes after trainer",
+        ),
+        (
+            {"mesh/plan.py": "PLAN = 'funrl.models.a:plan'", "models/a.py": ""},
+            "funrl/mesh/plan.py:1 imports funrl.models.a: models comes after mesh",
+        ),
+        (
+            {"api/warm_start.py": ""},
+            "funrl.api.warm_start does not import funrl.experiments.sft, as UPWARDS says",
+        ),
         ({"stray.py": ""}, "funrl/stray: not in the order of tools/house.py"),
     ],
 )

@@ -40,8 +40,7 @@ SMALLEST_HEAD = 16
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token, as is the end of a call
 END_OF_CALL = '"}}</tool_call>'
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
-SMALLEST = 11  # factor
-LARGEST = 99
+FACTORS = (11, 99)  # the smallest and the largest
 CALLS_SHARE = 0.2  # share of the conversations that call the tool
 TRAINING_PRODUCTS = 4096
 
@@ -92,7 +91,7 @@ def calculator_environment() -> Environment:
 def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
     """Random pairs of factors [count, 2]; the two splits share no pair."""
     rng = np.random.default_rng((seed, 2))
-    pairs = rng.integers(SMALLEST, LARGEST + 1, size=(30 * count, 2))
+    pairs = rng.integers(FACTORS[0], FACTORS[1] + 1, size=(30 * count, 2))
     return pairs[is_held_out(pairs) == (split == "heldout")][:count]
 
 
