@@ -122,7 +122,7 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
 
 
 def note_of(family: str) -> str:
-    """What a family has beyond Llama: the first line of its file, such as "The config.json of OLMo 3: windows."."""
+    """Differences of a family from Llama: the first line of its file, such as "The config.json of OLMo 3: windows."."""
     module = importlib.import_module(f"funrl.models.huggingface.configs.{family}")
     return (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
