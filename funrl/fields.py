@@ -12,7 +12,6 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +167,7 @@ def _numbers(values: tuple, draw: torch.Generator, shape: tuple[int, ...]) -> Te
     return x.double() if x.is_floating_point() else x
 
 
-def _these(*values: Any) -> Callable[[torch.Generator, tuple[int, ...]], Tensor]:
+def _these(*values: object) -> Callable[[torch.Generator, tuple[int, ...]], Tensor]:
     return functools.partial(_numbers, values)
 
 

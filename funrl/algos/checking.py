@@ -143,7 +143,7 @@ def check_order(advantage: Advantage) -> None:
     on_example("the advantage chain", run, batch)
 
 
-def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
+def _check_across(what: str, run: Callable[[Batch], object], batch: Batch) -> None:
     """Check that a piece gives the same result on a rank with the tokens of some rows as on one with those of all rows.
 
     Args:
@@ -180,14 +180,14 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
     on_example(what, on_both, batch)
 
 
-def _same_rows(whole: Any, part: Any) -> bool:
+def _same_rows(whole: object, part: object) -> bool:
     """True if values per row are the same for all rows, and values per token for the rows that both have."""
     pairs = zip(trees.leaves(_first_rows(whole)), trees.leaves(part), strict=True)
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
 
 
-def _first_rows(whole: Any) -> Any:
+def _first_rows(whole: object) -> Any:
     """The part of a result that belongs to a rank with the tokens of the first rows only."""
     if isinstance(whole, Batch):
         return map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, slice(SOME)), whole)
@@ -216,7 +216,7 @@ def _makes(piece: Advantage, field: str) -> bool:
     return field in run_advantage(piece).makes
 
 
-def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: str) -> bool:
+def _goes_by(piece: Advantage, state: object, signal: Signal, batch: Batch, field: str) -> bool:
     """True if a piece's result, apart from the field itself, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:

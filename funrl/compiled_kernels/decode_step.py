@@ -98,7 +98,7 @@ def page_bytes(sizes: StepSizes, dtype: torch.dtype) -> int:
 
 
 def packed_decoder(
-    sizes: StepSizes | str, params: Any, dtype: torch.dtype, threads: int | None = None
+    sizes: StepSizes | str, params: object, dtype: torch.dtype, threads: int | None = None
 ) -> PackedDecoder:
     """Copy a decoder's weights into the kernel's layout.
 

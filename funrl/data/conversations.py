@@ -159,7 +159,7 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply(self, history: Conversation, message: Mapping[str, Any], prompt: str) -> str | None:
+    def _reply(self, history: Conversation, message: Mapping[str, object], prompt: str) -> str | None:
         """Text that the template writes of a message of the assistant, from the end of its prompt on.
 
         Returns: None if the template renders the history otherwise before the message than before a prompt.
@@ -362,7 +362,7 @@ def continued_texts(prompt: Conversation, completion: Conversation, template: Ch
     return [row.finished(), *texts] if continues else texts
 
 
-def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any, before: str = "") -> Text:
+def completed_text(prompt: list[int], name: str, completion: str, tokenizer: object, before: str = "") -> Text:
     """Tokens of a text prompt and its completion, which is trained and ends with the end-of-text token.
 
     Args:
@@ -447,7 +447,7 @@ class _Row:
         return match[0] if match and len(match[0]) > 1 else ""
 
 
-def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_thoughts(message: Mapping[str, object]) -> dict[str, Any]:
     content = message.get("content")
     rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
     return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}

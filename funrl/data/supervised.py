@@ -183,7 +183,7 @@ class TextFile(Sequence[TextExample]):
 
 
 def load_examples(
-    path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+    path: str | Path, kind: str, tokenizer: object, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
 ) -> TextFile:
     """Open a file of examples; blank lines are skipped. See `records` for what is held in memory.
 
@@ -233,7 +233,7 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
     return parts[0] if len(parts) == 1 else Mixture(parts, shares)
 
 
-def normal_record(record: Any, kind: str) -> dict[str, Any]:
+def normal_record(record: object, kind: str) -> dict[str, Any]:
     """Check a record after `text_columns`; messages that are not as usual come out in their normal form.
 
     Raises:
@@ -297,7 +297,7 @@ def _check_completion(completion: Any, name: str, kind: str) -> None:
 
 
 def text_example(
-    record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+    record: object, kind: str, tokenizer: object, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
 ) -> TextExample:
     """Tokenize a record.
 

@@ -66,7 +66,7 @@ def _appends(chat: TemplateChat, what: str, message: Message, remedy: str) -> st
     return ""
 
 
-def _begins_alike(chat: TemplateChat, tools: Sequence[Any]) -> str:
+def _begins_alike(chat: TemplateChat, tools: Sequence[object]) -> str:
     reply = {"role": "assistant", "content": REPLY}
     try:
         before = _text(chat, [USER], tools).rpartition("?")[0]
@@ -123,5 +123,5 @@ def _consequence(chat: TemplateChat) -> str:
     return "what was sampled stays all the same; --history=template forks there"
 
 
-def _text(chat: TemplateChat, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+def _text(chat: TemplateChat, messages: Sequence[Message], tools: Sequence[object]) -> str:
     return chat_text(chat.tokenizer, messages, tools, chat.arguments, add_generation_prompt=True)

@@ -270,7 +270,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
 def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[[str, Any], tuple]) -> trees.Tree:
     """A tree like a model's weights with two leaves, `factors(name, leaf)`, beside each that is adapted."""
 
-    def extended(part: Any) -> Any:
+    def extended(part: object) -> Any:
         if isinstance(part, tuple) and all(isinstance(x, dict) for x in part):
             return tuple(map(extended, part))
         if not isinstance(part, dict):
@@ -333,7 +333,7 @@ def _rebuild(model: Model, lora: Lora, config: ModelConfig) -> Model:
     return with_lora(model.rebuild(config), lora)
 
 
-def _trained(tree: Any, name: str = "") -> Any:
+def _trained(tree: object, name: str = "") -> Any:
     """The leaves of nested dicts and tuples that are trained; dicts without any are left out."""
     if isinstance(tree, dict):
         parts = {key: _trained(x, f"{name}/{key}" if name else key) for key, x in tree.items()}

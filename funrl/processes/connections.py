@@ -63,7 +63,7 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says nothing
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send any value that can be pickled. Raises: PeerError."""
         self.send_bytes(pickle.dumps(message))
 
@@ -85,7 +85,7 @@ class Connection:
                 f"a message cannot be read; is the other side another version of funrl? {problem}"
             ) from error
 
-    def ask(self, message: Any) -> Any:
+    def ask(self, message: object) -> Any:
         """Send a message and receive the answer. Raises: PeerError."""
         self.send(message)
         return self.receive()

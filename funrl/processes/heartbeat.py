@@ -167,7 +167,7 @@ class Heartbeat:
         self.put("<B", STATUS, ENDED)
         self.settled.set()
 
-    def put(self, form: str, offset: int, value: Any) -> None:
+    def put(self, form: str, offset: int, value: object) -> None:
         """Write one field of the record."""
         struct.pack_into(form, self.record, offset, value)
 

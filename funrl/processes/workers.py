@@ -26,7 +26,7 @@ import torch
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.output import flush_output, lasting_output
 from funrl.processes.parent import end_with_parent
-from funrl.processes.watch import Waiting, Watch
+from funrl.processes.watch import WaitLimits, Watch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
 REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
@@ -56,7 +56,7 @@ class RankProgram(NamedTuple):
     plain: tuple[type[Exception], ...]
 
 
-def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -> Any:
+def run_processes(task: RankProgram, count: int, fork: bool, waiting: WaitLimits) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:
@@ -150,7 +150,7 @@ def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterato
 
     interrupts = itertools.count()
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_: object) -> None:
         if next(interrupts) or not in_steps():
             raise KeyboardInterrupt
         ask_to_stop(signal.SIGINT)
@@ -158,7 +158,7 @@ def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterato
             # In a thread: the signal may have come in the middle of a line that is being printed.
             threading.Thread(target=stall_monitor.say, args=(STOPPING,)).start()
 
-    def terminate(*_: Any) -> None:
+    def terminate(*_: object) -> None:
         ask_to_stop()
 
     handlers: dict[int, Callable[..., None]] = {}
@@ -338,7 +338,7 @@ def _explain(reports: Mapping[int, str], failed: Mapping[int, int]) -> str:
     return aborted[0] if aborted else "rank 0 aborted and left no traceback"
 
 
-def _interrupted(*_: Any) -> None:
+def _interrupted(*_: object) -> None:
     """Ignore further signals while rank 0 closes its files."""
     signal.signal(END_AT_ONCE, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from funrl.kinds import OwnedLines
 from funrl.mesh.collectives import from_first
@@ -379,7 +379,7 @@ async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None
         return
 
 
-def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:
+def run_coroutine(program: Coroutine[object, object, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:
     """Run a coroutine: in a thread if this one has a running event loop, as in a notebook.
 
     Args:
@@ -394,7 +394,7 @@ def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventL
         return thread.submit(run).result()
 
 
-def _run(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
+def _run(program: Coroutine[object, object, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
     if loop is not None:
         return loop.run_until_complete(program)
     results: list[_T] = []

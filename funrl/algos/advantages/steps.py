@@ -142,7 +142,7 @@ def turn_length_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advanta
     if not 0 < buffer <= limit:
         raise ValueError(f"turn_length_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def punish(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def punish(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         turns = row_turns(batch, batch.mask)
         lengths_BT = turns.on_tokens(turns.sums(torch.ones_like(turns.mask, dtype=signal.x.dtype)))
         penalty_BT = factor * (lengths_BT - (limit - buffer)).clamp_min(0) / buffer

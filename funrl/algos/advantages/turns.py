@@ -131,7 +131,7 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
     """
     check_factors("turn_gae", gamma=gamma, gae_lambda=gae_lambda)
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
         turns = row_turns(batch, signal.mask)
         rewards_BK = turns.sums(signal.x)

@@ -157,7 +157,7 @@ def _arranged(tower: TowerConfig, params: trees.Tree, hidden_LND: Tensor, grids:
     return (states_LND[:, entries_M4] * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
 
 
-def _unadapted(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unadapted(params: Mapping[str, object]) -> Mapping[str, Any]:
     return params
 
 

@@ -288,7 +288,7 @@ def _parsed(text: str) -> Any:
     return latex2sympy(normal, is_real=is_real, convert_degrees=False, normalization_config=None)
 
 
-def _within_time(work: Callable[[], Any]) -> Any:
+def _within_time(work: Callable[[], object]) -> Any:
     """The result of work. Raises: TimeoutError, as does math-verify's timeout, which is no Exception."""
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
@@ -327,7 +327,7 @@ def _evaluated(formula: Any) -> Any:
     return number if number.is_Rational else sympy.N(number, _PRECISION)
 
 
-def _digits(formula: Any) -> float:
+def _digits(formula: object) -> float:
     """A bound on the digits of the numbers that a formula has or makes."""
     import sympy
 
