@@ -207,19 +207,18 @@ def watch(argv: Sequence[str]) -> int:
 
 
 def explain_recipe(argv: Sequence[str]) -> int:
-    """Run `funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]`; return the exit status."""
-    latex = Flag("latex", False, bool, optional=False, text="LaTeX instead of text")
+    """Run `funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]`; return the exit status."""
     usage = COMMANDS["explain"].usage
     recipes = [text for text in argv[1:] if not text.startswith("-")]
     if len(recipes) != 1:
         raise SettingsError(f"usage: {usage}")
     source = full_source(recipes[0])
     arguments = arguments_of(find_recipe(source), source).flags
-    _, line = read_words([latex, *arguments.values()], argv, usage)
+    _, line = read_words(list(arguments.values()), argv, usage)
     from funrl.algos.explanation import explain_algorithm
 
-    explanation = explain_algorithm(find_recipe(source)(**{name: line.values[name] for name in arguments}))
-    print(explanation.latex if line.values["latex"] else f"{recipes[0]}: {first_line(source)}\n\n{explanation}")
+    algorithm = find_recipe(source)(**{name: line.values[name] for name in arguments})
+    print(f"{recipes[0]}: {first_line(source)}\n\n{explain_algorithm(algorithm)}")
     return 0
 
 

@@ -44,8 +44,7 @@ COMMANDS = {
         "funrl bisect RUN_DIR OTHER_RUN_DIR | funrl bisect RUN_DIR --gap",
     ),
     "explain": SmallCommand(
-        "An algorithm's advantage and losses as formulas",
-        "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",
+        "An algorithm's pieces and formulas", "funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]"
     ),
     "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "show": SmallCommand(

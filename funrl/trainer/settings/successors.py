@@ -17,7 +17,9 @@ class RemovedFlag(NamedTuple):
     successor: str
 
 
-REMOVED_FLAGS: dict[str, RemovedFlag] = {}
+REMOVED_FLAGS: dict[str, RemovedFlag] = {
+    "latex": RemovedFlag("False", "funrl explain prints the composition, with the formulas of docstrings, as text"),
+}
 REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
 # By flag: values that it no longer takes.
 REMOVED_VALUES: dict[str, dict[str, str]] = {}
