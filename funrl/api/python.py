@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 
@@ -34,7 +34,6 @@ from funrl.api.arguments import (
     texts_given,
     with_keywords,
 )
-from funrl.api.keywords import SamplingKeywords, TrainKeywords
 from funrl.api.summaries import model_summary, run_summary
 from funrl.api.warm_start import warm_started
 from funrl.cost.placement.place_search import chosen_devices
@@ -77,6 +76,9 @@ from funrl.trainer.settings.settings import Settings, flag_values, settings_flag
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.waiting import waiting_of
 
+if TYPE_CHECKING:
+    from funrl.api.keywords import SamplingKeywords, TrainKeywords  # pyright: ignore[reportMissingModuleSource]
+
 RECORDS = "records"  # in a run's config.json: prompts or texts given in Python
 
 
@@ -93,7 +95,7 @@ class TrainedModel:
     def __repr__(self) -> str:
         return model_summary(self.directory)
 
-    @with_keywords(SamplingKeywords)
+    @with_keywords("SamplingKeywords")
     def generate(self, texts: Sequence[GivenPrompt], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
         """Complete texts on this device.
 
@@ -111,7 +113,7 @@ class TrainedModel:
         shutil.copytree(self.directory, directory, dirs_exist_ok=True)
 
 
-@with_keywords(SamplingKeywords)
+@with_keywords("SamplingKeywords")
 def generate(
     model: str | Path | TrainedModel,
     texts: Sequence[GivenPrompt],
@@ -232,7 +234,7 @@ class RunError(RuntimeError):
         self.run = run
 
 
-@with_keywords(TrainKeywords, settings_flags().values())
+@with_keywords("TrainKeywords", settings_flags().values())
 def train(
     recipe: str | Algorithm,
     *,

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from funrl.api.arguments import (
     GivenEnvironment,
@@ -28,7 +28,6 @@ from funrl.api.arguments import (
     mesh_text,
     with_keywords,
 )
-from funrl.api.keywords import EvaluateKeywords
 from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
@@ -61,6 +60,9 @@ from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, score
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
+
+if TYPE_CHECKING:
+    from funrl.api.keywords import EvaluateKeywords  # pyright: ignore[reportMissingModuleSource]
 
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
@@ -107,7 +109,7 @@ class InferenceTask(NamedTuple):
     seed: int
 
 
-@with_keywords(EvaluateKeywords, inference_flags("evaluate"))
+@with_keywords("EvaluateKeywords", inference_flags("evaluate"))
 def evaluate(
     model: str | Path,
     *,
