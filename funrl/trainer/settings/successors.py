@@ -22,7 +22,9 @@ REMOVED_FLAGS: dict[str, RemovedFlag] = {
 }
 REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
 # By flag: values that it no longer takes.
-REMOVED_VALUES: dict[str, dict[str, str]] = {}
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "report_to": dict.fromkeys(("trackio", "swanlab"), "use wandb or mlflow, or read metrics.jsonl of the run"),
+}
 
 
 def successor_of_value(flag: str, text: str) -> str:
