@@ -14,7 +14,6 @@ funrl join RUN_DIR
 funrl replay RUN_DIR --rows
 funrl bisect RUN_DIR OTHER_RUN_DIR
 funrl bisect RUN_DIR --gap
-funrl watch RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
@@ -109,7 +108,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in MODULES:
         module, _, function = MODULES[name].partition(":")
         return getattr(importlib.import_module(module), function)
-    own = {"export": export, "report": pages, "compare": pages, "watch": watch, "explain": explain_recipe}
+    own = {"export": export, "report": pages, "compare": pages, "explain": explain_recipe}
     return own.get(name, inference)
 
 
@@ -191,18 +190,6 @@ def pages(argv: Sequence[str]) -> int:
     else:
         for run in runs:
             print(f"open {write_report(run)}")
-    return 0
-
-
-def watch(argv: Sequence[str]) -> int:
-    """Run `funrl watch RUN` until the run ends or ctrl-C is pressed; return the exit status."""
-    (run,), _ = read_words([], argv, COMMANDS["watch"].usage)
-    from funrl.track.watch import watch_run
-
-    try:
-        watch_run(run)
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 

@@ -29,7 +29,6 @@ COMMANDS = {
     ),
     "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
     "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
-    "watch": SmallCommand("Live view of a run in the terminal", "funrl watch RUN"),
     "import": SmallCommand(
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",

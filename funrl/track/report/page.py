@@ -78,23 +78,18 @@ def write_report(run_dir: str | Path, running: bool | None = None) -> Path:
 
     Args:
       run_dir: of the run.
-      running: whether the run goes on; None: the lock of its directory says so.
+      running: whether the run is in progress; None: the lock of its directory says so.
 
     Raises:
-      ReportError: the directory or one of its files is missing, empty or broken.
+      ReportError: the directory or one of its files is missing, empty or broken, or the page cannot be written.
     """
     directory = RunDirectory(Path(run_dir))
     run = read_run(directory)
-    return write_page(run if running is None else run._replace(running=running), directory.report)
-
-
-def write_page(run: RunFiles, path: Path) -> Path:
-    """Write the page of a run that has been read and return its path. Raises: ReportError."""
     try:
-        write_text(path, render(run))
+        write_text(directory.report, render(run if running is None else run._replace(running=running)))
     except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
+        raise ReportError(f"{directory.report}: cannot be written: {error.strerror}") from None
+    return directory.report
 
 
 def render(run: RunFiles) -> str:

@@ -20,7 +20,9 @@ class RemovedFlag(NamedTuple):
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "latex": RemovedFlag("False", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
-REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
+REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
+    "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
+}
 # By flag: values that it no longer takes.
 REMOVED_VALUES: dict[str, dict[str, str]] = {
     "report_to": dict.fromkeys(("trackio", "swanlab"), "use wandb or mlflow, or read metrics.jsonl of the run"),
