@@ -76,7 +76,7 @@ class Batch:
             raise MissingField(name, self._schema[name])
         raise AttributeError(self._schema.unknown(name))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a batch is immutable: batch._replace({name}=...) gives a new one")
 
     def __delattr__(self, name: str) -> None:
@@ -159,7 +159,7 @@ def map_kinds(fn: Callable[[FieldKind, Value], Value], batch: Batch) -> Batch:
     return map_fields(lambda name, x: fn(batch._schema[name].kind, x), batch)
 
 
-def select(batch: Batch, rows: Any) -> Batch:
+def select(batch: Batch, rows: object) -> Batch:
     """The given rows (a slice or an index tensor) of every field."""
     return map_kinds(lambda kind, x: kind.select(x, rows), batch)
 
@@ -310,7 +310,7 @@ def _flatten(batch: Batch) -> tuple[tuple, tuple[tuple[str, ...], Schema, Across
     return tuple(batch._held[name] for name in names), (names, batch._schema, batch._across), names
 
 
-def _unflatten(structure: tuple[tuple[str, ...], Schema, Across], leaves: Iterable[Any]) -> Batch:
+def _unflatten(structure: tuple[tuple[str, ...], Schema, Across], leaves: Iterable[object]) -> Batch:
     names, schema, across = structure
     batch = Batch(schema, **dict(zip(names, leaves, strict=True)))
     object.__setattr__(batch, "_across", across)

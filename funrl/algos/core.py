@@ -138,7 +138,7 @@ class Algorithm:
         rejected text, from the dataset or, if there is a filter, sampled. A "triple" is a pair and a text to imitate,
         from the dataset. A "demonstrated" pair is a demonstration of the prompt and a sample of the policy. A
         "labelled" row is a text with a label, a "steps" row one with a label per step, both from the dataset.
-      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
+      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; fields that the pieces
         of its chain declare are added.
       roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
         in `fields`, with the role as their writer.
@@ -232,7 +232,7 @@ def _with_declarations(piece: Advantage, fields: Schema) -> Advantage:
     return piece._replace(fields=fields, pieces=tuple(_with_declarations(inner, fields) for inner in piece.pieces))
 
 
-def _check_piece(piece: Any, where: str) -> None:
+def _check_piece(piece: object, where: str) -> None:
     if not isinstance(piece, Advantage):
         hint = f": call it, {name_of(piece)}()" if callable(piece) else ""
         raise PieceError(f"{where} is {described(piece)} and not a piece of an advantage chain{hint}")
@@ -268,7 +268,7 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
       per: "row" for a piece on outcomes [B], "token" for one on token rewards [B, T]; None: either.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         if per is not None:
             check_rank(signal, per)
         x = fn(signal.x, batch._replace(mask=signal.mask))
@@ -305,7 +305,7 @@ def chain(*pieces: Advantage) -> Advantage:
     return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, whole_groups=together, fields=fields)
 
 
-def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+def run_piece(piece: Advantage, signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
     """Run a piece and check the types of its result, a signal and a state.
 
     Raises:

@@ -45,7 +45,7 @@ class PieceRun(NamedTuple):
     signal: Signal
 
 
-def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
+def reads(*pieces: object, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
     """The fields that pieces read: losses, advantages, terms, filters, or algorithms, minus what their chains make.
 
     Pieces run on an example batch that records reads, so that lambdas and users' own functions are covered too.
@@ -63,7 +63,7 @@ def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
     return all_reads
 
 
-def _reads_of(piece: Any, fields: Schema) -> Reads:
+def _reads_of(piece: object, fields: Schema) -> Reads:
     """The fields that one piece reads."""
     if piece is None:
         return Reads()
@@ -79,12 +79,12 @@ def _reads_of(piece: Any, fields: Schema) -> Reads:
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads_of_function(piece: Any, fields: Schema) -> Reads:
+def _reads_of_function(piece: object, fields: Schema) -> Reads:
     batch = example(schema=FIELDS.extended(fields))
     return on_example(name_of(piece), lambda batch: run_function(piece, batch), batch)[1].reads
 
 
-def run_function(piece: Any, batch: Batch) -> Any:
+def run_function(piece: object, batch: Batch) -> Any:
     """Run a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
     shape = as_dict(batch)["mask"].shape
     x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
@@ -143,7 +143,7 @@ def _leaves(signal: Signal) -> list[Tensor]:
     return [x for x in trees.leaves(fields) if isinstance(x, Tensor)]
 
 
-def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
+def on_example(what: str, run: Callable[[Batch], object], batch: Batch | None = None) -> tuple[Any, Seen]:
     """Result of `run` on the recording example, and its reads; with as many reward functions as it expects.
 
     Raises:
@@ -165,7 +165,7 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
     raise PieceError(f"{what} expects different numbers of reward functions")
 
 
-def _recorded(what: str, run: Callable[[Batch], Any], batch: Batch) -> tuple[Any, Seen]:
+def _recorded(what: str, run: Callable[[Batch], object], batch: Batch) -> tuple[Any, Seen]:
     """Result of `run` on the batch, and its reads. Where the batch has changed, a second run finds the piece."""
     watched, seen = recording(batch, by_piece=False)
     inputs = WatchedInputs(batch)

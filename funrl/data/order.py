@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -60,7 +60,7 @@ class Taken(NamedTuple):
     end: int
 
 
-def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) -> np.ndarray:
+def places_in_order(items: Sequence[object], count: int, seed: int, position: int) -> np.ndarray:
     """Indices of the items at the next positions of the order, [count].
 
     Args:
@@ -80,7 +80,9 @@ def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) 
     return places_C
 
 
-def take_next(items: Sequence[Any], count: int, seed: int, position: int, weights: np.ndarray | None = None) -> Taken:
+def take_next(
+    items: Sequence[object], count: int, seed: int, position: int, weights: np.ndarray | None = None
+) -> Taken:
     """Take the next items of the order, by rejection sampling if there are weights.
 
     The item at a position is taken with the probability weight / largest weight, by a random number that the seed and
@@ -111,7 +113,7 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
     return Taken(np.array(positions), np.array(places), positions[-1] + 1)
 
 
-def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -> int:
+def order_digest(items: Sequence[object], seed: int, lengths: Sequence[int] = ()) -> int:
     """Digest of an order below 2^63: of the seed, the parts, their shares, and the lengths of items."""
     parts, shares = (items.parts, items.shares) if isinstance(items, Mixture) else ([items], None)
     facts = repr((seed, [len(part) for part in parts], shares and list(shares))).encode()

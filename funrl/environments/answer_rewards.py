@@ -31,7 +31,7 @@ def answer_reward(reward: str | Reward) -> AnswerReward:
     (function,) = functions
 
     def of_answer(
-        prompt: str, answer: str, fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None
+        prompt: str, answer: str, fields: Mapping[str, object], messages: Sequence[Mapping[str, object]] | None = None
     ) -> float:
         row = Completed(prompt, answer, fields, messages=messages)
         if function.awaited:

@@ -110,7 +110,7 @@ def ranks_per_node() -> int:
 
 
 def local_ranks(world: int) -> int:
-    """Ranks on this machine, of `world` in the run: those that torchrun has started, or all."""
+    """Ranks on this machine, of `world` in the run: the ranks that torchrun has started, or all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
@@ -120,7 +120,7 @@ def cores() -> int:
 
 
 def launch(
-    program: Callable[..., Any],
+    program: Callable[..., object],
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
@@ -168,13 +168,13 @@ def launch(
     return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork(), waiting=waiting)
 
 
-def _run(program: _Program, rank: int, client: Any, folder: str) -> Any:
+def _run(program: _Program, rank: int, client: object, folder: str) -> Any:
     """Run the program on one of the ranks that are started here."""
     own = _Rank(rank, local=rank, here=Mesh(program.sizes).world)
     return _in_group(program, own, client, Launched(f"{folder}-saved", program.plain))
 
 
-def _in_group(program: _Program, own: _Rank, client: Any, launched: Launched | None = None) -> Any:
+def _in_group(program: _Program, own: _Rank, client: object, launched: Launched | None = None) -> Any:
     """Run the program on one of several ranks, which have a client of their store."""
     timeout = program.waiting.timeout
     group = functools.partial(_process_group, program.sizes, own, program.device, client, timeout)
@@ -183,7 +183,7 @@ def _in_group(program: _Program, own: _Rank, client: Any, launched: Launched | N
 
 
 def _on_rank(
-    program: Callable[..., Any],
+    program: Callable[..., object],
     before: Before | None,
     rank: int,
     mesh_of: Callable[[], contextlib.AbstractContextManager[Mesh]],

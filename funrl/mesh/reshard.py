@@ -86,7 +86,7 @@ def reshard(
     mesh: Mesh,
     bucket_bytes: int = BUCKET_BYTES,
     donate: bool = False,
-    group: Any = None,
+    group: object = None,
 ) -> trees.Tree:
     """Reshard a tree of local tensors to the plan's target layouts. Collective over the ranks of the plan.
 

@@ -113,7 +113,7 @@ def gathered(
     return _view(tree, GatherSchedule(groups, again if isinstance(again, int) else None))
 
 
-def regathering(layers: Any) -> contextlib.AbstractContextManager:
+def regathering(layers: object) -> contextlib.AbstractContextManager:
     """Inside, autograd saves a note instead of the weights of `layers`, if they are gathered at all."""
     if isinstance(layers, Layers) and torch.is_grad_enabled():
         return torch.autograd.graph.saved_tensors_hooks(layers.note, layers.remember)
@@ -154,7 +154,9 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
     return min(layers_together(buffers, itemsize) for buffers in plans)
 
 
-def _group(groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: Any, stored: Any, compute: Any) -> int:
+def _group(
+    groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: object, stored: object, compute: object
+) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
     buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)

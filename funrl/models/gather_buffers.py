@@ -275,7 +275,7 @@ def pack_gradients(
     A gradient that fills it is the buffer itself. What pads the shards is undefined.
 
     Args:
-      gradients: by the number of the leaf in the group; those that are missing are 0.
+      gradients: by the number of the leaf in the group; missing ones are 0.
       number: of the bucket.
       dtype, device: of the buffers.
     """

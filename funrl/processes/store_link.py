@@ -24,7 +24,7 @@ STORE = "the process that keeps the run's store"
 
 
 class FailureNotice(NamedTuple):
-    """Notice of a failure: of which rank (NOBODY: the store is gone), what has happened, and when this rank heard."""
+    """Notice of a failure: the rank (NOBODY: the store is gone), the cause, and when this rank heard of it."""
 
     rank: int
     text: str

@@ -129,7 +129,7 @@ class Watch:
         return "".join(f"\n{text}" for text in dict.fromkeys(map(json.loads, self._lines(store.NOTICES))))
 
     def close(self) -> None:
-        """Let go of the store, which ends if it is in this process."""
+        """Release the store, which ends if it is in this process."""
         self.client = None
 
     def _lines(self, key: str) -> list[str]:

@@ -172,7 +172,7 @@ def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...],
     )
 
 
-def _yields(function: Any) -> bool:
+def _yields(function: object) -> bool:
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
@@ -227,7 +227,7 @@ async def awaited_outcomes(
     return list(await asyncio.gather(*map(row_outcome, rows)))
 
 
-def named_fields(reward: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+def named_fields(reward: RewardFunction, fields: Mapping[str, object]) -> dict[str, Any]:
     """The fields that a function takes by name."""
     return {name: x for name, x in fields.items() if reward.keywords or name in reward.takes}
 
@@ -262,7 +262,7 @@ def score_all(
     reward: Reward,
     prompts: Sequence[str],
     completions: Sequence[str],
-    fields: Sequence[Mapping[str, Any]],
+    fields: Sequence[Mapping[str, object]],
     one_of_several: bool = False,
 ) -> list[float]:
     """Reward every completion.
@@ -293,7 +293,7 @@ def row_text(row: Completed) -> str:
     return f"\n  prompt: {row.prompt!r}\n  completion: {row.completion!r}\n  fields: {dict(row.fields)!r}"
 
 
-def failure_of(reward: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
+def failure_of(reward: RewardFunction, row: Completed, what: str, rest: str = "", value: object = None) -> Failure:
     """Describe a failure on a row: the function, what it did, the row, and `rest`."""
     name = "" if reward.alone else f" {reward.name}"
     return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value=value)
@@ -311,7 +311,7 @@ def too_slow(timeout_s: float) -> str:
     return f"took longer than {timeout_s:g} s"
 
 
-def _row_outcome(reward: RewardFunction, row: Completed, call: Callable[[], Any]) -> RewardOutcome:
+def _row_outcome(reward: RewardFunction, row: Completed, call: Callable[[], object]) -> RewardOutcome:
     try:
         with torch_state_kept():
             value = call()
@@ -339,7 +339,7 @@ def _batch_outcomes(reward: RewardFunction, rows: Sequence[Completed], call: Cal
     return [_checked(reward, row, value) for row, value in zip(rows, values, strict=True)]
 
 
-def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
+def _checked(reward: RewardFunction, row: Completed, value: object) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
     entries: dict[str, float] = {}
     if isinstance(value, Mapping) and "score" in value:
@@ -355,7 +355,7 @@ def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcom
     return Score(number, entries) if entries else number
 
 
-async def _awaited(call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Callable[[], Any]:
+async def _awaited(call: Callable[[], Awaitable[object]], timeout_s: float | None) -> Callable[[], Any]:
     """Await a call; returns a function that returns its value or raises its error."""
     limit = asyncio.timeout(timeout_s)
     try:

@@ -197,7 +197,7 @@ def readable_paths() -> list[str]:
 
 
 def _bubblewrap(folder: str) -> list[str]:
-    """Command prefix that hides all files except those that a program may read, and its folder."""
+    """Command prefix that hides all files except a program's readable files and its folder."""
     binds = [word for path in readable_paths() for word in _bind(path)]
     devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
     return [
@@ -259,7 +259,7 @@ def _watch(
             open_pipes.register(pipe, selectors.EVENT_READ, into)
         last_check = time.monotonic()
         while not problem and (open_pipes.get_map() or process.poll() is None):
-            if not open_pipes.get_map():  # it has closed them and goes on
+            if not open_pipes.get_map():  # it has closed them and still runs
                 time.sleep(_POLL_EVERY_S)
             for key, _ in open_pipes.select(min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0))):
                 if not (data := os.read(key.fd, 1 << 16)):

@@ -209,7 +209,7 @@ def sync_digests(source: Deployed, engine: Engine, version: int) -> Digests:
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Let a GPU do the work of the context beside the work that follows it; elsewhere it is done at once."""
+    """Run the context's work on a side stream of a GPU; on other devices it runs at once."""
     if device.type != "cuda":
         yield
         return
@@ -220,7 +220,7 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def wait_for_digests(device: torch.device) -> None:
-    """Let the work that follows on a GPU wait for that of `beside`; the host does not."""
+    """Make later work on a GPU wait for that of `beside`, without blocking the host."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_digest_stream(device))
 

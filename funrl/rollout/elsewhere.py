@@ -1,4 +1,4 @@
-"""The contract of an engine on other ranks than those that give it weights."""
+"""The contract of an engine whose ranks differ from the ranks that send its weights."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ DIALECTS = {
 
 
 class Sessions:
-    """The sessions of a server by their keys, of which only digests are kept."""
+    """The sessions of a server by their keys; only digests of keys are kept."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, Session] = {}
@@ -96,7 +96,7 @@ class Sessions:
 class _Answer(JSONResponse):
     """JSON in ASCII, which has also a text that is no Unicode, such as half of a surrogate pair."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 

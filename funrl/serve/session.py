@@ -1,6 +1,6 @@
 """The conversation behind one key: every exchange is a turn of the policy, with the tokens that it sampled.
 
-A client sends whole histories. The longest begin of a history that ends with a reply of this session continues that
+A client sends whole histories. The longest prefix of a history that ends with a reply of this session continues that
 reply's trajectory, token for token; only what follows it is rendered. A history whose replies were changed begins a
 trajectory of its own, and is counted as a fork.
 """

@@ -72,12 +72,12 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """Numbers of a token in a layer's cache."""
+        """Cached elements per token and layer."""
         return self.kv_rank + self.rope
 
     @property
     def width(self) -> int:
-        """Size of a head in training: of queries, keys and values, the smaller of which are padded."""
+        """Size of a head in training: of queries, keys and values; the smaller ones are padded."""
         return max(self.nope + self.rope, self.value)
 
 

@@ -327,7 +327,7 @@ class JoinedEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.paused = False
 
     def cost(self) -> EngineCost:
