@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import html
 import json
 import os
 import sys
@@ -29,7 +28,6 @@ from funrl.api.arguments import (
     with_keywords,
 )
 from funrl.api.python import RECORDS
-from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.flags.foreign.meaning import NameContext
 from funrl.mesh.launch import Waiting, launch
@@ -91,14 +89,7 @@ class Evaluation:
         return list(read_lines(RunDirectory(Path(self.directory)).eval_samples))
 
     def __repr__(self) -> str:
-        return evaluation_summary(self.metrics, self.prompts, self.samples, self.directory)
-
-    def __str__(self) -> str:
         return evaluation_text(self)
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class InferenceTask(NamedTuple):
