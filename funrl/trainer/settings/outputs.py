@@ -16,7 +16,7 @@ from funrl.trainer.settings.declaration import (
     some_of,
 )
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+TRACKERS = ("wandb", "mlflow")
 
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 

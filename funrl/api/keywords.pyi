@@ -12,7 +12,6 @@ WholeValue = int | np.integer
 NumberValue = float | np.integer | np.floating
 TextValue = str | Path | float
 
-
 class SharedKeywords(TypedDict, total=False):
     """Flags of a run and of `funrl evaluate`."""
 
@@ -65,7 +64,6 @@ class SharedKeywords(TypedDict, total=False):
     state_snapshot_tokens: WholeValue
     queue: TextValue
     max_new_tokens: WholeValue | None
-
 
 class TrainKeywords(SharedKeywords, total=False):
     """Flags of a run alone, then the arguments of recipes."""
@@ -239,7 +237,6 @@ class TrainKeywords(SharedKeywords, total=False):
     value_clip: NumberValue | None
     weight_bound: NumberValue | None
 
-
 class EvaluateKeywords(SharedKeywords, total=False):
     """Flags of `funrl evaluate` alone."""
 
@@ -250,7 +247,6 @@ class EvaluateKeywords(SharedKeywords, total=False):
     top_p: NumberValue | None
     min_p: NumberValue | None
     repetition_penalty: NumberValue | None
-
 
 class SamplingKeywords(TypedDict, total=False):
     """Fields of `Sampling`."""
