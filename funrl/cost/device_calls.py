@@ -25,11 +25,12 @@ from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.device.captured import CapturedFunctions, Compute
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts, build, first_state
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import mapped
 
 DECODE = "generate: a decoding iteration"
@@ -63,7 +64,11 @@ def _calls(job: Job, mesh: Mesh, tokens: int) -> dict[str, DeviceCalls]:
     if nbytes := sum(owned_bytes(job, tokens)):
         rows = math.ceil(rows_of_step(job) / mesh.size(mesh.row_axes))
         calls[PICTURES] = DeviceCalls(to_device=rows * nbytes)
-    if isinstance(job, RLJob) and parts.generator is not None and isinstance(parts.generator.whole, NativeEngine):
+    if (
+        isinstance(job, RLJob)
+        and isinstance(parts, GeneratingParts)
+        and isinstance(parts.generator.whole, NativeEngine)
+    ):
         added = None if parts.generator.base is None else job.lora
         calls |= decoding_calls(job, parts.generator.whole, added) | encoding_calls(job, parts.generator.whole, tokens)
     return calls
@@ -117,14 +122,14 @@ def step_calls(
         elif role.base is None:
             frozen[name] = empty_weights(role.stored, job.dtype)
     source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
-    trainer = loop.Trainer(job, parts._replace(agents={}), source, frozen, TracedClock(counter))
+    trainer = phases.Trainer(job, dataclasses.replace(parts, agents={}), source, frozen, TracedClock(counter))
     first = max(role.first_step for role in parts.roles.values()) - 1
     state = first_state(job, parts, own, ())._replace(step=first)
     with counter:
-        drawn, state, _ = loop.draw_batch(trainer, state)
+        drawn, state, _ = phases.draw_batch(trainer, state)
         drawn, state = score_or_fill(trainer, state, drawn, written, functools.partial(torch.empty, device=DEVICE))
         if learns:
-            loop.learn_batch(trainer, state, drawn)
+            phases.learn_batch(trainer, state, drawn)
     return StepCalls(counter.phases, written_fields(parts, drawn))
 
 

@@ -23,7 +23,7 @@ from funrl.processes import device_memory
 from funrl.rollout.native import static_decode
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps import micro
@@ -105,12 +105,12 @@ def real_step(job, local, monkeypatch):
     frozen = {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
     source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
     clock = CountedClock(copied)
-    trainer = loop.Trainer(job, parts, source, frozen, clock)
+    trainer = phases.Trainer(job, parts, source, frozen, clock)
     state = first_state(job, parts, weights, ())
     with clock.seen:
-        drawn, state, _ = loop.draw_batch(trainer, state)
-        drawn, state, _ = loop.score_batch(trainer, state, drawn)
-        loop.learn_batch(trainer, state, drawn)
+        drawn, state, _ = phases.draw_batch(trainer, state)
+        drawn, state, _ = phases.score_batch(trainer, state, drawn)
+        phases.learn_batch(trainer, state, drawn)
     return clock
 
 
