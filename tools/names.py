@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "migration.md"
 sys.path.insert(0, str(ROOT))
 
-from funrl.flags.foreign.meaning import Library, Row  # noqa: E402
+from funrl.flags.foreign.meaning import Library, NameCase  # noqa: E402
 from funrl.flags.foreign.trl import TRL  # noqa: E402
 from funrl.flags.foreign.verl import VERL  # noqa: E402
 
 
 def table(library: Library) -> str:
     """A line for each case of a name that becomes other flags; names with the same case share one."""
-    names: dict[Row, list[str]] = {}
+    names: dict[NameCase, list[str]] = {}
     for name, rows in library.rows.items():
         for row in rows:
             if "=" in row.flags and not row.flags.startswith(("differs", f"{name}={{}}", "only ")):
@@ -32,7 +32,7 @@ def table(library: Library) -> str:
     return "\n".join(lines)
 
 
-def cells(row: Row, library: Library) -> tuple[str, str, str]:
+def cells(row: NameCase, library: Library) -> tuple[str, str, str]:
     """Conditions, flags and reason of a row; `X` is the value, and computed values are dots."""
     conditions = " ".join(f"`{condition}`" for condition in row.conditions)
     flags = " ".join(f"`--{shown(flag, library)}`" for flag in row.flags.split())

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +31,7 @@ from funrl.flags.foreign.meaning import (
     is_same,
     is_unresolved,
 )
-from funrl.flags.foreign.trl import COMMON, IDLE, TRAINERS, TRL, guess_trainer, recipe_of_trainer
+from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL, guess_trainer, recipe_of_trainer
 from funrl.flags.foreign.verl import DEFAULTS, VERL, decides_nothing, is_of_verl, recipe_of
 from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
@@ -116,10 +115,13 @@ def _refusal(path: str, config: Imported) -> str:
 
 def _write(config: Imported, to: str | None) -> None:
     """Print the file, or write it and print its table."""
-    table = [f"read as {config.source}", "", *difference_table(config.rows)]
+    table = [
+        f"read as {config.source}",
+        *(f"  {row.theirs} -> {row.ours}; {row.difference}".rstrip("; ") for row in config.rows),
+    ]
     if config.lost:
-        table += ["", "differs from their run:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
-    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(config.flags)]) + "\n"
+        table += ["differs from their run:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
+    text = "\n".join([*(f"# {line}" for line in table), *written(config.flags), ""])
     if to is None:
         print(text, end="")
         return
@@ -128,7 +130,7 @@ def _write(config: Imported, to: str | None) -> None:
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
     more = f" with --{', --'.join(config.needed)}" if config.needed else ""
-    print(f"\nfunrl --config={to}{more} runs it; the file contains this table too")
+    print(f"funrl --config={to}{more} runs it; the file contains this table too")
 
 
 def imported(path: str, recipe: str | None = None, devices: int = 1, records: int | None = None) -> Imported:
@@ -207,7 +209,7 @@ def _meaning(library: Library, name: str, text: str, context: NameContext) -> Me
         meaning = library.meaning(name, text, context)
         unresolved = not meaning.differs and any(map(is_unresolved, meaning.flags.values()))
         return Meaning({}, "the file does not define this value; write it out", differs=True) if unresolved else meaning
-    if name in IDLE or decides_nothing(name):
+    if decides_nothing(name):
         return Meaning({}, "has no effect on results")
     return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", differs=True)
 
@@ -220,23 +222,6 @@ def _merged(rows: Sequence[Renamed]) -> list[Renamed]:
     merged = [Renamed(", ".join(theirs), *same) for same, theirs in together.items()]
     merged = [row for row in merged if row.ours != "-" or row.difference]
     return sorted(merged, key=lambda row: (not row.lost, not row.difference, row.ours == "-"))
-
-
-def difference_table(rows: Sequence[Renamed]) -> list[str]:
-    """The rows as aligned lines, wrapped."""
-    widths = (58, 34, 60)
-    head = [*_line(Renamed("theirs", "here", "difference"), widths), "-" * (sum(widths) + 4)]
-    return head + [line for row in rows for line in _line(row, widths)]
-
-
-def _line(row: Renamed, widths: Sequence[int]) -> list[str]:
-    cells = [textwrap.wrap(text, width) or [""] for text, width in zip(row[:3], widths, strict=True)]
-    height = max(len(cell) for cell in cells)
-    cells = [cell + [""] * (height - len(cell)) for cell in cells]
-    return [
-        "  ".join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
-        for parts in zip(*cells, strict=True)
-    ]
 
 
 def written(values: Mapping[str, str]) -> Iterator[str]:

@@ -144,7 +144,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
     [
         ("grpo", "--num_train_epochs=3", "--num_train_epochs=3 is TRL's name: the length of a run is --steps here"),
         ("grpo", "--logging_steps=10", "written after every step; leave it out"),
-        ("grpo", "--loss_type=dr_grpo", "its dapo and bnpo `funrl grpo --noper_sequence`.*this is grpo"),
+        ("grpo", "--loss_type=dr_grpo", "dapo and bnpo are `funrl grpo --noper_sequence`.*this is grpo"),
         ("grpo", "--max_length=9", "the limits are --max_prompt_tokens and --max_new_tokens"),
         ("sft", "--max_prompt_length=9", "together is --max_text_tokens"),
         ("grpo", "--per_device_train_batch_size=3", r"--batch_prompts \(3 completions / 8\) would be 0.375"),

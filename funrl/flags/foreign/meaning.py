@@ -21,11 +21,12 @@ value of another name. A flag without a text is left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
+from funrl.trainer.settings.outputs import TRACKERS
 
 TRUTHS = {"true": True, "1": True, "": True, "false": False, "0": False}
 
@@ -76,7 +77,7 @@ class NameContext(NamedTuple):
             raise DifferentError(str(error)) from error
 
 
-class Row(NamedTuple):
+class NameCase(NamedTuple):
     """A row of a table: a case of a name."""
 
     conditions: tuple[str, ...]
@@ -95,7 +96,7 @@ class Library(NamedTuple):
     """
 
     title: str
-    rows: Mapping[str, list[Row]]
+    rows: Mapping[str, list[NameCase]]
     defaults: Mapping[str, str]
     values: Mapping[str, Callable[[NameQuery], object]]
 
@@ -103,7 +104,7 @@ class Library(NamedTuple):
         """The meaning of a value; a value that cannot be read differs."""
         query = NameQuery(self, text, context)
         try:
-            row = next((row for row in self.rows[name] if all(map(query.holds, row.conditions))), Row((), "-", ""))
+            row = next((row for row in self.rows[name] if all(map(query.holds, row.conditions))), NameCase((), "-", ""))
             return query.meaning(row)
         except DifferentError as error:
             return Meaning({}, str(error), differs=True)
@@ -164,7 +165,7 @@ class NameQuery(NamedTuple):
         """A text with its values filled in. Raises: DifferentError."""
         return re.sub(r"\{([\w.]*)\}", lambda match: self.value(match[1]), text)
 
-    def meaning(self, row: Row) -> Meaning:
+    def meaning(self, row: NameCase) -> Meaning:
         """The meaning of a row. Raises: DifferentError."""
         reason = self.filled(row.reason)
         if row.flags.startswith("only "):
@@ -180,9 +181,9 @@ class NameQuery(NamedTuple):
         return Meaning(flags, reason, words[0] == "differs")
 
 
-def read_table(text: str) -> dict[str, list[Row]]:
+def read_names(text: str) -> dict[str, list[NameCase]]:
     """The rows of each name of a table."""
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[NameCase]] = {}
     names: list[str] = []
     section = ""
     for line in text.strip().splitlines():
@@ -192,7 +193,7 @@ def read_table(text: str) -> dict[str, list[Row]]:
             continue
         names = [section + name for name in cells[0].split()] or names
         for name in names:
-            rows.setdefault(name, []).append(Row(tuple(cells[1].split()), cells[2], cells[3]))
+            rows.setdefault(name, []).append(NameCase(tuple(cells[1].split()), cells[2], cells[3]))
     return rows
 
 
@@ -240,9 +241,17 @@ def number_text(number: Fraction) -> str:
     return f"{float(number):.15g}"
 
 
-def chosen_trackers(query: NameQuery) -> str:
+def _trackers(query: NameQuery) -> str:
     """The trackers of a list that this library has too."""
-    from funrl.trainer.settings.outputs import TRACKERS
-
     names = items(query.text.replace("azure_ml", "mlflow"))
     return ",".join(name for name in names if name in TRACKERS)
+
+
+COMMON_VALUES: dict[str, Callable[[NameQuery], object]] = {  # of each library
+    "complete": lambda query: query.context.complete,
+    "has_records": lambda query: query.context.records is not None,
+    "list": lambda query: ",".join(items(query.text)),
+    "recipe": lambda query: query.context.recipe,
+    "records": lambda query: query.context.records,
+    "trackers": _trackers,
+}

@@ -7,39 +7,51 @@ with --samples_per_prompt completions each over all devices, and makes --minibat
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 
 from funrl.flags.foreign.meaning import (
+    COMMON_VALUES,
     DifferentError,
     Library,
     NameQuery,
-    chosen_trackers,
-    is_none,
     is_same,
     items,
     number_text,
-    read_table,
+    read_names,
     whole,
 )
 
 # Recipes that do not sample.
-TEXT_RECIPES = frozenset("sft eaft asft dpo simpo cpo orpo alphapo tpo kto reward_model process_reward_model".split())
-TABLE = """
+TEXT_RECIPES = frozenset(
+    (
+        "sft",
+        "eaft",
+        "asft",
+        "dpo",
+        "simpo",
+        "cpo",
+        "orpo",
+        "alphapo",
+        "tpo",
+        "kto",
+        "reward_model",
+        "process_reward_model",
+    )
+)
+_TABLE = """
 model_name_or_path | | model={}
-model_revision | | only main | --model is a directory, or what the local cache has; download the revision first
+model_revision | | only main | --model is a directory or what the local cache has; download the revision
 trust_remote_code | | - | code of a repository is never run; --model_code=hf takes the classes of transformers
 reward_model_name_or_path reward_model_path | | reward_model={}
 teacher_model_name_or_path | !=none | teacher={}
 dataset_name | file | {data_flag}={} | a tenth of the records is held out; --eval_data=FILE names others
-  | | differs | {} is neither a file nor a directory; save it with datasets' save_to_disk, or as parquet, and give \
---{data_flag}=PATH
+  | | differs | {} is neither a file nor a directory; save it as parquet and give --{data_flag}=PATH
 dataset_config | | only none | a configuration is a part of the dataset's name: NAME:CONFIG:SPLIT
 dataset_train_split | | only train | a split is a part of the dataset's name: --{data_flag}=NAME:{}
 dataset_test_split | | - | a split is a part of the dataset's name: --eval_data=NAME:{}
-dataset_streaming | | only false | data is read from files where it is needed; leave it out
-remove_unused_columns | | - | every column reaches the reward; leave it out
 dataset_text_field | | only text | records have a prompt and a completion
 reward_funcs | | reward={reward_functions} | called with a prompt and a completion, or as docs/rewards.md says
 reward_weights | !=none | reward_weights={}
@@ -47,27 +59,22 @@ output_dir | | run_dir={} | one that holds a run is refused
 learning_rate | | lr={}
 per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size \
   | gkd | batch_prompts={batch_prompts} samples_per_prompt=1 minibatches=1 | TRL counts {batch}
-  | texts | batch_prompts={batch_prompts} | TRL counts {batch}; what is accumulated is decided by --token_budget
-  | | batch_prompts={batch_prompts} minibatches={minibatches} | TRL counts completions: {batch}; here prompts, \
-of {num_generations} completions each
+  | texts | batch_prompts={batch_prompts} | TRL counts {batch}
+  | | batch_prompts={batch_prompts} minibatches={minibatches} | TRL counts completions: {batch}; here prompts count
 num_iterations num_ppo_epochs | | epochs={}
 num_mini_batches | | minibatches={}
-num_train_epochs | has_max_steps | - | max_steps is given, which counts
-  | !has_records | differs | the length of a run is --steps here, each of --batch_prompts; {} epochs over N prompts are \
-{} x N / --batch_prompts steps, which `funrl import --records=N` computes (--epochs are passes over one batch of \
-rollouts, TRL's num_iterations)
+num_train_epochs | !max_steps=none,0,-1 | - | max_steps is given, which counts
+  | !has_records | differs | the length of a run is --steps here: {} x prompts / --batch_prompts; --epochs are passes \
+over one batch of rollouts, TRL's num_iterations; `funrl import --records=N` computes it
   | | steps={steps} | {} epochs over {records} records; of texts, TRL's last batch of an epoch may be smaller
-max_steps | !has_max_steps | -
-  | ends_within_step | differs steps={steps} | a step here makes {updates} optimizer steps: {} of them end within a step
-  | | steps={steps} | TRL counts optimizer steps; a step here makes {updates}
-eval_steps save_steps | =none | -
+max_steps | !=none,0,-1 | steps={steps} | TRL counts optimizer steps; a step here makes {updates}
+eval_steps save_steps | =none,-1 | -
   | share | - | {} is a share of the run; give --eval_every=N or --save_every=N, in steps
-eval_steps | positive | eval_every={events} | TRL counts optimizer steps; a step here makes {updates}
-save_steps | positive | save_every={events} | TRL counts optimizer steps; a step here makes {updates}
+eval_steps | | eval_every={events} | TRL counts optimizer steps; a step here makes {updates}
+save_steps | | save_every={events} | TRL counts optimizer steps; a step here makes {updates}
 save_total_limit | | keep_checkpoints={} | the best one is kept beside them
 logging_steps logging_strategy | | - | metrics are written after every step; leave it out
 eval_strategy | | - | give --eval_every=N, in steps
-eval_on_start | | - | the state before the first step is always evaluated
 save_strategy | =no | save_every=0
   | | - | give --save_every=N, in steps
 report_to | | report_to={trackers} | TensorBoard and JSON lines are always written
@@ -88,9 +95,10 @@ optim | =adamw,adamw_torch,adamw_torch_fused | optimizer=adamw
 adam_beta1 | | only 0.9 | AdamW's averages have 0.9 and 0.999
 adam_beta2 | | only 0.999 | AdamW's averages have 0.9 and 0.999
 adam_epsilon | | only 1e-8 | AdamW's eps is 1e-8
-lr_scheduler_kwargs | | only none | schedules have no further arguments
+lr_scheduler_kwargs neftune_noise_alpha generation_kwargs off_policy_mask_threshold lora_modules_to_save use_rslora \
+use_dora cast_lm_head_to_fp32 sync_ref_model dataloader_drop_last group_by_length assistant_only_loss \
+dataset_streaming | | only false | there is no such thing here; leave it out
 label_smoothing_factor | | only 0 | the labels of a likelihood are taken as they are
-neftune_noise_alpha | | only none | embeddings have no noise
 gradient_checkpointing | ? | remat=full
   | | remat=none
 bf16 | =none | dtype=bfloat16
@@ -102,8 +110,8 @@ torch_dtype dtype | =bfloat16,torch.bfloat16 | dtype=bfloat16 | weights that lea
   | complete !bf16=false | - | of the weights; passes compute in what bf16 says
   | | dtype=float32
 use_vllm | !? | - | the native engine generates
-  | complete grpo,dr_grpo,gspo,cispo,sapo !vllm_importance_sampling_correction=false | differs engine={engine} \
-| {correction}
+  | complete grpo,dr_grpo,gspo,cispo,sapo !vllm_importance_sampling_correction=false | differs engine={engine} | \
+{correction}
   | | engine={engine}
 vllm_mode | complete !use_vllm? | - | use_vllm is not set
   | =colocate,server | engine={engine}
@@ -124,13 +132,11 @@ max_prompt_length | =none | -
 max_length max_seq_length | !texts | differs | the limits are --max_prompt_tokens and --max_new_tokens
   | =none | - | the model's positions are the limit
   | reward_model | max_text_tokens={} long_prompts=drop
-  | | max_text_tokens={} long_prompts=error | TRL cuts the end of a longer text; here it stops the run, \
---long_prompts drops it or cuts its beginning
+  | | max_text_tokens={} long_prompts=error | TRL cuts the end of a longer text; here it stops the run: --long_prompts
 truncation_mode | | only keep_start | a longer text stops the run, or is cut by --long_prompts
 packing | =false,none | - | rows are packed end to end to --token_budget, which changes no number
   | complete | differs | TRL's batches then count rows of several texts; --batch_prompts counts texts
-  | | - | rows are always packed end to end, and do not see one another; leave it out
-padding_free | | - | rows are always packed end to end; leave it out
+  | | - | rows are always packed end to end; leave it out
 temperature | gkd !=1 | differs temperature={} | TRL samples at it and takes the divergence at 1, here both are one
   | | temperature={}
 top_p | | top_p={}
@@ -138,7 +144,6 @@ top_k | =-1,none | top_k=0
   | | top_k={}
 min_p | !=none | min_p={}
 repetition_penalty | | repetition_penalty={}
-generation_kwargs | | only none | sampling has the flags of docs/flags.md alone
 chat_template_kwargs | | only none | give --template_arguments=NAME:VALUE
 beta kl_coef | orpo | differs beta={} | TRL's likelihood is of the prompt too, here of the completion alone
   | dpo,kto,cpo,simpo,alphapo,gkd,online_dpo | beta={}
@@ -161,12 +166,11 @@ lam | | gae_lambda={}
 delta | =none !--dual_clip | -
   | =none | dual_clip=none
   | cispo,sapo | - | TRL's {recipe} does not read it
-  | below_clip | differs | a bound up to 1 + epsilon_high = {highest_ratio} would bound all ratios
+  | below_clip | differs | a bound up to 1 + epsilon_high would bound all ratios
   | | dual_clip={} | the same for a bound above 1 + epsilon_high
-loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} \
-smoothing={smoothing} | {inexact_sum}
-  | dpo | loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} smoothing={smoothing} | aot is of the \
-pairs of a step, where --token_budget holds them
+loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} | \
+--per_token and --smoothing are of all losses; TRL takes aot and sft of each micro-batch, and weighs them otherwise
+  | dpo | loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} smoothing={smoothing}
   | sft =dft | dynamic=true
   | sft =nll,chunked_nll | -
   | kto =kto accumulates | differs loss=kto | TRL takes the reference point of every micro-batch, here it is of the step
@@ -175,16 +179,15 @@ pairs of a step, where --token_budget holds them
   | cpo,simpo,alphapo =hinge,ipo | differs | cpo has no {}; its loss is TRL's sigmoid
   | cpo,simpo,alphapo | -
   | grpo =grpo | per_sequence=true
-  | grpo =dapo several_updates | differs per_sequence=false | {denominators}
-  | grpo =bnpo accumulates | differs per_sequence=false | TRL's bnpo is a mean of the means of micro-batches, here a \
-mean over all tokens
+  | grpo =dapo several_updates | differs per_sequence=false | TRL divides each mini-batch by their mean number of tokens
+  | grpo =bnpo accumulates | differs per_sequence=false | TRL's bnpo is a mean of the means of micro-batches
   | grpo =dapo,bnpo | per_sequence=false
   | gspo !=grpo | differs | gspo takes the mean of each completion, TRL's loss_type=grpo, not {}
   | gspo | -
-  | cispo =cispo several_updates | differs | {denominators}
+  | cispo =cispo several_updates | differs | TRL divides each mini-batch by their mean number of tokens
   | ={recipe} | -
-  | | differs | a loss is part of the algorithm here: TRL's grpo is `funrl grpo`, its dapo and bnpo `funrl grpo \
---noper_sequence` (a mean over all tokens), dr_grpo, cispo and sapo `funrl NAME`; this is {recipe}
+  | | differs | a loss is part of the algorithm here: TRL's dapo and bnpo are `funrl grpo --noper_sequence`, grpo, \
+dr_grpo, cispo and sapo `funrl NAME`; this is {recipe}
 loss_weights f_alpha_divergence_coef | !dpo !=none | differs | {recipe} has no weights and divergences of losses
   | | - | part of the meaning of loss_type and f_divergence_type
 importance_sampling_level | gspo =sequence | -
@@ -193,20 +196,16 @@ importance_sampling_level | gspo =sequence | -
 scale_rewards | grpo,dapo,gspo,cispo,sapo =group,true --std_eps | std_eps=1e-4
   | grpo,dapo,gspo,cispo,sapo =group,true | - | TRL adds 1e-4 to the deviation of a group
   | dr_grpo =none,false | -
-  | | differs | the scale of an advantage is part of the algorithm: grpo divides by the deviation of the group, dr_grpo \
-by nothing, gdpo by the batch's; this is {recipe}
+  | | differs | grpo divides by the deviation of the group, dr_grpo by nothing, gdpo by the batch's; this is {recipe}
 entropy_coef | =0 !--entropy_coef | -
   | =0 | entropy_coef={}
   | loss_type=dapo,bnpo,cispo,none !accumulates | entropy_coef={}
-  | | differs entropy_coef={} | TRL's bonus is the mean of the means over tokens of each micro-batch, here it is \
-reduced as the loss is
+  | | differs entropy_coef={} | TRL takes the bonus of each micro-batch's tokens, here it is reduced as the loss is
 sapo_temperature_pos | sapo | positive={}
 sapo_temperature_neg | sapo | negative={}
 sapo_temperature_pos sapo_temperature_neg | | - | only the loss sapo reads it
-use_adaptive_entropy | | only false | no recipe has it; `adaptive_entropy_bonus()` and `adapt_entropy()` of \
-docs/pieces.md do it
-top_entropy_quantile | | only 1 | no recipe has it; `keep_highest_entropy()` of docs/pieces.md does it, with that share
-off_policy_mask_threshold | | only none | no recipe has it
+use_adaptive_entropy | | only false | `adaptive_entropy_bonus()` and `adapt_entropy()` of docs/pieces.md do it
+top_entropy_quantile | | only 1 | `keep_highest_entropy()` of docs/pieces.md does it, with that share
 multi_objective_aggregation | | only sum_then_normalize | `funrl gdpo` normalises each reward
 mask_truncated_completions | | only false | completions that were cut short are trained on
 normalize_advantages | ? | normalize=true per_sequence=true | one ratio a completion
@@ -230,12 +229,10 @@ use_weighting | ? | on_policy=true weight_bound=none | TRL's weights have no bou
 discopop_tau | | only 0.05 | discopop's temperature is 0.05
 desirable_weight | | desirable={}
 undesirable_weight | | undesirable={}
-train_sampling_strategy | | - | records are shuffled by --seed; TRL's kto reads them in their order
 cpo_alpha | simpo,alphapo =0 | -
   | simpo,alphapo !loss_type=alphapo | differs | {recipe} has no likelihood beside its contrast (cpo_alpha=0)
   | simpo,alphapo | -
-  | !=0 accumulates | differs likelihood_coef={} | TRL's likelihood is a mean of the means over tokens of \
-micro-batches, here the mean over all of a step
+  | !=0 accumulates | differs likelihood_coef={} | TRL's likelihood is a mean of the means of micro-batches
   | | likelihood_coef={}
 simpo_gamma | simpo,alphapo | margin={}
   | | - | TRL reads it with simpo and alphapo alone
@@ -246,119 +243,84 @@ lmbda | =1 | differs | TRL divides by the tokens of the data's completions, here
   | | differs | gkd learns from its own samples alone, which is lmbda=1, not {}
 seq_kd | | only false | gkd learns from its own samples alone
 completion_only_loss | | only true | the tokens of a prompt are not learned here
-assistant_only_loss | | only false | of a chat the last answer is learned
 center_rewards_coefficient | !=none | center={}
 use_peft | !? | -
-  | !complete | lora_rank=16 lora_alpha=32 | TRL's defaults are 16 and 32; adapters have no dropout here, \
---lora_targets names their modules
+  | !complete | lora_rank=16 lora_alpha=32 | TRL's defaults; adapters have no dropout here; also give --lora_targets
   | lora_target_modules=none | differs | lora_target_modules: PEFT's own choice depends on the model; name them
 lora_r lora_alpha lora_dropout lora_target_modules | complete !use_peft? | - | TRL reads it with use_peft alone
 lora_r | | lora_rank={} | TRL's defaults are a rank of 16 and an alpha of 32
 lora_alpha | | lora_alpha={}
 lora_dropout | | only 0 | adapters have no dropout here; leave it out
 lora_target_modules | !=none | lora_targets={list}
-lora_modules_to_save | | only none | nothing beside the adapters learns
-use_rslora | | only false | adapters count by alpha / rank
-use_dora | | only false | adapters are LoRA's
-load_in_4bit load_in_8bit | | only false | weights are not quantized; --lora_rank, --dtype=bfloat16, --remat=full and \
---offload save memory
+load_in_4bit load_in_8bit | | only false | weights are not quantized; --lora_rank, --remat and --offload save memory
 average_tokens_across_devices | | only true | tokens are counted over all devices
-cast_lm_head_to_fp32 | | only false | the last product is in --dtype
 router_aux_loss_coef | | only none | TRL's is of each micro-batch; --router_aux_coef is of the step
-sync_ref_model | | only false | the reference stays as the policy began
-disable_dropout | | - | models have no dropout here
-shuffle_dataset | sft | - | records are shuffled by --seed
-  | | only true | prompts and texts come in a shuffled order, by --seed
+shuffle_dataset | !sft | only true | prompts and texts come in a shuffled order, by --seed
 load_best_model_at_end | | only false | the model of the last step is in --run_dir; export has the best
-dataloader_num_workers | | - | data is read where it is needed; leave it out
-dataloader_drop_last | | only false | every batch is whole
-group_by_length | | only false | prompts and texts come in a shuffled order, by --seed
-per_device_eval_batch_size | | - | --eval_prompts are evaluated together; leave it out
-precompute_ref_log_probs | | - | the reference's log-probabilities are computed where they are needed
-use_liger_kernel | | - | [tokens, vocabulary] is never whole here; leave it out
-activation_offloading | | - | what is kept and computed again is --remat and --token_budget here
 torch_compile | | - | --compile says what is compiled
-attn_implementation | | - | attention is chosen by the device; leave it out
 deepspeed fsdp fsdp_config | | - | weights, gradients and optimizer states are sharded by --fsdp
 resume_from_checkpoint | | - | --resume --run_dir=RUN continues a run
-push_to_hub | | - | nothing is uploaded; the model is in --run_dir
-log_completions | | - | samples are always written, every --sample_every steps
+activation_offloading attn_implementation bnb_4bit_quant_type data_seed dataloader_num_workers \
+dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc ddp_backend \
+ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug disable_dropout do_eval do_predict do_train \
+ds3_gather_for_generation entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_accumulation_steps \
+eval_delay eval_do_concat_batches eval_on_start eval_packing full_determinism generate_during_eval \
+gradient_checkpointing_kwargs greater_is_better hub_model_id hub_private_repo hub_strategy hub_token \
+include_num_input_tokens_seen is_encoder_decoder jit_mode_eval local_rank log_completions log_level log_multimodal \
+log_on_each_node log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations \
+metric_for_best_model num_completions_to_print overwrite_output_dir pad_to_multiple_of pad_token padding_free \
+padding_value per_device_eval_batch_size precompute_ref_batch_size precompute_ref_log_probs push_to_hub \
+ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns restore_callback_states_from_checkpoint \
+save_on_each_node save_only_model save_safetensors skip_memory_metrics tf32 torch_empty_cache_steps tp_size \
+train_sampling_strategy use_bnb_nested_quant use_cpu use_liger_kernel vllm_enable_sleep_mode vllm_group_port \
+vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min \
+vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl vllm_server_host vllm_server_port \
+| | - | it decides no number of a run; leave it out
 """
-# Names that change only memory, speed, files or output.
-IDLE = frozenset(
-    """
-    bnb_4bit_quant_type data_seed dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
-    dataset_num_proc ddp_backend ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug do_eval do_predict
-    do_train ds3_gather_for_generation entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target
-    eval_accumulation_steps eval_delay eval_do_concat_batches eval_packing full_determinism generate_during_eval
-    gradient_checkpointing_kwargs greater_is_better hub_model_id hub_private_repo hub_strategy hub_token
-    include_num_input_tokens_seen is_encoder_decoder jit_mode_eval local_rank log_level log_multimodal log_on_each_node
-    log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations metric_for_best_model
-    num_completions_to_print overwrite_output_dir pad_to_multiple_of pad_token padding_value precompute_ref_batch_size
-    ref_model_mixup_alpha ref_model_sync_steps restore_callback_states_from_checkpoint save_on_each_node save_only_model
-    save_safetensors skip_memory_metrics tf32 torch_empty_cache_steps tp_size use_bnb_nested_quant use_cpu
-    vllm_enable_sleep_mode vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max
-    vllm_importance_sampling_clip_min vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl
-    vllm_server_host vllm_server_port
-    """.split()
-)
 
 
-def _pairs(text: str) -> dict[str, str]:
-    """Names and values of a text such as "a=1 b=2"."""
-    return dict(pair.split("=") for pair in text.split())
-
-
-# Defaults that differ from ours or affect the meaning of other names: of all trainers, and of each by its recipe.
-COMMON = _pairs(
-    """
-    per_device_train_batch_size=8 gradient_accumulation_steps=1 num_train_epochs=3.0 lr_scheduler_type=linear
-    gradient_checkpointing=true bf16=none weight_decay=0.0 max_grad_norm=1.0
-    lora_r=16 lora_alpha=32 lora_dropout=0.05 lora_target_modules=none
-    """
-)
-_SAMPLED = (
-    "num_generations=8 max_completion_length=512 num_iterations=1 epsilon=0.2 learning_rate=1e-6 temperature=1.0 "
-    "top_p=1.0 top_k=0 repetition_penalty=1.0"
-)
-_PREFERRED = "learning_rate=1e-6 beta=0.1 max_length=1024"
-TRAINERS = {
-    "grpo": _pairs(
-        f"{_SAMPLED} beta=0.0 delta=none loss_type=dapo scale_rewards=group entropy_coef=0.0 "
-        "importance_sampling_level=token sapo_temperature_pos=1.0 sapo_temperature_neg=1.05"
-    ),
-    "rloo": _pairs(f"{_SAMPLED} beta=0.05 normalize_advantages=false") | {"num_generations": "2"},
-    "dpo": _pairs(f"{_PREFERRED} label_smoothing=0.0 loss_type=sigmoid f_divergence_type=reverse_kl"),
-    "kto": _pairs(
-        f"{_PREFERRED} loss_type=kto desirable_weight=1.0 undesirable_weight=1.0 train_sampling_strategy=sequential"
-    ),
-    "cpo": _pairs(f"{_PREFERRED} label_smoothing=0.0 loss_type=sigmoid cpo_alpha=1.0 simpo_gamma=0.5 alpha=0.0"),
-    "orpo": _pairs(_PREFERRED),
-    "gkd": _pairs("learning_rate=2e-5 beta=0.5 lmbda=0.5 temperature=0.9 max_new_tokens=128"),
-    "sft": _pairs("learning_rate=2e-5 loss_type=nll max_length=1024 completion_only_loss=none packing=false"),
-    "reward_model": _pairs("learning_rate=1e-4 max_length=1024"),
-}
-_OWN = {  # names, and losses, that only one trainer has, or the first of several
-    "gkd": "lmbda seq_kd teacher_model_name_or_path",
-    "kto": "desirable_weight undesirable_weight =kto =apo_zero_unpaired",
-    "cpo": "cpo_alpha simpo_gamma =simpo =alphapo",
-    "rloo": "normalize_advantages reward_clip_range",
-    "grpo": "num_generations epsilon num_iterations reward_funcs scale_rewards epsilon_high =grpo =dapo =bnpo =dr_grpo "
-    "=cispo =sapo =vespo =luspo",
-    "reward_model": "center_rewards_coefficient",
-    "dpo": "f_divergence_type use_weighting loss_weights ld_alpha rpo_alpha =exo_pair =nca_pair =robust =bco_pair "
-    "=sppo_hard =aot =aot_unpaired =apo_zero =apo_down =discopop =sigmoid_norm",
-    "sft": "packing completion_only_loss assistant_only_loss dataset_text_field =nll =dft =chunked_nll",
-}
+# A trainer's recipe; names, and losses after "=", that it alone or first has; defaults that differ from ours or affect
+# the meaning of other names. The first row is of all trainers.
+_TRAINERS = """
+all | | per_device_train_batch_size=8 gradient_accumulation_steps=1 num_train_epochs=3.0 lr_scheduler_type=linear \
+gradient_checkpointing=true bf16=none weight_decay=0.0 max_grad_norm=1.0 \
+lora_r=16 lora_alpha=32 lora_dropout=0.05 lora_target_modules=none
+gkd | lmbda seq_kd teacher_model_name_or_path | learning_rate=2e-5 beta=0.5 lmbda=0.5 temperature=0.9 max_new_tokens=128
+kto | desirable_weight undesirable_weight =kto =apo_zero_unpaired | learning_rate=1e-6 beta=0.1 max_length=1024 \
+loss_type=kto desirable_weight=1.0 undesirable_weight=1.0 train_sampling_strategy=sequential
+cpo | cpo_alpha simpo_gamma =simpo =alphapo | learning_rate=1e-6 beta=0.1 max_length=1024 label_smoothing=0.0 \
+loss_type=sigmoid cpo_alpha=1.0 simpo_gamma=0.5 alpha=0.0
+rloo | normalize_advantages reward_clip_range | num_generations=2 max_completion_length=512 num_iterations=1 \
+epsilon=0.2 learning_rate=1e-6 temperature=1.0 top_p=1.0 top_k=0 repetition_penalty=1.0 beta=0.05 \
+normalize_advantages=false
+grpo | num_generations epsilon num_iterations reward_funcs scale_rewards epsilon_high \
+=grpo =dapo =bnpo =dr_grpo =cispo =sapo =vespo =luspo | num_generations=8 max_completion_length=512 num_iterations=1 \
+epsilon=0.2 learning_rate=1e-6 temperature=1.0 top_p=1.0 top_k=0 repetition_penalty=1.0 beta=0.0 delta=none \
+loss_type=dapo scale_rewards=group entropy_coef=0.0 importance_sampling_level=token sapo_temperature_pos=1.0 \
+sapo_temperature_neg=1.05
+reward_model | center_rewards_coefficient | learning_rate=1e-4 max_length=1024
+dpo | f_divergence_type use_weighting loss_weights ld_alpha rpo_alpha =exo_pair =nca_pair =robust =bco_pair \
+=sppo_hard =aot =aot_unpaired =apo_zero =apo_down =discopop =sigmoid_norm | learning_rate=1e-6 beta=0.1 \
+max_length=1024 label_smoothing=0.0 loss_type=sigmoid f_divergence_type=reverse_kl
+sft | packing completion_only_loss assistant_only_loss dataset_text_field =nll =dft =chunked_nll | learning_rate=2e-5 \
+loss_type=nll max_length=1024 completion_only_loss=none packing=false
+orpo | | learning_rate=1e-6 beta=0.1 max_length=1024
+"""
+_OWN_NAMES: dict[str, set[str]] = {}
+TRAINERS: dict[str, dict[str, str]] = {}
+for _line in _TRAINERS.strip().splitlines():
+    _trainer, _own, _defaults = map(str.strip, _line.split("|"))
+    _OWN_NAMES[_trainer] = set(_own.split())
+    TRAINERS[_trainer] = dict(pair.split("=") for pair in _defaults.split())
+COMMON = TRAINERS.pop("all")
 
 
 def guess_trainer(content: Mapping[str, str]) -> str | None:
     """The trainer of a configuration, by a name or loss that only it has; None if several are possible."""
     loss = content.get("loss_type", "")
-    by_names = (trainer for trainer, own in _OWN.items() if set(own.split()) & set(content))
-    by_loss = (trainer for trainer, own in _OWN.items() if f"={loss}" in own.split())
-    several = len(items(loss)) > 1 or loss.startswith("[")
-    return next(by_names, "dpo" if several else next(by_loss, None))
+    given = {*content, f"={loss}"}
+    guesses = [trainer for trainer, own in _OWN_NAMES.items() if own & given]
+    return guesses[0] if guesses else "dpo" if "," in loss or loss.startswith("[") else None
 
 
 def recipe_of_trainer(trainer: str, theirs: Mapping[str, str]) -> str:
@@ -366,14 +328,9 @@ def recipe_of_trainer(trainer: str, theirs: Mapping[str, str]) -> str:
     loss = theirs.get("loss_type", "").strip("[]'\" ")
     if trainer == "grpo" and theirs.get("importance_sampling_level") == "sequence":
         return "gspo"
-    if trainer == "grpo":
-        return loss if loss in ("dr_grpo", "cispo", "sapo") else "grpo"
     if trainer == "cpo" and loss in ("simpo", "alphapo"):
         return "simpo" if is_same(theirs.get("alpha", "0"), "0") else "alphapo"
-    return trainer
-
-
-# ---- batch sizes and run lengths
+    return loss if trainer == "grpo" and loss in ("dr_grpo", "cispo", "sapo") else trainer
 
 
 def _reads_texts(query: NameQuery) -> bool:
@@ -384,15 +341,14 @@ def _gives_sizes(query: NameQuery) -> bool:
     return any(map(query.given, ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")))
 
 
-def _micro_batches(query: NameQuery) -> Fraction:
-    """Micro-batches of an optimizer step over all devices; 1 if none of TRL's sizes is given."""
-    return query.number("gradient_accumulation_steps") * query.context.ranks if _gives_sizes(query) else Fraction(1)
+def _device_rows(query: NameQuery) -> Fraction:
+    """Completions or texts of a micro-batch over all devices."""
+    return query.number("per_device_train_batch_size") * query.context.ranks
 
 
 def _update_rows(query: NameQuery) -> Fraction:
     """Completions or texts of an optimizer step."""
-    rows = query.number("per_device_train_batch_size") * query.number("gradient_accumulation_steps")
-    return rows * query.context.ranks
+    return _device_rows(query) * query.number("gradient_accumulation_steps")
 
 
 def _generated_rows(query: NameQuery) -> Fraction:
@@ -400,7 +356,12 @@ def _generated_rows(query: NameQuery) -> Fraction:
     if query.given("generation_batch_size"):
         return query.number("generation_batch_size")
     batches = "steps_per_generation" if query.given("steps_per_generation") else "gradient_accumulation_steps"
-    return query.number("per_device_train_batch_size") * query.context.ranks * query.number(batches)
+    return _device_rows(query) * query.number(batches)
+
+
+def _accumulates(query: NameQuery) -> bool:
+    """True if an optimizer step has several micro-batches."""
+    return _gives_sizes(query) and query.number("gradient_accumulation_steps") * query.context.ranks > 1
 
 
 def _batch_prompts(query: NameQuery) -> str:
@@ -425,29 +386,29 @@ def _updates(query: NameQuery) -> Fraction:
     return query.number("num_iterations") * Fraction(minibatches)
 
 
-def _has_max_steps(query: NameQuery) -> bool:
-    return query.given("max_steps") and query.number("max_steps") > 0
-
-
-def _steps(query: NameQuery) -> int:
+def _steps(query: NameQuery) -> str:
     """Steps by max_steps, by the epochs over known records, or by --steps. Raises: DifferentError."""
-    if _has_max_steps(query):
-        return math.ceil(query.number("max_steps") / _updates(query))
+    if query.holds("!max_steps=none,0,-1"):
+        return whole(query.number("max_steps") / _updates(query), f"--steps ({_updates(query)} optimizer steps each)")
     if query.context.records is None or not query.given("num_train_epochs"):
-        return int(query.context.ours["steps"])
+        return str(query.context.ours["steps"])
     steps = query.context.records / Fraction(_batch_prompts(query))
     rounds = math.ceil if _reads_texts(query) else math.floor  # TRL's sampler of completions drops an incomplete batch
-    return math.ceil(query.number("num_train_epochs") * max(rounds(steps), 1))
+    return str(math.ceil(query.number("num_train_epochs") * max(rounds(steps), 1)))
 
 
 # ---- losses
 
-
-_PAIR_LOSSES = {"exo_pair": "exo", "nca_pair": "nca", "bco_pair": "bco", "sppo_hard": "sppo", "sigmoid_norm": "sigmoid"}
-_PAIR_LOSSES |= {name: name for name in "sigmoid hinge ipo robust aot aot_unpaired apo_zero apo_down discopop".split()}
-_LENGTH_NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
-_ORDERED = {"aot", "aot_unpaired"}  # sort the pairs of a micro-batch
-_PLAIN_RATIOS = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "sft", *_ORDERED}  # read no f-divergence
+_PAIR_LOSSES = set(
+    re.findall(
+        r"\w+",
+        "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
+        "sigmoid_norm sft",
+    )
+)
+_NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
+_BATCHED = {"aot", "aot_unpaired", "sft"}  # of the pairs or tokens of a micro-batch
+_PLAIN_RATIOS = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *_BATCHED}  # read no f-divergence
 
 
 def _losses(query: NameQuery) -> set[str]:
@@ -458,49 +419,35 @@ def _pair_weights(query: NameQuery) -> dict[str, Fraction]:
     """Weights of DPO's losses by TRL's names. Raises: DifferentError."""
     names = items(query.text)
     weights = items(query.value("loss_weights")) if query.given("loss_weights") else ["1"] * len(names)
-    if unknown := [name for name in names if name not in _PAIR_LOSSES and name != "sft"]:
-        raise DifferentError(f"{unknown[0]} is not one of {', '.join([*_PAIR_LOSSES, 'sft'])}")
     try:
-        numbers = dict(zip(names, map(Fraction, weights), strict=True))
+        numbers = {name: Fraction(weight) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
-        raise DifferentError(f"loss_weights={','.join(weights)}: a number for each loss is needed") from None
-    if len(numbers) < len(names) or set(names) == {"sft"} or min(numbers.values()) < 0:
-        raise DifferentError(f"loss_type={query.text}: losses of pairs with weights of at least 0 are needed")
+        numbers = {}
+    if len(numbers) < len(names) or not set(names) <= _PAIR_LOSSES or not set(names) - {"sft"}:
+        raise DifferentError(f"loss_type={query.text}: different losses of pairs are needed, with a weight each")
+    if min(numbers.values()) < 0:
+        raise DifferentError(f"loss_type={query.text}: a weight of at least 0 is needed")
     return numbers
 
 
 def _pair_losses(query: NameQuery) -> str:
     weights = _pair_weights(query)
-    factors = {name: "" if weight == 1 else f"{float(weight)}*" for name, weight in weights.items()}
-    return "+".join(f"{factors[name]}{_PAIR_LOSSES[name]}" for name in weights if name != "sft")
+    names = {name: re.sub("_(pair|hard|norm)$", "", name) for name in weights if name != "sft"}
+    return "+".join(name if weights[key] == 1 else f"{float(weights[key])}*{name}" for key, name in names.items())
 
 
-def _smoothing(query: NameQuery) -> str:
-    return query.value("label_smoothing") if _losses(query) & {"robust", *_ORDERED} else ""
-
-
-def _inexact_sum(query: NameQuery) -> str:
-    """The reason why a sum of TRL's losses is not one of `dpo`; "" if it is."""
-    weights = _pair_weights(query)
-    names = set(weights)
-    batched = bool(names & _ORDERED or weights.get("sft"))
+def _is_inexact_sum(query: NameQuery) -> bool:
+    """True if a sum of TRL's losses is not one of `dpo`."""
+    names = {name for name, weight in _pair_weights(query).items() if weight}
     smooths = query.number("label_smoothing") != 0
-    reasons = {
-        "per_token is for all losses of a sum: ipo and sigmoid_norm go with no other": (
-            bool(names & _LENGTH_NORMALISED) and len(names - {"sft"}) > 1
-        ),
-        f"TRL takes aot and sft of each of {_micro_batches(query)} micro-batches, here they are of a step": (
-            batched and _micro_batches(query) > 1
-        ),
-        "use_weighting weighs aot and sft too, and ld_alpha bends them in another way": (
-            batched and (query.holds("use_weighting?") or query.given("ld_alpha"))
-        ),
-        "exo_pair needs a label_smoothing above 0, in TRL too": "exo_pair" in names and not smooths,
-        "TRL's sigmoid reads no label_smoothing, here it would be smoothed with the others": (
-            smooths and "sigmoid" in names and bool(names & {"exo_pair", "robust", *_ORDERED})
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    smoothed = names & {"exo_pair", "robust", "aot", "aot_unpaired"}
+    batched = bool(names & _BATCHED)
+    return (
+        (bool(names & _NORMALISED) and len(names - {"sft"}) > 1)
+        or (batched and (_accumulates(query) or query.holds("use_weighting?") or query.given("ld_alpha")))
+        or ("exo_pair" in names and not smooths)
+        or ("sigmoid" in names and smooths and bool(smoothed))
+    )
 
 
 def _divergence_alpha(query: NameQuery) -> str:
@@ -510,18 +457,18 @@ def _divergence_alpha(query: NameQuery) -> str:
     return number_text(1 - coefficient)
 
 
-def _cispo_bound(query: NameQuery) -> str:
-    """TRL's cispo has only the upper bound, given as a ratio."""
-    bound = query.number("epsilon_high" if query.given("epsilon_high") else "epsilon")
-    if bound < 1:
-        raise DifferentError(
-            f"TRL's cispo then bounds every ratio by {number_text(bound)}, below 1; --clip_high begins at 1"
-        )
-    return number_text(bound - 1)
-
-
 def _highest_ratio(query: NameQuery) -> Fraction:
     return 1 + query.number("epsilon_high" if query.given("epsilon_high") else "epsilon")
+
+
+def _cispo_bound(query: NameQuery) -> str:
+    """TRL's cispo has only the upper bound, given as a ratio."""
+    bound = _highest_ratio(query) - 1
+    if bound < 1:
+        raise DifferentError(
+            f"TRL's cispo then bounds every ratio by {number_text(bound)}, below 1; --clip_high is above"
+        )
+    return number_text(bound - 1)
 
 
 def _reward_functions(query: NameQuery) -> str:
@@ -533,56 +480,45 @@ def _reward_functions(query: NameQuery) -> str:
 
 TRL = Library(
     title="TRL",
-    rows=read_table(TABLE),
+    rows=read_names(_TABLE),
     defaults=COMMON
-    | _pairs("loss_type=sigmoid label_smoothing=0.0 f_alpha_divergence_coef=0.5 epsilon=0.2 num_train_epochs=3"),
-    values={
-        "accumulates": lambda query: _micro_batches(query) > 1,
-        "all_updates": lambda query: _steps(query) * _updates(query),
-        "batch": lambda query: (
-            f"{query.value('per_device_train_batch_size')} a device x {query.value('gradient_accumulation_steps')} "
-            f"accumulated x {query.context.ranks} devices with rows of their own"
+    | {"loss_type": "sigmoid", "label_smoothing": "0", "f_alpha_divergence_coef": "0.5", "epsilon": "0.2"},
+    values=COMMON_VALUES
+    | {
+        "accumulates": _accumulates,
+        "all_updates": lambda query: Fraction(_steps(query)) * _updates(query),
+        "batch": lambda query: query.filled(
+            "{per_device_train_batch_size} a device x {gradient_accumulation_steps} accumulated x "
+            f"{query.context.ranks} devices with rows of their own"
         ),
         "batch_prompts": _batch_prompts,
         "below_clip": lambda query: query.number("") <= _highest_ratio(query),
         "bent_ratios": lambda query: bool(_losses(query) - _PLAIN_RATIOS),
         "cispo_bound": _cispo_bound,
-        "complete": lambda query: query.context.complete,
         "correction": lambda query: (
             "a correction for the gap between engine and trainer (vllm_importance_sampling_correction, on by default) "
             "is part of an algorithm: `corrected` with `importance_weights()`, docs/algorithms.md"
         ),
         "data_flag": lambda query: "data" if _reads_texts(query) else "prompts",
-        "denominators": lambda query: (
-            f"TRL's {query.text} divides each of {_minibatches(query)} mini-batches by their mean number of tokens, "
-            "here each is divided by its own"
-        ),
         "divergence_alpha": _divergence_alpha,
-        "ends_within_step": lambda query: (query.number("max_steps") / _updates(query)).denominator != 1,
         "engine": lambda query: "vllm_server" if query.value("vllm_mode") == "server" else "vllm",
         "events": lambda query: max(1, round(query.number("") / _updates(query))),
         "file": lambda query: Path(query.text).exists(),
-        "has_max_steps": _has_max_steps,
-        "has_records": lambda query: query.context.records is not None,
-        "highest_ratio": lambda query: number_text(_highest_ratio(query)),
-        "inexact_sum": _inexact_sum,
-        "list": lambda query: ",".join(items(query.text)),
+        "inexact_sum": _is_inexact_sum,
         "minibatches": _minibatches,
         "pair_losses": _pair_losses,
-        "per_token": lambda query: "true" if _losses(query) & _LENGTH_NORMALISED else "",
+        "per_token": lambda query: "true" if _losses(query) & _NORMALISED else "",
         "plain_ratios": lambda query: bool(_losses(query) & _PLAIN_RATIOS),
-        "positive": lambda query: query.number("") > 0,
-        "recipe": lambda query: query.context.recipe,
-        "records": lambda query: query.context.records,
         "reward_functions": _reward_functions,
         "several_updates": lambda query: _gives_sizes(query) and Fraction(_minibatches(query)) > 1,
         "sft_weight": lambda query: number_text(weight) if (weight := _pair_weights(query).get("sft")) else "",
         "share": lambda query: 0 < query.number("") < 1,
-        "smoothing": _smoothing,
+        "smoothing": lambda query: (
+            query.value("label_smoothing") if _losses(query) & {"robust", "aot", "aot_unpaired"} else ""
+        ),
         "steps": _steps,
         "texts": _reads_texts,
-        "trackers": chosen_trackers,
         "updates": _updates,
-        "warmup": lambda query: math.ceil(query.number("") * _steps(query) * _updates(query)),
+        "warmup": lambda query: math.ceil(query.number("") * Fraction(_steps(query)) * _updates(query)),
     },
 )

@@ -8,25 +8,21 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from funrl.flags.foreign.meaning import (
+    COMMON_VALUES,
     DifferentError,
     Library,
     NameQuery,
-    chosen_trackers,
-    items,
-    number_text,
-    read_table,
+    read_names,
     whole,
 )
 
-TABLE = """
+_TABLE = """
 [algorithm.]
-adv_estimator | gdpo | differs experiment={experiment} | verl takes the last deviation over tokens, here it is over rows
-  | gpg | differs experiment={experiment} | verl counts the rows whose reward is not 0, here those of groups with \
-unequal rewards; its default loss is the clipped one
+adv_estimator | gdpo | differs experiment={experiment} | verl's last deviation is over tokens, here it is over rows
   | gmpo | differs experiment={experiment} | verl's loss grows with the number of micro-batches
-  | opo | differs experiment={experiment} | verl takes the clipped loss, here it is the plain policy gradient
-  | actor_rollout_ref.rollout.n=1 =grpo,rloo,gpg,reinforce_plus_plus_baseline | differs experiment={experiment} | of a prompt's only \
-completion verl's advantage is the reward, here it is 0
+  | gpg,opo | differs experiment={experiment} | verl takes the clipped loss, here it is the plain policy gradient
+  | actor_rollout_ref.rollout.n=1 =grpo,rloo,reinforce_plus_plus_baseline | differs experiment={experiment} | the \
+advantage of a prompt's only completion is its reward in verl, 0 here
   | | experiment={experiment}
 norm_adv_by_std_in_grpo | =true | -
   | gspo,sapo,cispo,dppo,gmpo | differs | {recipe} divides by the deviation of the group
@@ -115,7 +111,7 @@ use_kl_loss kl_loss_coef kl_loss_type | !use_kl_loss? --kl_coef !--kl_target | k
   | !use_kl_loss? | -
   | --kl_target | differs | {recipe} has no KL in the loss; grpo does
   | !--kl_coef | differs | {recipe} has no KL in the loss; grpo does
-  | !kl_kind | differs kl_coef={kl_loss_coef} | kl_loss_type={kl_loss_type}: --kl_kind has k1, k2, k3 and abs, each with +
+  | !kl_kind | differs kl_coef={kl_loss_coef} | {kl_loss_type}: --kl_kind has k1, k2, k3 and abs, each with +
   | --kl_kind | kl_coef={kl_loss_coef} kl_kind={kl_kind} | verl clamps k3 to +-10
   | kl_loss_type=none,k3,low_var_kl | kl_coef={kl_loss_coef} | verl clamps k3 to +-10
   | | differs kl_coef={kl_loss_coef} | the KL of {recipe} is k3, which grpo's --kl_kind chooses
@@ -181,9 +177,8 @@ optim.lr_warmup_steps_ratio | | only 0 | the schedule of the critic is that of t
 model.path | actor_rollout_ref.model.path=none | - | the critic begins as the policy
   | ={actor_rollout_ref.model.path} | - | the critic begins as the policy
   | | differs | the critic begins as the policy, {actor_rollout_ref.model.path}
-strategy ulysses_sequence_parallel_size model.fsdp_config.param_offload model.fsdp_config.optimizer_offload | | - | what \
-is sharded and kept on the host is --fsdp_axes, --fsdp_models and --offload
-model.enable_gradient_checkpointing model.use_remove_padding | | - | --remat and packing are of all models
+strategy ulysses_sequence_parallel_size model.fsdp_config.param_offload model.fsdp_config.optimizer_offload \
+model.enable_gradient_checkpointing model.use_remove_padding | | - | --fsdp, --offload and --remat are of all models
 [data.]
 train_files | | prompts={list}
 val_files | | eval_data={list}
@@ -252,7 +247,6 @@ DEFAULTS = {
     }.items()
     for pair in pairs.split()
 }
-SECTIONS = r"(actor_rollout_ref|data|algorithm|trainer|critic|reward|reward_model|custom_reward_function)\."
 # Names that change only memory, speed, files or output.
 _IDLE = re.compile(
     r"""
@@ -290,7 +284,8 @@ def decides_nothing(name: str) -> bool:
 
 def is_of_verl(name: str) -> bool:
     """True for a name in a section of verl's configuration."""
-    return re.match(SECTIONS, name) is not None
+    sections = "actor_rollout_ref data algorithm trainer critic reward reward_model custom_reward_function"
+    return "." in name and name.partition(".")[0] in sections.split()
 
 
 def recipe_of(theirs: Mapping[str, str]) -> str:
@@ -298,7 +293,7 @@ def recipe_of(theirs: Mapping[str, str]) -> str:
     estimator = theirs.get("algorithm.adv_estimator", "gae").lower()
     loss = theirs.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
     undivided = theirs.get("algorithm.norm_adv_by_std_in_grpo", "true").lower() == "false"
-    alone = "grpo rloo remax opo reinforce_plus_plus reinforce_plus_plus_baseline gpg gdpo".split()
+    alone = ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo")
     recipes = {(name, "vanilla"): name for name in alone} | {("grpo", name): name for name in ("gspo", "sapo", "cispo")}
     recipes |= {("gae", "vanilla"): "ppo", ("rloo_vectorized", "vanilla"): "rloo", ("gpg", "gpg"): "gpg"}
     recipes |= {("optimal_token_baseline", "vanilla"): "otb", ("grpo", "geo_mean"): "gmpo"}
@@ -370,7 +365,7 @@ def _offload(query: NameQuery) -> str:
 
 VERL = Library(
     title="verl",
-    rows=read_table(TABLE),
+    rows=read_names(_TABLE),
     defaults=DEFAULTS
     | {
         "actor_rollout_ref.actor.optim.lr_warmup_steps": "-1",
@@ -379,7 +374,8 @@ VERL = Library(
         "actor_rollout_ref.rollout.val_kwargs.temperature": "0",
         "algorithm.kl_ctrl.target_kl": "0.1",
     },
-    values={
+    values=COMMON_VALUES
+    | {
         "correction": lambda query: (
             "it changes the loss: a correction for the gap between engine and trainer is `corrected` with "
             "`importance_weights()` or `reject_ratio()` in a FILE.py, docs/algorithms.md"
@@ -389,14 +385,10 @@ VERL = Library(
             "true" if _devices(query) > 1 and query.value("actor.strategy").startswith("fsdp") else ""
         ),
         "generate_mesh": _generate_mesh,
-        "has_records": lambda query: query.context.records is not None,
         "kl_kind": _kl_kind,
-        "list": lambda query: ",".join(items(query.text)),
         "mesh": _mesh,
         "minibatches": _minibatches,
         "offload": _offload,
-        "recipe": lambda query: query.context.recipe,
-        "records": lambda query: query.context.records,
         "reward_arguments": lambda query: "docs/rewards.md says with which arguments it is called",
         "sampler": lambda query: "rollout_logp" if query.holds("rollout_correction.bypass_mode?") else "old_logp",
         "several_updates": lambda query: _updates(query) > 1,
@@ -404,7 +396,6 @@ VERL = Library(
             "verl's rate stays during a step and moves between steps, here it moves with every optimizer step"
         ),
         "steps": _steps,
-        "trackers": chosen_trackers,
         "warmup": _warmup,
     },
 )
