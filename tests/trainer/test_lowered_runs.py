@@ -98,7 +98,7 @@ def test_the_engine_of_one_device_decodes_in_jax():
     from funrl.trainer.lowered.decoding import XlaBackend
 
     settings = settings_of(backend="xla", compile="on")
-    assert backend.make_engine_backend(settings, settings.devices.train.chosen) is XlaBackend
+    assert backend.make_engine_backend(settings, settings.devices.train.chosen).func is XlaBackend
 
 
 @pytest.mark.parametrize(

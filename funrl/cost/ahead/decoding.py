@@ -7,38 +7,34 @@ mesh each replica of the engine is the chips that share a row index; it has slot
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 import torch
+from jax.sharding import PartitionSpec
+from torch import Tensor
 
 from funrl import trees
-from funrl.cost.ahead.steps import compile_program
 from funrl.cost.decoding import EngineWork, WaveSizes, hardware_page_tokens, traced_passes, wave_sizes, waves
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes
-from funrl.mesh.mesh import ROW_AXES, Mesh
+from funrl.mesh.mesh import ROW_AXES
 from funrl.mesh.text import text
-from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.native.cache_sizes import FREE_SHARE
-from funrl.rollout.native.device.decode_state import STOP, DecodeForm, DecodeState, Spare
+from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.lowered.decoding import CACHE, WITH_CACHE, FunctionOf, XlaBackend, pass_places
-from funrl.trainer.lowered.mesh_decoding import PassSpecs, cache_of_chips, specs_of_stacks
-from funrl.trainer.lowered.stacked_layers import LayerStacks
-from funrl.xla.ahead import AheadProgram, topology_mesh
-from funrl.xla.errors import XlaError
-from funrl.xla.meshes import DeviceCopies, MeshProgram, spec_of
+from funrl.trainer.lowered.decoding import NO_CACHE, EnginePrograms, pass_places
+from funrl.xla.ahead import AheadProgram, compile_ahead, struct_of, topology_mesh
+from funrl.xla.meshes import ShardedFunction, spec_of
 
 
 class DecodingPlan(NamedTuple):
@@ -75,10 +71,23 @@ class DecodingPlan(NamedTuple):
         pages = f"{sizes.row_pages} page{'s' * (sizes.row_pages > 1)} of {self.page_tokens} tokens"
         return f"generation on {text(self.job.generate_sizes)}: each engine decodes {sizes.rows} rows of {pages}"
 
-    @property
-    def slots(self) -> int:
-        """Slots of an engine, without the spare one."""
-        return self.job.settings.engines.decode_rows
+
+class EnginePass(NamedTuple):
+    """A pass of the engines of a mesh.
+
+    Attributes:
+      name: for people.
+      function: of a chip's shards.
+      args: whole arguments without memory.
+    """
+
+    name: str
+    function: ShardedFunction
+    args: tuple[trees.Tree, ...]
+
+
+class NoDecoding(Exception):
+    """The passes of an engine are not compiled; the message is the reason."""
 
 
 def decoding_problem(job: Job) -> str | None:
@@ -98,14 +107,20 @@ def decoding_problem(job: Job) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
-    """The plan of a job's engines; or a reason why there is none.
+def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan:
+    """The plan of a job's engines.
 
     Args:
       tokens: of a prompt.
       hardware: of each chip.
       resident: bytes of a chip that weights and optimizer states of the roles take.
+
+    Raises:
+      NoDecoding: the passes of its engines are not compiled.
     """
+    problem = decoding_problem(job)
+    if problem is not None or not isinstance(job, RLJob):
+        raise NoDecoding(problem)
     job = dataclasses.replace(job, judge=None)
 
     def quiet(line: str) -> None:
@@ -116,7 +131,7 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
         generator = whole.generator
         assert generator is not None
         if generator.base is not None:
-            return "adapters are beside the weights of a base"
+            raise NoDecoding("adapters are beside the weights of a base")
         own_bytes = engine_bytes(job, whole, generator)[0] + agent_bytes(job, whole)
         engines = 1 + len(generator.frozen) + len(generator.policies)
         room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resident - own_bytes) / engines
@@ -147,108 +162,64 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
 
 def compile_decoding(
     plan: DecodingPlan, target: str, note: Callable[[str], None]
-) -> dict[str, tuple[AheadProgram, ...]] | str:
-    """The programs of each pass of a plan's engines, by its kind; or a reason why one cannot be lowered.
+) -> dict[str, tuple[AheadProgram, ...]]:
+    """The programs of each pass of a plan's engines, by its kind.
 
     Args:
       target: chips, such as "v5e:4x4".
       note: receives lines about what was done.
+
+    Raises:
+      XlaError, ModelError: one cannot be lowered.
     """
-    try:
-        mesh = topology_mesh(target, plan.job.generate_sizes)
-        passes = EnginePasses(plan, mesh, note)
-        return {"prefill": (passes.prefill(), passes.sample()), "decode": (passes.decode(),)}
-    except (XlaError, ModelError) as error:
-        return str(error)
+    mesh = topology_mesh(target, plan.job.generate_sizes)
+    return {
+        kind: tuple(compile_ahead(function, args, mesh, note, name)[0] for name, function, args in passes)
+        for kind, passes in engine_passes(plan, mesh).items()
+    }
 
 
-class EnginePasses:
-    """Passes of the engines of a mesh, each of which has rows and pages of its own."""
+def engine_passes(plan: DecodingPlan, mesh: jax.sharding.Mesh) -> dict[str, list[EnginePass]]:
+    """Passes of the engines of a mesh, by kind: each engine is a lane, with rows and pages of its own.
 
-    def __init__(self, plan: DecodingPlan, mesh: jax.sharding.Mesh, note: Callable[[str], None]) -> None:
-        """Describe the engines' weights and caches, which have no memory."""
-        job = plan.job
-        model = job.model
-        dtypes = weight_dtypes(plan.weights, job.dtype)
-        chips = Mesh(dict(mesh.shape))
-        assert model.init_cache is not None
-        pages = plan.sizes.rows * plan.sizes.row_pages
-        cells = plan.sizes.rows if model.cell_bytes(chips, job.dtype) else 0
-        sizes = pages + 1, plan.page_tokens, job.dtype, torch.device("meta")
-        own = model.init_cache(chips, *sizes, cells + 1 if cells else 0)
-        self.plan = plan
-        self.mesh = mesh
-        self.note = note
-        self.engines = chips.size(ROW_AXES)
-        self.spare = Spare(pages, cells or None)
-        stacks = LayerStacks(model)
-        whole = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
-        self.params = stacks.stack(whole, torch.stack)
-        self.cache = cache_of_chips(stacks, own, chips)
-        self.specs = PassSpecs(specs_of_stacks(stacks, trees.map(spec_of, plan.weights)))
+    A prefill has new tokens of as many prompts as a pass has, each of full length, and the sampling of the first tokens
+    after it; in a decoding iteration each row gets a token.
+    """
+    job = plan.job
+    model = job.model
+    sizes = plan.sizes
+    pages = sizes.rows * sizes.row_pages
+    functions = EnginePrograms(model, job.generate_sizes, job.dtype, plan.page_tokens)
+    spare = Spare(pages, sizes.rows if model.cell_bytes(functions.chips, job.dtype) else None)
+    dtypes = weight_dtypes(plan.weights, job.dtype)
+    empty = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
+    specs = functions.stacks.stack(trees.map(spec_of, plan.weights), lambda xs: PartitionSpec(None, *xs[0]))
+    params = trees.map(lambda x, spec: struct_of(x, spec, mesh), functions.stacks.stack(empty, torch.stack), specs)
+    begin = params, {}, functions.cache(spare)
+    engines = functions.chips.size(ROW_AXES)
 
-    def decode(self) -> AheadProgram:
-        """A decoding iteration of full rows: each slot gets a token."""
-        plan = self.plan
-        row_pages = bucket(plan.sizes.row_pages)
-        form = DecodeForm(bucket(plan.sizes.rows, plan.slots), row_pages, ((0, plan.job.sampling),))
-        slots = self.engines * (plan.slots + 1)  # the last one of an engine is spare
-        numbers = _empty(STOP + len(plan.job.stop), slots)
-        state = DecodeState(_empty(slots), numbers, _empty(slots, row_pages, dtype=torch.int32))
-        return self._compiled(
-            "decode",
-            "decoding iteration",
-            lambda backend: backend.decode_function(form, self.spare),
-            (self.params, {}, self.cache, state, _empty(self.engines * form.rows)),
-        )
+    def rows_of_all(x: Tensor) -> Tensor:
+        """Rows of all engines without memory, for those of one."""
+        return torch.empty(engines * len(x), *x.shape[1:], dtype=x.dtype, device="meta")
 
-    def prefill(self) -> AheadProgram:
-        """New tokens of as many prompts as a pass has, each of full length."""
-        plan = self.plan
-        sizes = plan.sizes
-        places = pass_places(prompt_work(plan), plan.page_tokens, self.spare)
-        whole = trees.map(lambda x: _empty(self.engines * len(x), *x.shape[1:], dtype=x.dtype), places)
-        return self._compiled(
-            "prefill",
-            f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens",
-            lambda backend: backend.prefill_function((-1,)),
-            (self.params, {}, self.cache, whole),
-        )
-
-    def sample(self) -> AheadProgram:
-        """The first tokens after a prefill."""
-        plan = self.plan
-        sampling = plan.job.sampling
-        rows = self.engines * bucket(plan.sizes.prompts)
-        hidden_RD = _empty(rows, plan.job.model.config.embed, dtype=plan.job.dtype)
-        noise_R = _empty(rows, dtype=torch.float64)
-        return self._compiled(
-            "sample",
-            "sampling after a prefill",
-            lambda backend: backend.sample_function(sampling),
-            (self.params, hidden_RD, noise_R, None),
-        )
-
-    def _compiled(self, kind: str, name: str, function_of: FunctionOf, args: Sequence[trees.Tree]) -> AheadProgram:
-        """Compile a function of an engine's backend for whole arguments; the cache among them is donated.
-
-        Args:
-          kind: as in `PassSpecs`.
-          name: for people.
-          function_of: gives the function.
-          args: its arguments.
-        """
-        job = self.plan.job
-        model = job.model
-
-        def make(place: Mesh) -> Callable[..., trees.Tree]:
-            return function_of(XlaBackend(model, place, job.dtype, self.plan.page_tokens))
-
-        given = self.specs.given(kind, args)
-        results = functools.partial(self.specs.results, kind)
-        program = MeshProgram(make, DeviceCopies(self.mesh), lambda *_: given, results, name=name)
-        donated = (CACHE,) if kind in WITH_CACHE else ()
-        return compile_program(program, tuple(args), donated, self.note)[0]
+    places, _ = pass_places(prompt_work(plan), plan.page_tokens, spare)
+    hidden_RD = torch.empty(bucket(sizes.prompts), model.config.embed, dtype=job.dtype, device="meta")
+    noise_R = torch.empty(len(hidden_RD), dtype=torch.float64, device="meta")
+    form = DecodeForm(bucket(sizes.rows), bucket(sizes.row_pages), ((0, job.sampling),))
+    rows_B = torch.arange(form.rows)
+    state = empty_state(rows_B, len(job.stop), form.pages)
+    state = state._replace(numbers_CS=state.numbers_CS.T)
+    none = ((-1, None),)
+    sample = functions.sample(job.sampling), (params, {}, NO_CACHE, *map(rows_of_all, (hidden_RD, noise_R)), None)
+    decode = functions.decode(none, form, spare), (*begin, *trees.map(rows_of_all, (state, rows_B)))
+    prefill = functions.prefill(none), (*begin, trees.map(rows_of_all, places))
+    return {
+        "prefill": [
+            EnginePass(f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens", *prefill),
+            EnginePass("sampling after a prefill", *sample),
+        ],
+        "decode": [EnginePass("decoding iteration", *decode)],
+    }
 
 
 def prompt_work(plan: DecodingPlan) -> PassWork:
@@ -259,12 +230,4 @@ def prompt_work(plan: DecodingPlan) -> PassWork:
     table_SP = torch.zeros(count, sizes.row_pages, dtype=torch.int32)
     last = np.arange(1, count + 1) * each - 1
     lengths = [each] * count, [each] * count
-    return PassWork(_zeros(count * each), *lengths, table_SP, last, cells=np.arange(count))
-
-
-def _zeros(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64)
-
-
-def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return PassWork(torch.zeros(count * each, dtype=torch.int64), *lengths, table_SP, last, cells=np.arange(count))

@@ -8,22 +8,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl.algos.core import Algorithm
-from funrl.cost.ahead.decoding import DecodingPlan, compile_decoding, decoding_plan, decoding_problem
-from funrl.cost.ahead.steps import CompiledSteps, compile_steps
+from funrl.cost.ahead.decoding import DecodingPlan, NoDecoding, compile_decoding, decoding_plan
+from funrl.cost.ahead.steps import compile_steps
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
 from funrl.cost.search.mesh_search import chosen_mesh
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass
-from funrl.cost.tracing.hardware import HARDWARE, Hardware
+from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.explain import size, table
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.text import SHORT, text
+from funrl.models.errors import ModelError
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.xla.ahead import ACCELERATORS, AheadProgram, topology_mesh
+from funrl.xla.errors import XlaError
 
 FINDING = 0.15  # share by which compiled steps and the dry run may differ without a remark
 
@@ -57,14 +59,16 @@ def compile_report(
     rows = rows_of_chips(job, check_width(job, tokens))
     steps = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
-    plan = plan_of(job, tokens, hardware, steps.resident)
-    passes = plan if isinstance(plan, str) else compile_decoding(plan, target, note)
-    phases = phases_of(steps, expected)
-    if isinstance(plan, str) or isinstance(passes, str):
-        generation = f"decoding is not compiled: {passes}"
-    else:
+    phases = {
+        name: CompiledPhase(programs, steps.resident, expected_of(expected, name))
+        for name, programs in steps.phases.items()
+    }
+    try:
+        plan = decoding_plan(job, tokens, hardware, steps.resident)
         generation = plan.text
-        phases = phases_of_engine(plan, passes, steps.resident) | phases
+        phases = phases_of_engine(plan, compile_decoding(plan, target, note), steps.resident) | phases
+    except (NoDecoding, XlaError, ModelError) as error:
+        generation = f"decoding is not compiled: {error}"
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
     programs = [program for phase in phases.values() for program in phase.programs]
     parts = [
@@ -89,9 +93,6 @@ def of_one_pass(job: Job, rows: int) -> Job:
     if isinstance(job, RLJob):
         return dataclasses.replace(job, settings=settings, sampling=dataclasses.replace(job.sampling, samples=1))
     return dataclasses.replace(job, settings=settings)
-
-
-GroupAxes = Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
 
 
 class Expected(NamedTuple):
@@ -142,25 +143,10 @@ class CompiledPhase(NamedTuple):
         return sum(x.attention for x in self.programs)
 
 
-def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
-    """`decoding_plan`; or the reason why the job's passes are not compiled."""
-    problem = decoding_problem(job)
-    if problem is not None:
-        return problem
-    assert isinstance(job, RLJob)
-    return decoding_plan(job, tokens, hardware, resident)
-
-
-def phases_of(steps: CompiledSteps, expected: Estimate) -> dict[str, CompiledPhase]:
-    """Phases of the roles, by their names in a dry run."""
-    programs = {f"score_{name}": (program,) for name, program in steps.scores.items()}
-    programs |= {f"update_{name}": (x, steps.updates[name]) for name, x in steps.gradients.items()}
-    phases = {}
-    for name, some in programs.items():
-        costs = expected.phases.get(name)
-        dry = None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, expected.axes))
-        phases[name] = CompiledPhase(some, steps.resident, dry)
-    return phases
+def expected_of(estimate: Estimate, name: str) -> Expected | None:
+    """Costs of a phase by a dry run; None: it has no such phase."""
+    costs = estimate.phases.get(name)
+    return None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, estimate.axes))
 
 
 def phases_of_engine(

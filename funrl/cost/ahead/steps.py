@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from funrl.mesh.mesh import AXES, single
 from funrl.optim import layouts_of
 from funrl.trainer.jobs.build import Parts, build, on_mesh
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.lowered.mesh_programs import DONATED, MeshPlace, MeshPrograms
+from funrl.trainer.lowered.jax_steps import jax_devices, origin_of, stored_layouts
+from funrl.trainer.lowered.programs import Program, RolePrograms
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
@@ -27,85 +28,21 @@ from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
 from funrl.trainer.steps.router_losses import Choices, token_count
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.step_rows import Rows
-from funrl.xla.ahead import AheadProgram, compiled_ahead, structs_of
-from funrl.xla.compiled import torch_dtype
-from funrl.xla.meshes import DeviceCopies, MeshProgram
-
-
-class AheadPrograms(MeshPrograms):
-    """The programs of one role, compiled for the chips of a mesh; their results have no meaning.
-
-    Attributes:
-      compiled: programs by what they are for.
-    """
-
-    def __init__(self, place: MeshPlace, name: str) -> None:
-        """Compile the programs of the role of this name."""
-        super().__init__(place, name)
-        self.compiled: dict[str, AheadProgram] = {}
-
-    def _program(self, what: str, subject: str, make: Any, given: Any, results: Any) -> Any:
-        program = MeshProgram(make, self.place.copies, given, results, name=f"{what} of {subject}")
-
-        def run(*args: trees.Tree) -> trees.Tree:
-            compiled, results = compile_program(
-                program, args, DONATED.get(what, ()), self.place.note, expert_ranks=self.place.sizes["expert"]
-            )
-            self.compiled[what] = compiled
-            device = "cpu" if what == "scores" else "meta"
-            return trees.map(lambda x: torch.zeros(x.shape, dtype=torch_dtype(x.dtype), device=device), results)
-
-        return run
-
-
-def compile_program(
-    program: MeshProgram,
-    args: tuple[trees.Tree, ...],
-    donated: Sequence[int],
-    note: Callable[[str], None],
-    *,
-    expert_ranks: int = 1,
-) -> tuple[AheadProgram, trees.Tree]:
-    """Compile a program for arguments of these shapes.
-
-    Args:
-      program: of the chips of a mesh.
-      args: whole arguments, which need no memory.
-      donated: numbers of the arguments whose memory the results may take over.
-      note: receives a line about what was done.
-      expert_ranks: as in `compiled_ahead`.
-
-    Returns: the program, and the shapes and dtypes of its results.
-    """
-    counts = [len(trees.leaves(x)) for x in args]
-    places = [i for n in donated for i in range(sum(counts[:n]), sum(counts[: n + 1]))]
-    with jax.enable_x64(True):
-        mapped = program.mapped(args)
-        arguments = structs_of(trees.leaves(args), mapped.given, program.copies.mesh)
-        compiled, structs = compiled_ahead(
-            mapped.run, arguments, name=program.name, donated=places, expert_ranks=expert_ranks
-        )
-    note(f"{compiled.name}: compiled in {compiled.seconds:.0f} s")
-    return compiled, trees.fill(mapped.results, structs)
+from funrl.xla.ahead import AheadProgram, compile_ahead
+from funrl.xla.meshes import ShardedFunction
+from funrl.xla.operators.result import TORCH_DTYPES
 
 
 class CompiledSteps(NamedTuple):
     """Steps of a job, compiled for the chips of a mesh.
 
     Attributes:
-      scores, gradients, updates: programs by the names of roles.
+      phases: programs by the dry run's names of phases: "score_reference", or "update_policy" with two.
       resident: bytes of a chip that weights and optimizer states of all roles take.
     """
 
-    scores: dict[str, AheadProgram]
-    gradients: dict[str, AheadProgram]
-    updates: dict[str, AheadProgram]
+    phases: dict[str, tuple[AheadProgram, ...]]
     resident: int
-
-    @property
-    def programs(self) -> list[AheadProgram]:
-        """All programs, in the order of a step."""
-        return [*self.scores.values(), *self.gradients.values(), *self.updates.values()]
 
 
 def compile_steps(
@@ -119,11 +56,24 @@ def compile_steps(
       rows_of: (job of one process, its parts) -> rows of which each chip has a micro-batch.
       note: receives lines about what was done.
     """
+    compiled: dict[Program, AheadProgram] = {}
+
+    def program(purpose: str, function: ShardedFunction) -> Program:
+        """Compile at a call; the results have no meaning."""
+
+        def run(*args: trees.Tree) -> trees.Tree:
+            compiled[run], results = compile_ahead(function, args, mesh, note)
+            device = "cpu" if purpose == "scores" else "meta"
+            return trees.map(lambda x: torch.zeros(x.shape, dtype=TORCH_DTYPES[x.dtype], device=device), results)
+
+        return run
+
     alone = dict.fromkeys(AXES, 1)
     host = dataclasses.replace(job, sizes=alone, generate_sizes=alone)
     parts = build(host, dataclasses.replace(single(), driven=dict(mesh.shape)), note)
-    place = MeshPlace(on_mesh(job, parts.roles), parts.roles, DeviceCopies(mesh), note)
-    programs = {name: AheadPrograms(place, name) for name in parts.roles}
+    place, optimize = on_mesh(job, parts.roles)
+    devices = jax_devices(mesh, place, optimize, job.settings.devices.remat, program)
+    programs = {name: RolePrograms(devices, role, name) for name, role in parts.roles.items()}
     roles = {name: role._replace(programs=programs[name]) for name, role in parts.roles.items()}
     own = {name: _weights(job, role) for name, role in roles.items() if role.base is None or role.loss is not None}
     states = {n: RoleState(own[n], r.optimizer.init(own[n])) for n, r in roles.items() if r.optimizer is not None}
@@ -135,20 +85,22 @@ def compile_steps(
         rows, _, _ = advantages(chain, chain.init(), rows, host.reward_names)
     for name, state in states.items():
         _compile_update(roles[name], state, rows, frozen, budget)
-    resident = sum(_bytes_of_chip(place, name, states.get(name, own[name])) for name in own)
-    scores, gradients, updates = (
-        {name: x.compiled[what] for name, x in programs.items() if what in x.compiled}
-        for what in ("scores", "gradient", "update")
-    )
-    return CompiledSteps(scores, gradients, updates, resident)
-
-
-def _bytes_of_chip(place: MeshPlace, name: str, held: RoleState | trees.Tree) -> int:
-    """Bytes of a chip of a role's weights, and of its optimizer's state where it learns."""
-    stored = place.at_origin(name).stored
-    layouts = RoleState(stored, layouts_of(held.opt_state, stored)) if isinstance(held, RoleState) else stored
-    pairs = zip(trees.leaves(held), trees.leaves(layouts), strict=True)
-    return sum(math.prod(layout.local_shape()) * x.dtype.itemsize for x, layout in pairs)
+    resident = 0
+    for name, weights in own.items():
+        stored = stored_layouts(place(name, origin_of(dict(mesh.shape))))
+        pairs = [(weights, stored)]
+        if name in states:
+            pairs.append((states[name].opt_state, layouts_of(states[name].opt_state, stored)))
+        for x, layout in (pair for trees_ in pairs for pair in zip(*map(trees.leaves, trees_), strict=True)):
+            resident += math.prod(layout.local_shape()) * x.dtype.itemsize
+    kinds = {"score": ("scores",), "update": ("gradient", "update")}
+    phases = {
+        f"{kind}_{name}": tuple(compiled[role.programs[purpose]] for purpose in purposes)
+        for kind, purposes in kinds.items()
+        for name, role in programs.items()
+        if purposes[0] in role.programs
+    }
+    return CompiledSteps(phases, resident)
 
 
 def _compile_update(role: Role, state: RoleState, rows: Rows, frozen: dict[str, trees.Tree], budget: int) -> None:

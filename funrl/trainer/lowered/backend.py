@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.text import AXES
+from funrl.models.placed import Placed
+from funrl.optim import Transformation
 from funrl.rollout.native.backends import MakeBackend
-from funrl.trainer.lowered.on_mesh import OnMesh
+from funrl.trainer.lowered.programs import with_programs
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.roles import Role
@@ -104,13 +106,9 @@ def make_engine_backend(settings: Settings, generating: Mapping[str, int]) -> Ma
     """
     if not decodes_in_jax(settings):
         return None
-    if Mesh(device_sizes(settings)).world == 1:
-        from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
+    from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend  # it imports jax
 
-        return XlaBackend
-    from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
-
-    return functools.partial(MeshBackend, EngineDevices(device_sizes(settings), generating))
+    return functools.partial(XlaBackend, EngineDevices(device_sizes(settings), generating))
 
 
 def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
@@ -120,29 +118,31 @@ def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
 
 
 def with_backend(
-    roles: Mapping[str, Role], settings: Settings, note: Callable[[str], None], on_mesh: OnMesh
+    roles: Mapping[str, Role],
+    settings: Settings,
+    note: Callable[[str], None],
+    place: Callable[[str, Mesh], Placed],
+    optimize: Callable[[str, Placed], Transformation],
 ) -> dict[str, Role]:
     """The roles of a run, with programs where its backend is not torch.
 
     Args:
       note: receives how long each program took to make.
-      on_mesh: what the job says of the roles on a mesh of several devices.
+      place, optimize: as in `jax_devices`.
     """
     if computes_in_torch(settings):
         return dict(roles)
     if settings.models.backend == "torch":
-        from funrl.trainer.lowered.xla_device import TorchXlaPrograms
+        from funrl.trainer.lowered.torch_xla_steps import torch_xla_device
 
-        programs = TorchXlaPrograms()
-        return {name: role._replace(programs=programs) for name, role in roles.items()}
-    sizes = device_sizes(settings)
-    if Mesh(sizes).world == 1:
-        from funrl.trainer.lowered.programs import XlaPrograms  # it imports jax
+        return with_programs(roles, torch_xla_device(roles))
+    from funrl.trainer.lowered.jax_steps import jax_devices  # it imports jax
+    from funrl.xla.meshes import MeshProgram, ShardedFunction, copies_on
 
-        programs = XlaPrograms(settings.devices.remat, note)
-        return {name: role._replace(programs=programs) for name, role in roles.items()}
-    from funrl.trainer.lowered.mesh_programs import MeshPlace, MeshPrograms
-    from funrl.xla.meshes import copies_on
+    copies = copies_on(tuple(device_sizes(settings).items()))
+    remat = settings.devices.remat
 
-    place = MeshPlace(on_mesh, roles, copies_on(tuple(sizes.items())), note)
-    return {name: role._replace(programs=MeshPrograms(place, name)) for name, role in roles.items()}
+    def program(purpose: str, function: ShardedFunction) -> MeshProgram:
+        return MeshProgram(function, copies, note)
+
+    return with_programs(roles, jax_devices(copies.mesh, place, optimize, remat, program))

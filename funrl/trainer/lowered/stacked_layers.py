@@ -105,8 +105,8 @@ class StackedCache:
 
     def written(self) -> CacheStacks:
         """The cache with what layers have written."""
-        pages, cells = zip(*self._flat, strict=True)
-        return trees.map(lambda x, form: x.view(form.shape), CacheStacks(pages, cells), self._form)
+        flat = CacheStacks(*(tuple(pair[i] for pair in self._flat) for i in (0, 1)))
+        return trees.map(lambda x, form: x.view(form.shape), flat, self._form)
 
     @staticmethod
     def _shift(xs: tuple[Tensor, ...], index: int) -> Tensor:

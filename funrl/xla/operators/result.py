@@ -24,6 +24,7 @@ JAX_DTYPES = {
     torch.uint8: jnp.dtype(jnp.uint8),
     torch.bool: jnp.dtype(jnp.bool_),
 }
+TORCH_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
 
 
 class OperatorResult(NamedTuple):
