@@ -22,7 +22,7 @@ from funrl import trees
 from funrl.mesh.mesh import AXES
 from funrl.xla.errors import XlaError
 from funrl.xla.meshes import ShardedFunction
-from funrl.xla.operators.result import JAX_DTYPES
+from funrl.xla.operators import JAX_DTYPES
 
 # libtpu asks no machine of a cloud, and waits for no other process, for it opens no chip.
 COMPILE_ONLY = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}

@@ -17,8 +17,7 @@ from torch import Tensor, fx
 from funrl.xla.chains import LAYER, Chain, OperandPlace, chains_of, changes_nothing, is_layer, operands_of
 from funrl.xla.errors import XlaError
 from funrl.xla.layers import PROGRAMS
-from funrl.xla.operators.result import JAX_DTYPES, JaxArray, OperatorResult
-from funrl.xla.operators.table import LOWERINGS, WITHOUT_MEANING
+from funrl.xla.operators import JAX_DTYPES, LOWERINGS, WITHOUT_MEANING, JaxArray, OperatorResult
 from funrl.xla.trace import Program, operator_name
 
 Leaves = tuple[JaxArray, ...]

@@ -30,8 +30,7 @@ from funrl.mesh.rules import Layout
 from funrl.xla.copies import HostCopies, version
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
-from funrl.xla.operators.collectives import GROUP_SEPARATOR
-from funrl.xla.operators.result import TORCH_DTYPES
+from funrl.xla.operators import GROUP_SEPARATOR, TORCH_DTYPES
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)

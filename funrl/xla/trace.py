@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.xla.errors import XlaError
-from funrl.xla.operators.table import LOWERINGS
+from funrl.xla.operators import LOWERINGS
 
 _aten = torch.ops.aten
 _NOT_THE_PROGRAM = ("/torch/", "/funrl/xla/")  # parts of the paths of files whose lines say nothing

@@ -30,7 +30,7 @@ from funrl.trainer.steps.score import score
 from funrl.trainer.steps.step_rows import Rows
 from funrl.xla.ahead import AheadProgram, compile_ahead
 from funrl.xla.meshes import ShardedFunction
-from funrl.xla.operators.result import TORCH_DTYPES
+from funrl.xla.operators import TORCH_DTYPES
 
 
 class CompiledSteps(NamedTuple):

@@ -44,7 +44,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
 from funrl.trainer.lowered.stacked_layers import CacheStacks, LayerStacks, StackedCache
 from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, copies_on, devices_of_mesh, spec_of, to_host
-from funrl.xla.operators.result import JAX_DTYPES
+from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
