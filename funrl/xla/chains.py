@@ -7,11 +7,11 @@ layer. The other operands are the same for all turns of the loop, such as rotati
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import fx
 
 from funrl.xla.trace import operator_name
@@ -47,10 +47,7 @@ class Chain(NamedTuple):
 
 def is_layer(node: fx.Node) -> bool:
     """True of a call of a layer program."""
-    return node.op == "call_function" and node.target in (
-        torch.ops.funrl_xla.layer.default,
-        torch.ops.funrl_xla.layer_backward.default,
-    )
+    return node.op == "call_function" and operator_name(node) in (LAYER, BACKWARD)
 
 
 def changes_nothing(node: fx.Node) -> bool:
@@ -77,40 +74,25 @@ def chains_of(graph: fx.GraphModule) -> dict[fx.Node, Chain]:
     chains = {}
     begin = 0
     while begin < len(calls):
-        chain = _longest(calls[begin:], kinds[begin:])
+        rest = calls[begin:]
+        ways = ([tuple(rest[i * size : (i + 1) * size]) for i in range(n)] for size, n in repeats(kinds[begin:]))
+        chain = next(filter(None, map(_linked, ways)), None)
         if chain is not None:
-            chains[chain.turns[0][0]] = chain
+            chains[calls[begin]] = chain
         begin += 1 if chain is None else len(chain.turns) * len(chain.turns[0])
     return chains
 
 
-def _longest(calls: Sequence[fx.Node], kinds: Sequence[Hashable]) -> Chain | None:
-    """The chain that begins with the first of some calls; None: there is none."""
-    best = None
-    for size, count in repeats(kinds):
-        if best is not None and size * count <= len(best.turns) * len(best.turns[0]):
-            break
-        turns = [tuple(calls[turn * size : (turn + 1) * size]) for turn in range(count)]
-        chain = _linked(turns)
-        if chain is not None and (best is None or len(chain.turns) * size > len(best.turns) * len(best.turns[0])):
-            best = chain
-    return best
-
-
 def _linked(turns: Sequence[tuple[fx.Node, ...]]) -> Chain | None:
-    """The chain of as many turns as go on from one another; None: the second one does not go on from the first."""
+    """The chain of the first turns, each of which reads results of the one before; None: the second reads none."""
     columns = [{(i, k): x for i, call in enumerate(turn) for k, x in enumerate(operands_of(call))} for turn in turns]
     dependents = _made_of(turns[0])
     first = _links(columns[0], (), turns[0], dependents)
-    second = _links(columns[1], turns[0], turns[1], dependents)
-    if first is None or second is None or first[1] != second[1] or not second[0]:
+    links = [_links(*linked, dependents) for linked in zip(columns[1:], turns, turns[1:], strict=False)]
+    if first is None or links[0] is None or first[1] != links[0][1] or not links[0][0]:
         return None
-    carried, inner = second
-    count = 2
-    while count < len(turns):
-        if _links(columns[count], turns[count - 1], turns[count], dependents) != second:
-            break
-        count += 1
+    carried, inner = links[0]
+    count = 1 + len(list(itertools.takewhile(links[0].__eq__, links)))
     others = [place for place in columns[0] if place not in inner and place not in carried]
     shared = tuple(place for place in others if len({column[place] for column in columns[:count]}) == 1)
     own = tuple(place for place in others if place not in shared)

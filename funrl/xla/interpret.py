@@ -188,9 +188,7 @@ def result_of(value: Any) -> OperatorResult:
 def _graph_of(node: fx.Node) -> fx.GraphModule:
     """The graph that a call of a layer program computes."""
     layer = PROGRAMS[str(node.args[0])]
-    graph = layer.forward if operator_name(node) == LAYER else layer.backward
-    assert graph is not None
-    return graph
+    return layer.forward if operator_name(node) == LAYER else layer.backward
 
 
 def _fitted(x: JaxArray, want: OperatorResult, node: fx.Node) -> JaxArray:
