@@ -66,9 +66,9 @@ def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(
     phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)
     phase = phases["decode"]
     assert phases["prefill"].resident == phase.resident
-    assert phase.memory == 1007 + 100 + (90 - 80 + 5) and phase.flops == 1000
+    assert phase.costs[:2] == (1007 + 100 + (90 - 80 + 5), 1000)
     costs = plan.costs["decode"]
-    assert phase.expected == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
+    assert phase.dry == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
 
 
 def operators(program):
