@@ -18,7 +18,7 @@ from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 from funrl.xla.ahead import AheadProgram, Sent
-from funrl.xla.chains import chains_of
+from funrl.xla.interpret import chains_of
 from funrl.xla.meshes import devices_of_mesh
 
 pytestmark = pytest.mark.xla

@@ -11,8 +11,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.models import decoder_config, decoder_model, place
-from funrl.xla.chains import chains_of
-from funrl.xla.interpret import lowered
+from funrl.xla.interpret import chains_of, lowered
 from funrl.xla.layers import as_one_operator
 from funrl.xla.meshes import to_jax
 from funrl.xla.trace import trace_program

@@ -16,7 +16,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer, Model
-from funrl.xla.chains import repeats
+from funrl.xla.interpret import repeats
 from funrl.xla.layers import as_one_operator
 
 
