@@ -27,13 +27,8 @@ from funrl.xla.operators import JAX_DTYPES
 # libtpu asks no machine of a cloud, and waits for no other process, for it opens no chip.
 COMPILE_ONLY = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 ACCELERATORS = {"v5e": "v5litepod", "v6e": "v6e", "v5p": "v5p"}  # as libtpu calls them
-COLLECTIVES = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-}
+COLLECTIVES = {name: name.replace("_", "-") for name in ("all_gather", "reduce_scatter", "all_to_all")}
+COLLECTIVES |= dict.fromkeys(("psum", "pmax"), "all-reduce")
 
 
 class Sent(NamedTuple):
@@ -81,13 +76,6 @@ class AheadProgram(NamedTuple):
         return self.results - self.aliased + self.temporary
 
 
-def libtpu_problem() -> str | None:
-    """Reason why nothing can be compiled for a TPU here; None: it can."""
-    if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: pip install libtpu"
-    return None
-
-
 def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """The chips of a target as a mesh.
 
@@ -98,8 +86,8 @@ def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     Raises:
       XlaError: libtpu is absent or does not know the target, or the mesh has another number of chips.
     """
-    if (problem := libtpu_problem()) is not None:
-        raise XlaError(problem)
+    if importlib.util.find_spec("libtpu") is None:
+        raise XlaError("libtpu is not installed: pip install libtpu")
     kind = target.partition(":")[0]
     if kind not in ACCELERATORS:
         raise XlaError(f"target {target!r} begins with none of {', '.join(ACCELERATORS)}, such as v5e:4x4")
@@ -127,7 +115,6 @@ def compile_ahead(
     args: tuple[trees.Tree, ...],
     mesh: jax.sharding.Mesh,
     note: Callable[[str], None],
-    name: str = "",
 ) -> tuple[AheadProgram, trees.Tree]:
     """Compile a function of shards for the chips of a mesh.
 
@@ -137,7 +124,6 @@ def compile_ahead(
       args: whole arguments, which need no memory.
       mesh: of the chips.
       note: receives a line about what was done.
-      name: for people; "": the function's.
 
     Returns: the program, and the shapes and dtypes of its results.
     """
@@ -152,7 +138,7 @@ def compile_ahead(
     counts = list(equations_of(traced.jaxpr.jaxpr))
     ranks = mesh.shape["expert"]
     program = AheadProgram(
-        name=name or function.name,
+        name=function.name,
         seconds=time.perf_counter() - start,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,

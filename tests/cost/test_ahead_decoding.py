@@ -11,7 +11,7 @@ from dry_jobs import plain, small
 
 from funrl import trees
 from funrl.cost.ahead import report
-from funrl.cost.ahead.decoding import decoding_plan, decoding_problem, engine_passes
+from funrl.cost.ahead.programs import decoding_plan, decoding_problem, engine_passes
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import SINGLE
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
@@ -87,7 +87,7 @@ def test_the_iteration_is_the_engine_s():
     job = small("grpo", decode_rows=4, batch_prompts=2, sizes=sizes)
     plan = decoding_plan(job, 8, V5E, 0)
     mesh = devices_of_mesh(plan.job.generate_sizes)
-    ((_, function, args),) = engine_passes(plan, mesh)["decode"]
+    ((function, args),) = engine_passes(plan, mesh)["decode"]
     with jax.enable_x64(True):
         traced = function.mapped(args, mesh).program
 

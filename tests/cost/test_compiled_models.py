@@ -11,9 +11,8 @@ import jax
 from dry_jobs import plain
 
 from funrl.cli import main as cli
-from funrl.cost.ahead.decoding import decoding_plan, engine_passes
+from funrl.cost.ahead.programs import compile_steps, decoding_plan, engine_passes
 from funrl.cost.ahead.report import rows_of_chips, short
-from funrl.cost.ahead.steps import compile_steps
 from funrl.cost.full_rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse
@@ -107,7 +106,7 @@ def test_a_model_with_experts_is_compiled(tmp_path):
 
     plan = decoding_plan(job, 64, hardware, 0)
     chips = topology_mesh("v6e:2x2", job.generate_sizes)
-    ((_, function, args),) = engine_passes(plan, chips)["decode"]
+    ((function, args),) = engine_passes(plan, chips)["decode"]
     program, _ = compile_ahead(function, args, chips, print)
     costs = plan.costs["decode"]
     sent = [(x.kind, x.axes, x.count) for x in program.sent]

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from funrl.algos.core import Algorithm
-from funrl.cost.ahead.decoding import DecodingPlan, NoDecoding, compile_decoding, decoding_plan
-from funrl.cost.ahead.steps import compile_steps
+from funrl.cost.ahead.programs import DecodingPlan, NoDecoding, compile_steps, decoding_plan, engine_passes
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
 from funrl.cost.search.mesh_search import chosen_mesh
@@ -24,7 +23,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.xla.ahead import ACCELERATORS, AheadProgram, topology_mesh
+from funrl.xla.ahead import ACCELERATORS, AheadProgram, compile_ahead, topology_mesh
 from funrl.xla.errors import XlaError
 
 FINDING = 0.15  # share by which compiled steps and the dry run may differ without a remark
@@ -66,8 +65,13 @@ def compile_report(
         phases[name] = CompiledPhase(programs, steps.resident, dry)
     try:
         plan = decoding_plan(job, tokens, hardware, steps.resident)
+        mesh = topology_mesh(target, plan.job.generate_sizes)
+        passes = {
+            kind: tuple(compile_ahead(function, args, mesh, note)[0] for function, args in functions)
+            for kind, functions in engine_passes(plan, mesh).items()
+        }
         generation = plan.text
-        phases = phases_of_engine(plan, compile_decoding(plan, target, note), steps.resident) | phases
+        phases = phases_of_engine(plan, passes, steps.resident) | phases
     except (NoDecoding, XlaError, ModelError) as error:
         generation = f"decoding is not compiled: {error}"
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"

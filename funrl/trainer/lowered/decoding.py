@@ -3,7 +3,7 @@
 The devices of a row index, those that differ on `tensor` alone, are a lane: they split the weights and heads, and have
 pages and sequences of their own. Weights and pages stay on the devices. One program of static shapes computes a pass of
 all lanes. A pass that only decodes is `decode_pass`, traced. In another pass the new tokens of each sequence are in
-rows of a page's length; tokens that write to a spare page fill up the last row.
+rows XX
 """
 
 from __future__ import annotations
@@ -25,30 +25,21 @@ from funrl.compiled_kernels.paged_attention import Paging
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.models.lora import FIRST, Adapter, trained_part, with_lora
-from funrl.models.model import Lora, Model
+from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.native.backends import TorchBackend
-from funrl.rollout.native.device.decode_state import (
-    CELL,
-    STOP,
-    DecodeForm,
-    DecodeState,
-    RowAdapters,
-    Spare,
-    decode_pass,
-    empty_state,
-)
+from funrl.rollout.native.device.decode_state import CELL, DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
 from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.native.static_decode import bucket
 from funrl.rollout.sampling import sample_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
-from funrl.trainer.lowered.stacked_layers import CacheStacks, LayerStacks, StackedCache
+from funrl.xla.interpret import repeats
+from funrl.xla.layers import as_one_operator
 from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, copies_on, devices_of_mesh, spec_of, to_host
 from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
-NO_CACHE = CacheStacks((), ())
 ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers, of which each device has its own
 Scales = tuple[tuple[int, float | None], ...]  # adapters of a pass, ascending, with their scales; -1 is none
 
@@ -85,6 +76,123 @@ class PassPlaces(NamedTuple):
     sampled_M: Tensor
     adapters_N: Tensor
     cells_R: Tensor | None = None
+
+
+class CacheStacks(NamedTuple):
+    """The cache of all layers.
+
+    Attributes:
+      pages: of each stack, tensors [layers, pages, ...].
+      cells: of each stack, tensors [layers, cells, ...].
+    """
+
+    pages: tuple[tuple[Any, ...], ...]
+    cells: tuple[tuple[Any, ...], ...]
+
+
+NO_CACHE = CacheStacks((), ())
+
+
+class LayerStacks:
+    """The stacks of a model's layers.
+
+    Attributes:
+      numbers: of the layers of each stack, in the order of a loop.
+    """
+
+    def __init__(self, model: Model) -> None:
+        """Stack layers whose kinds come again and again."""
+        self.numbers = stacks_of(model.abilities.layer_kinds or tuple(range(model.config.layers)))
+        self._places = {n: (i, k) for i, numbers in enumerate(self.numbers) for k, n in enumerate(numbers)}
+        self._layer = as_one_operator(_in_stack(model.layer))
+
+    def stack(self, params: trees.Tree, join: Callable[[tuple[Any, ...]], Any]) -> trees.Tree:
+        """Weights whose part "layers" has a tree for each stack.
+
+        Args:
+          params: weights, or anything in a tree of their structure.
+          join: leaves of a stack's layers -> one.
+        """
+        layers = params["layers"]
+        stacks = (tuple(layers[n] for n in numbers) for numbers in self.numbers)
+        return {**params, "layers": tuple(trees.map(lambda *xs: join(xs), *stack) for stack in stacks)}
+
+    def unstack(self, stacked: trees.Tree) -> trees.Tree:
+        """The weights again, each layer's a view of a stack."""
+        places = (self._places[n] for n in range(len(self._places)))
+        layers = tuple(trees.map(lambda x, k=k: x[k], stacked["layers"][i]) for i, k in places)
+        return {**stacked, "layers": layers}
+
+    def stack_cache(self, cache: Any) -> CacheStacks:
+        """The form of a cache in stacks, without memory, of that of `Model.init_cache`."""
+
+        def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
+            firsts = ((len(numbers), layers[numbers[0]]) for numbers in self.numbers)
+            return tuple(tuple(x.new_empty(count, *x.shape, device="meta") for x in xs) for count, xs in firsts)
+
+        return CacheStacks(stacked(cache.pages), stacked(cache.cells))
+
+
+class StackedCache:
+    """The cache of a program that is traced, and the layers that write to it."""
+
+    def __init__(self, stacks: LayerStacks, cache: CacheStacks) -> None:
+        """Begin with a cache, which stays unchanged."""
+        self._stacks = stacks
+        self._form = cache
+        self._flat = [trees.map(lambda x: x.flatten(0, 1), pair) for pair in zip(*cache, strict=True)]
+
+    @property
+    def numbers(self) -> CacheStacks:
+        """The cache for `Model.apply`, beside `layer`: the number of each layer instead of its tensors."""
+        layers = range(len(self._stacks._places))
+        return CacheStacks(tuple((n,) for n in layers), ((),) * len(layers))
+
+    def layer(self, config: Any, mesh: Mesh, params: trees.Tree, x_BTD: Tensor, context: Any) -> Any:
+        """A layer of the model, as one operator: `Model.layer`."""
+        (number,) = context.kv_cache
+        stack, index = self._stacks._places[number]
+        sizes = (part[stack][0].shape[1] if part[stack] else 0 for part in self._form)  # of a layer: pages, cells
+        shifts = tuple(torch.full((), index * size, dtype=torch.int64) for size in sizes)
+        empty = context.paging.places_N.new_zeros(0)  # of what attention of static shapes does not read
+        paging = context.paging._replace(offsets_S1=empty, ends_S=empty, groups_G5=empty)
+        context = context._replace(kv_cache=self._flat[stack], paging=paging)
+        result, self._flat[stack] = self._stacks._layer(config, mesh, (params, shifts), x_BTD, context)
+        return result
+
+    def written(self) -> CacheStacks:
+        """The cache with what layers have written."""
+        flat = CacheStacks(*(tuple(pair[i] for pair in self._flat) for i in (0, 1)))
+        return trees.map(lambda x, form: x.view(form.shape), flat, self._form)
+
+
+def stacks_of(kinds: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the layers of each stack: of each kind in a turn of a loop, or of one layer."""
+    stacks: list[tuple[int, ...]] = []
+    begin = 0
+    while begin < len(kinds):
+        size, turns = next(repeats(kinds[begin:]), (1, 1))
+        end = begin + size * turns
+        stacks += [tuple(range(first, end, size)) for first in range(begin, begin + size)]
+        begin = end
+    return tuple(stacks)
+
+
+def _in_stack(layer: Layer) -> Layer:
+    """A layer whose pages and cells are those of a stack from a number on; it gives these too, with what it writes."""
+
+    def run(config: Any, mesh: Mesh, own: tuple[trees.Tree, tuple[Tensor, Tensor]], x_BTD: Tensor, context: Any) -> Any:
+        params, (page, cell) = own
+        pages, cells = cache = trees.map(torch.clone, context.kv_cache)
+        paging = context.paging
+        table_SP = paging.table_SP + page
+        places_N = paging.places_N + page * (pages[0].shape[1] if pages else 0)
+        cells_S = None if context.cells_S is None else context.cells_S + cell
+        own_paging = paging._replace(table_SP=table_SP, places_N=places_N)
+        context = context._replace(kv_cache=pages + cells, paging=own_paging, cells_S=cells_S)
+        return layer(config, mesh, params, x_BTD, context), cache
+
+    return run
 
 
 class EnginePrograms:
@@ -284,22 +392,22 @@ class XlaBackend(TorchBackend):
     def decode(
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
     ) -> tuple[Tensor, Tensor, Tensor]:
-        held_B = rows_B != len(state.tokens_S) - 1  # the last slot is spare
-        slots_N = rows_B[held_B]
-        at_N, rows = places_in_lanes(state.table_SP[slots_N, 0].numpy() // self._spare.page, self.lanes)
-        own = empty_state(rows_B.new_zeros(self.lanes * rows), state.numbers_CS.shape[0] - STOP, form.pages)
-        own.tokens_S[at_N] = state.tokens_S[slots_N]
-        own.numbers_CS[:, at_N] = state.numbers_CS[:, slots_N]
-        own.table_SP[at_N] = state.table_SP[slots_N, : form.pages] % self._spare.page
-        own.numbers_CS[CELL] %= self._spare.cell or 1
-        every = torch.arange(rows).repeat(self.lanes)
-        columns = own._replace(numbers_CS=own.numbers_CS.T)
+        last = len(state.tokens_S) - 1  # the spare slot
+        held_B = rows_B != last
+        at_N, rows = places_in_lanes(state.table_SP[rows_B[held_B], 0].numpy() // self._spare.page, self.lanes)
+        slots_L = torch.full((self.lanes * rows,), last)
+        slots_L[at_N] = rows_B[held_B]
+        numbers_LC = state.numbers_CS[:, slots_L].T.contiguous()
+        numbers_LC[:, CELL] %= self._spare.cell or 1
+        own = DecodeState(state.tokens_S[slots_L], numbers_LC, state.table_SP[slots_L, : form.pages] % self._spare.page)
         form = form._replace(rows=rows)
         program = self._program(self._functions.decode, self._scales(form.adapters), form, self._spare)
-        sampled, (tokens_S, numbers_SC) = self._run(program, form.adapters, columns, every)
-        state.tokens_S[slots_N] = to_host(tokens_S)[at_N]
-        state.numbers_CS[:CELL, slots_N] = to_host(numbers_SC).T[:CELL, at_N]  # a cell's number is of all lanes
-        token_B, *logps = (_scatter_rows(to_host(x)[at_N], held_B) for x in sampled)
+        every = torch.arange(rows).repeat(self.lanes)
+        sampled, (tokens_L, numbers_LC) = self._run(program, form.adapters, own, every)
+        state.tokens_S[slots_L] = to_host(tokens_L)
+        state.numbers_CS[:CELL, slots_L] = to_host(numbers_LC).T[:CELL]  # a cell's number is of all lanes
+        rows_of_pass = (to_host(x)[at_N] for x in sampled)
+        token_B, *logps = (x.new_zeros(len(rows_B)).masked_scatter_(held_B, x) for x in rows_of_pass)
         return token_B, logps[0], logps[1]
 
     def sample(
@@ -398,11 +506,6 @@ def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
     lane_of_N = lane_N[order_N].astype(np.int64)
     at_N[order_N] = np.arange(len(lane_N)) - (np.cumsum(counts_L) - counts_L)[lane_of_N] + lane_of_N * rows
     return at_N, rows
-
-
-def _scatter_rows(x_N: Tensor, held_B: Tensor) -> Tensor:
-    """Scatter values of the rows of a mask into a zero vector over all rows."""
-    return x_N.new_zeros(len(held_B)).masked_scatter_(held_B, x_N)
 
 
 def _stacked(layers: Sequence[jax.Array]) -> jax.Array:

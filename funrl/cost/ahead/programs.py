@@ -1,12 +1,14 @@
-"""Passes of a run's engine, compiled ahead of time for chips that are not here, and their costs by a dry run.
+"""The steps of a job and the passes of its engine, compiled ahead of time for chips that are not here.
 
-They are the functions that the lowered engine traces: a prefill, the sampling after it, and a decoding iteration. On a
-mesh each replica of the engine is the chips that share a row index; it has slots and pages of its own.
+The roles' steps run on rows of the job with programs that compile and compute nothing. Passes are the functions that
+the lowered engine traces: a prefill, the sampling after it, and a decoding iteration, with their costs by a dry run. On
+a mesh each replica of the engine is the chips that share a row index. Weights have no memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -23,18 +25,117 @@ from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes
-from funrl.mesh.mesh import ROW_AXES
+from funrl.mesh.mesh import AXES, ROW_AXES, single
 from funrl.mesh.text import text
 from funrl.models.weight_dtypes import weight_dtypes
+from funrl.optim import layouts_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
-from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.build import Parts, build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.lowered.decoding import NO_CACHE, EnginePrograms, pass_places
-from funrl.xla.ahead import AheadProgram, compile_ahead, struct_of, topology_mesh
+from funrl.trainer.lowered.jax_steps import jax_devices, origin_of, stored_layouts
+from funrl.trainer.lowered.programs import Program, RolePrograms
+from funrl.trainer.steps.advantage_phase import advantages
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
+from funrl.trainer.steps.router_losses import Choices, token_count
+from funrl.trainer.steps.score import score
+from funrl.trainer.steps.step_rows import Rows
+from funrl.xla.ahead import AheadProgram, compile_ahead, struct_of
 from funrl.xla.meshes import ShardedFunction, spec_of
+from funrl.xla.operators import TORCH_DTYPES
+
+
+class CompiledSteps(NamedTuple):
+    """Steps of a job, compiled for the chips of a mesh.
+
+    Attributes:
+      phases: programs by the dry run's names of phases: "score_reference", or "update_policy" with two.
+      resident: bytes of a chip that weights and optimizer states of all roles take.
+    """
+
+    phases: dict[str, tuple[AheadProgram, ...]]
+    resident: int
+
+
+def compile_steps(
+    job: Job, mesh: jax.sharding.Mesh, rows_of: Callable[[Job, Parts], Rows], note: Callable[[str], None]
+) -> CompiledSteps:
+    """Compile scores, gradients and updates of the roles of a job.
+
+    Args:
+      job: of the flags, for the mesh.
+      mesh: of the chips; its axes have the sizes of the job's.
+      rows_of: (job of one process, its parts) -> rows of which each chip has a micro-batch.
+      note: receives lines about what was done.
+    """
+    compiled: dict[Program, AheadProgram] = {}
+
+    def program(purpose: str, function: ShardedFunction) -> Program:
+        """Compile at a call; the results have no meaning."""
+
+        def run(*args: trees.Tree) -> trees.Tree:
+            compiled[run], results = compile_ahead(function, args, mesh, note)
+            device = "cpu" if purpose == "scores" else "meta"
+            return trees.map(lambda x: torch.zeros(x.shape, dtype=TORCH_DTYPES[x.dtype], device=device), results)
+
+        return run
+
+    alone = dict.fromkeys(AXES, 1)
+    host = dataclasses.replace(job, sizes=alone, generate_sizes=alone)
+    parts = build(host, dataclasses.replace(single(), driven=dict(mesh.shape)), note)
+    place, optimize = on_mesh(job, parts.roles)
+    devices = jax_devices(mesh, place, optimize, job.settings.devices.remat, program)
+    programs = {name: RolePrograms(devices, role, name) for name, role in parts.roles.items()}
+    roles = {name: role._replace(programs=programs[name]) for name, role in parts.roles.items()}
+    own = {name: _weights(job, role) for name, role in roles.items() if role.base is None or role.loss is not None}
+    states = {n: RoleState(own[n], r.optimizer.init(own[n])) for n, r in roles.items() if r.optimizer is not None}
+    frozen = {name: tree for name, tree in own.items() if name not in states}
+    budget = job.settings.updates.token_budget
+    rows = score(roles, weights_of(roles, states, frozen), rows_of(host, parts), budget)
+    chain = job.algorithm.advantage
+    if chain is not None:
+        rows, _, _ = advantages(chain, chain.init(), rows, host.reward_names)
+    for name, state in states.items():
+        _compile_update(roles[name], state, rows, frozen, budget)
+    resident = 0
+    for name, weights in own.items():
+        stored = stored_layouts(place(name, origin_of(dict(mesh.shape))))
+        pairs = [(weights, stored)]
+        if name in states:
+            pairs.append((states[name].opt_state, layouts_of(states[name].opt_state, stored)))
+        for x, layout in (pair for trees_ in pairs for pair in zip(*map(trees.leaves, trees_), strict=True)):
+            resident += math.prod(layout.local_shape()) * x.dtype.itemsize
+    kinds = {"score": ("scores",), "update": ("gradient", "update")}
+    phases = {
+        f"{kind}_{name}": tuple(compiled[role.programs[purpose]] for purpose in purposes)
+        for kind, purposes in kinds.items()
+        for name, role in programs.items()
+        if purposes[0] in role.programs
+    }
+    return CompiledSteps(phases, resident)
+
+
+def _compile_update(role: Role, state: RoleState, rows: Rows, frozen: dict[str, trees.Tree], budget: int) -> None:
+    """Compile the gradient and the update of a role."""
+    assert role.loss is not None and role.programs is not None
+    total = denominators({"": role}, rows, [np.arange(len(rows.owner))])[0][""].denominators
+    fields = row_fields_of(role.loss)
+    pieces = own_micro_batches(rows, budget, row_cost(role.placed), mask=role.mask, row_fields=fields)
+    group = [next(pieces).batch for _ in range(role.programs.lanes)]
+    chosen = Choices(None, token_count(group, role.placed.mesh)) if role.router.wanted else None
+    _, grads = role.programs.value_and_grad(state.params, role, group, total, frozen, chosen)
+    role.programs.update(role, grads, state, torch.zeros(()))
+
+
+def _weights(job: Job, role: Role) -> trees.Tree:
+    """Weights of a role without memory: those that it has of its own."""
+    dtype = job.dtype if role.loss is None else job.master
+    return trees.map(lambda layout: torch.empty(layout.shape, dtype=dtype, device="meta"), role.stored)
 
 
 class DecodingPlan(NamedTuple):
@@ -70,20 +171,6 @@ class DecodingPlan(NamedTuple):
         sizes = self.sizes
         pages = f"{sizes.row_pages} page{'s' * (sizes.row_pages > 1)} of {self.page_tokens} tokens"
         return f"generation on {text(self.job.generate_sizes)}: each engine decodes {sizes.rows} rows of {pages}"
-
-
-class EnginePass(NamedTuple):
-    """A pass of the engines of a mesh.
-
-    Attributes:
-      name: for people.
-      function: of a chip's shards.
-      args: whole arguments without memory.
-    """
-
-    name: str
-    function: ShardedFunction
-    args: tuple[trees.Tree, ...]
 
 
 class NoDecoding(Exception):
@@ -160,30 +247,15 @@ def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) ->
         )
 
 
-def compile_decoding(
-    plan: DecodingPlan, target: str, note: Callable[[str], None]
-) -> dict[str, tuple[AheadProgram, ...]]:
-    """The programs of each pass of a plan's engines, by its kind.
-
-    Args:
-      target: chips, such as "v5e:4x4".
-      note: receives lines about what was done.
-
-    Raises:
-      XlaError, ModelError: one cannot be lowered.
-    """
-    mesh = topology_mesh(target, plan.job.generate_sizes)
-    return {
-        kind: tuple(compile_ahead(function, args, mesh, note, name)[0] for name, function, args in passes)
-        for kind, passes in engine_passes(plan, mesh).items()
-    }
-
-
-def engine_passes(plan: DecodingPlan, mesh: jax.sharding.Mesh) -> dict[str, list[EnginePass]]:
+def engine_passes(
+    plan: DecodingPlan, mesh: jax.sharding.Mesh
+) -> dict[str, list[tuple[ShardedFunction, tuple[trees.Tree, ...]]]]:
     """Passes of the engines of a mesh, by kind: each engine is a lane, with rows and pages of its own.
 
     A prefill has new tokens of as many prompts as a pass has, each of full length, and the sampling of the first tokens
     after it; in a decoding iteration each row gets a token.
+
+    Returns: functions of a chip's shards, and their whole arguments without memory.
     """
     job = plan.job
     model = job.model
@@ -210,15 +282,13 @@ def engine_passes(plan: DecodingPlan, mesh: jax.sharding.Mesh) -> dict[str, list
     state = empty_state(rows_B, len(job.stop), form.pages)
     state = state._replace(numbers_CS=state.numbers_CS.T)
     none = ((-1, None),)
-    sample = functions.sample(job.sampling), (params, {}, NO_CACHE, *map(rows_of_all, (hidden_RD, noise_R)), None)
-    decode = functions.decode(none, form, spare), (*begin, *trees.map(rows_of_all, (state, rows_B)))
-    prefill = functions.prefill(none), (*begin, trees.map(rows_of_all, places))
+    prefill = functions.prefill(none)._replace(name=f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens")
+    sample = functions.sample(job.sampling)._replace(name="sampling after a prefill")
+    decode = functions.decode(none, form, spare)._replace(name="decoding iteration")
+    first = params, {}, NO_CACHE, *map(rows_of_all, (hidden_RD, noise_R)), None
     return {
-        "prefill": [
-            EnginePass(f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens", *prefill),
-            EnginePass("sampling after a prefill", *sample),
-        ],
-        "decode": [EnginePass("decoding iteration", *decode)],
+        "prefill": [(prefill, (*begin, trees.map(rows_of_all, places))), (sample, first)],
+        "decode": [(decode, (*begin, *trees.map(rows_of_all, (state, rows_B))))],
     }
 
 
