@@ -145,7 +145,7 @@ def _totals(ranks_Q: np.ndarray, counts_Q: np.ndarray, ranks: int) -> list[int]:
 
 
 def _gather_replicas(hidden_MLD: Tensor, to_Q2: np.ndarray, tokens_Q: np.ndarray, mesh: Mesh) -> Tensor:
-    """Hidden states of all tokens of this rank's pictures, of which it has those that ranks of its own index computed.
+    """Hidden states of all tokens of this rank's pictures; ranks of its own index computed this rank's part.
 
     Args:
       hidden_MLD: in the order of the ranks that computed them, and then of the pictures.
