@@ -8,6 +8,7 @@ from typing import Any
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Loss
+from funrl.algos.reading import reads
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import POLICY, AgentMap
 from funrl.mesh.launch import device_type, submesh
@@ -255,7 +256,7 @@ def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory:
 def companion_of(job: Job, loss: Loss, places: Mapping[str, Placed]) -> Companion | None:
     """The frozen role that a loss compares whole distributions with; None: it compares none."""
     divergence = job.algorithm.divergence
-    if divergence is None or "divergence" not in loss.reads.required | loss.reads.optional:
+    if divergence is None or "divergence" not in reads(loss).required | reads(loss).optional:
         return None
     return Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
 from funrl.trainer.settings.declaration import RL, Bound, above, at_least, at_most, flag, some_of
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+TRACKERS = ("wandb", "mlflow")
 
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 

@@ -66,7 +66,7 @@ class EnvironmentSettings:
 
     env: str | None = flag(
         None,
-        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as textarena:GAME",
+        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID",
     )
     env_args: str | None = flag(
         None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object", example="turns:1"
