@@ -67,7 +67,7 @@ from funrl.trainer.settings.checks import (
     weights_of_rewards,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.implied import new_tokens_of
 from funrl.trainer.settings.scorers import environment_flag, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
@@ -139,12 +139,10 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
 
 def given_environment(settings: Settings, given: Given) -> Environment | None:
     """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
-    if given.environment is None and settings.environments.env is None:
-        return None
     arguments = environment_arguments(settings.environments.env_args)
+    env = settings.environments.env
     if given.environment is None:
-        assert settings.environments.env is not None
-        return named_environment(settings.environments.env, arguments)
+        return None if env is None else named_environment(env, arguments)
     try:
         return environment_from(given.environment, arguments)
     except (TypeError, ValueError) as error:
@@ -185,7 +183,7 @@ def episode_task(
 ) -> Task:
     """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot take them."""
     check_text_prompts(settings.environments.env, (*train, *heldout))
-    most = _new_tokens(settings)
+    most = new_tokens_of(settings, given=True)
     hosted = in_workers(environment, settings)
     return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=most, environment=hosted)
 
@@ -211,14 +209,7 @@ def rewarded_task(
         check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
-    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
-
-
-def _new_tokens(settings: Settings) -> int:
-    """--max_new_tokens, or what it is by default."""
-    new_tokens = resolved(settings, given=True).sampling.max_new_tokens
-    assert new_tokens is not None
-    return new_tokens
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens_of(settings, given=True))
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:

@@ -13,7 +13,7 @@ from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.implied import new_tokens_of
 from funrl.trainer.settings.settings import Settings, flag_value
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -22,8 +22,9 @@ IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 
 def new_tokens(settings: Settings, task: Task | None = None) -> int:
     """Tokens that a completion may have."""
-    default = resolved(settings).sampling.max_new_tokens if task is None else task.max_new_tokens
-    return settings.sampling.max_new_tokens or default or 1
+    if task is None:
+        return new_tokens_of(settings)
+    return settings.sampling.max_new_tokens or task.max_new_tokens
 
 
 def row_new_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
