@@ -220,10 +220,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        train = list(_own_training_prompts(settings.examples.task, settings.run.seed, picture_form_of(tokenizer)))
-    else:
-        train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
+    train = _training_examples(settings, None, tokenizer)
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else in_workers(embedded.environment(), settings)
     rewards = () if embedded.reward is None else (embedded.reward,)
@@ -243,12 +240,25 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _own_training_prompts(task: str, seed: int, form: PictureForm | None) -> tuple[Example, ...]:
-    """An embedded task's training prompts in the tokens of its own tokenizer; every run in this process reads them."""
+def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> list[Any]:
+    """An embedded task's prompts to train on, or texts of a kind, which all runs in this process encode once."""
+    task = settings.examples.task
+    if _encode_alike(tokenizer, embedded_task(task).tokenizer()):
+        return list(_own_training_examples(task, kind, settings.run.seed, picture_form_of(tokenizer)))
+    return _encode_training(task, kind, settings.run.seed, tokenizer)
+
+
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: Any) -> list[Any]:
     embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed))
+    if kind is None:
+        return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
+    return embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _own_training_examples(task: str, kind: str | None, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
+    """`_training_examples` in the tokens of the task's own tokenizer."""
+    return tuple(_encode_training(task, kind, seed, with_picture_form(embedded_task(task).tokenizer(), form)))
 
 
 def _encode_alike(tokenizer: Any, other: Any) -> bool:
@@ -409,21 +419,9 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     embedded = embedded_task(settings.examples.task)
     if kind not in embedded.texts:
         raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        form = picture_form_of(tokenizer)
-        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed, form=form))
-    else:
-        train = embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
+    train = _training_examples(settings, kind, tokenizer)
     heldout = embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
-
-
-@functools.lru_cache(maxsize=4)
-def _own_training_texts(task: str, kind: str, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
-    """As `_own_training_prompts`, of texts of a kind."""
-    embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
 
 
 def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
