@@ -24,7 +24,7 @@ from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
 from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
-from funrl.batch import Batch, Reads, seen_of
+from funrl.batch import Batch, FieldReads, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
@@ -48,7 +48,7 @@ class Loss(NamedTuple):
     fields: Schema = NO_FIELDS
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> FieldReads:
         """The fields of the batch that it reads."""
         from funrl.algos.reading import reads  # avoids an import cycle
 

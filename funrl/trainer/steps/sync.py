@@ -10,7 +10,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.pools.transfer import SentWeights
 from funrl.mesh.reshard import reshard
-from funrl.models.deployed import Deployed, deployed
+from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.lora import on_base
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.role_kinds import BASE
@@ -84,7 +84,7 @@ def _base_for_engine(
     yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
 
 
-def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> Deployed:
+def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:
     """The weights that the policy's adapters stand on.
 
     Args:
