@@ -1,8 +1,8 @@
 """The source of trainer ranks whose rows generator ranks write.
 
 It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that a run whose ranks do
-both has the same rows. A row's tokens move once, from the rank that wrote it to the rank that trains it, when the batch is
-complete; before that trainer ranks know only the row table.
+both has the same rows. A row's tokens move once, when the batch is complete, from the rank that wrote
+it to the rank that trains it; before that trainer ranks know only the row table.
 """
 
 from __future__ import annotations
