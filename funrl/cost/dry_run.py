@@ -15,7 +15,6 @@ import functools
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -55,19 +54,16 @@ from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.vision.model import model_of_config
-from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer import phases
-from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
-from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
-from funrl.trainer.jobs.learning_rates import learning_rates
-from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
-from funrl.trainer.jobs.prepare import texts_kind
-from funrl.trainer.jobs.sampling import new_tokens, samplings
+from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
+from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
+from funrl.trainer.jobs.prepare import rl_job, text_job, texts_kind
+from funrl.trainer.jobs.sampling import new_tokens
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
@@ -100,43 +96,20 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_settings(settings)
     check_algorithm(algorithm, settings)
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
-    models, directories = models_of(algorithm, settings, model, None, read_model)
-    check_owned_values(settings, models, algorithm)
-    generating = check_meshes(settings, models, sizes, memory)
-    stop = model.config.special_tokens.eos
-    fields: dict[str, Any] = {
-        "settings": settings,
-        "sizes": sizes,
-        "generate_sizes": generating,
-        "device": "cpu",
-        "dtype": TORCH_DTYPES[settings.models.dtype],
-        "model": model,
-        "models": models,
-        "directories": directories,
-        "rates": learning_rates(settings, algorithm, model),
-        "tokenizer": None,
-        "algorithm": algorithm,
-        "stop": stop,
-        "pad": 0,
-        "lora": lora_of(settings, model),
-    }
+    models = models_of(algorithm, settings, model, None, read_model)
+    check_owned_values(settings, models.models, algorithm)
+    generating = check_meshes(settings, models.models, sizes, memory)
+    devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":
-        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm)))
-    task = Task(
-        name="dry run",
-        prompts=(),
-        heldout=(),
-        rewards=(),
-        weights=(1.0,),
-        max_new_tokens=new_tokens(settings),
-    )
-    sampling, _ = samplings(settings, task.max_new_tokens, stop, model.config)
+        return text_job(settings, algorithm, models, devices, Texts("dry run", (), (), texts_kind(algorithm)))
+    most = new_tokens(settings)
+    task = Task(name="dry run", prompts=(), heldout=(), rewards=(), weights=(1.0,), max_new_tokens=most)
+    job = rl_job(settings, algorithm, models, devices, task)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
-    agents = parse_agents(settings.environments.agents)
-    fields |= {"agents": agents, "agent_models": agent_models(settings, agents, model, None, read_model)}
-    return RLJob(**fields, task=task, sampling=sampling, eval_sampling=sampling, judge=judge)
+    others = agent_models(settings, job.agents, model, None, read_model)
+    return dataclasses.replace(job, judge=judge, agent_models=others)
 
 
 def plain_model(settings: Settings) -> Model:

@@ -57,7 +57,7 @@ def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
         return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
-    if settings.engines.engine != "native":
+    if not settings.engines.abilities.own_steps:
         return f"--engine={settings.engines.engine} has kernels of its own"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"

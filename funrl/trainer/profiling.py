@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, record_function
 
 from funrl.mesh.mesh import Mesh
 from funrl.processes import heartbeat
-from funrl.trainer.settings.checks import profile_window
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.settings import Settings
 
@@ -38,7 +37,7 @@ class StepProfiler:
     """
 
     def __init__(self, settings: Settings, mesh: Mesh, checkpoints: str | None, note: Callable[[str], None]) -> None:
-        self.window = profile_window(settings) if checkpoints is not None and is_profiled(settings, mesh) else None
+        self.window = settings.outputs.window if checkpoints is not None and is_profiled(settings, mesh) else None
         self.mesh = mesh
         self.folder = Path(checkpoints or PROFILES).with_name(PROFILES)
         self.note = note

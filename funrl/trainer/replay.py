@@ -143,8 +143,7 @@ def replay(
 
 def _without_engine(job: Job) -> Job:
     """The job with an engine that costs nothing as long as it has no weights."""
-    engine = job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
-    return dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
+    return dataclasses.replace(job, settings=with_flags(job.settings, engine="native"))
 
 
 def _loaded(

@@ -130,7 +130,7 @@ def test_a_map_that_does_not_fit_is_refused_before_the_run(agents, message):
 def test_flags_that_do_not_go_with_frozen_agents_are_refused():
     with pytest.raises(SettingsError, match="--agents=a:frozen does nothing without an environment"):
         prepare(settings_of(**SMALL | {"agents": "a:frozen"}), GRPO)
-    with pytest.raises(SettingsError, match="further models are served by the native engine"):
+    with pytest.raises(SettingsError, match="further models are served by --engine=native"):
         job_of(engine="hf", dtype="float32")
 
 

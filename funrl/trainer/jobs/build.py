@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import overload
 
 import torch
+from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan
+from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.compiling.compile import Compilations, is_compiled
@@ -24,8 +27,9 @@ from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights
 from funrl.optim import Transformation
 from funrl.rewards.pool import Pool
+from funrl.rollout.engine import WeightSpec
+from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.agents import first_selves, load_first
 from funrl.trainer.jobs.generator import (
     judging_mesh,
     policy_generator,
@@ -36,15 +40,15 @@ from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.models import asked_models, base_role, companion_of
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
-from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
-from funrl.trainer.steps.parts import GeneratingParts, Parts, with_generator
+from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import earlier_self
 
 
 @overload
@@ -146,11 +150,16 @@ def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | No
     parts = build(job, with_devices(mesh, job.settings), note)
     if isinstance(parts, GeneratingParts):
         parts = dataclasses.replace(parts, pool=pool)
-    return dataclasses.replace(parts, roles=with_backend(parts.roles, job.settings, note, on_mesh(job, parts.roles)))
+    return dataclasses.replace(parts, roles=with_backend(parts.roles, job.settings, note, *on_mesh(job, parts.roles)))
 
 
-def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
-    """The roles of a run, which has them on one process, as they are on a mesh of devices that it drives."""
+def on_mesh(
+    job: Job, roles: Mapping[str, Role]
+) -> tuple[Callable[[str, Mesh], Placed], Callable[[str, Placed], Transformation]]:
+    """Functions that give the roles of one process on a mesh of devices that it drives.
+
+    Returns: (name of a role, mesh) -> its model; and (name of a role that learns, its model) -> its optimizer.
+    """
 
     def place_role(name: str, mesh: Mesh) -> Placed:
         shared = name not in job.models  # stored as the weights that the run begins with
@@ -159,7 +168,7 @@ def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
     def optimize(name: str, placed: Placed) -> Transformation:
         return optimizer_of(job, name, placed, roles[name].first_step)
 
-    return OnMesh(place_role, optimize, job.settings.devices.remat)
+    return place_role, optimize
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -266,5 +275,41 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
     state = State(states, advantage, source)
     if not isinstance(parts, GeneratingParts):
         return state
-    earlier = first_selves(parts.generator.frozen, parts.roles[parts.main_role], weights[parts.main_role])
+    agents = parts.generator.frozen.items()
+    role = parts.roles[parts.main_role]
+    own = weights[parts.main_role]
+    earlier = {name: earlier_self(role, own, step=0) for name, agent in agents if agent.declared.every}
     return state._replace(earlier=earlier)
+
+
+def load_first(
+    agents: Mapping[str, FrozenAgent], begin: Placed, params: trees.Tree, to_engine: Plan, *, trains: bool = True
+) -> None:
+    """Give the engines the weights that never change. Collective.
+
+    Args:
+      begin: the model that the run begins with.
+      params: its weights, which are copied: the policy takes them over.
+      to_engine: the plan from its layouts to an engine's.
+      trains: whether the policy learns; if not, each earlier self is what it is.
+    """
+    load_directories(agents)
+    for agent in agents.values():
+        if agent.declared.directory is None and not (trains and agent.declared.every):
+            agent.engine.load(_copied(agent.engine.weights, begin.mesh, params, to_engine))
+
+
+def _copied(weights: WeightSpec, mesh: Mesh, params: trees.Tree, to_engine: Plan) -> Iterator[tuple[str, Tensor]]:
+    """A copy of weights as an engine takes them; they move when they are asked for."""
+    own = reshard(params, to_engine, mesh)
+    yield from weights.named(trees.clone(own) if weights.mesh.here else own)
+
+
+def load_directories(agents: Mapping[str, FrozenAgent]) -> None:
+    """Give the engines of this rank the weights of their directories. Collective."""
+    for agent in agents.values():
+        engine = agent.engine
+        if agent.declared.directory is not None and isinstance(engine, NativeEngine):
+            spec = engine.weights
+            _, own = hf.load(agent.declared.directory, spec.dtype, spec.mesh, layouts=spec.layouts, model=engine.model)
+            engine.load(spec.named(own))

@@ -18,7 +18,7 @@ from funrl.models.lora import added_adapters, trained_part
 from funrl.models.model import Layer, Lora
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
-from funrl.rollout.hf_engine import hf_engine, hf_weights
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.joined.engine import JoinedEngine, LateProof
 from funrl.rollout.joined.messages import TrainerFacts
 from funrl.rollout.joined.office import Office
@@ -28,15 +28,10 @@ from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.vllm.client import vllm_client
-from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
-from funrl.trainer.jobs.agents import native_options, open_frozen_agents, open_policies
+from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
-
-ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
@@ -52,26 +47,18 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         return _joined_generator(job, mesh, placed)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
-    settings = job.settings
-    decode = job.tokenizer and functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
-    max_rows = settings.engines.decode_rows
-    compiled = settings.models.compile == "on" or (settings.models.compile == "auto" and mesh.device.type == "cuda")
-    if settings.engines.engine == "vllm":
-        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
-        engine = vllm_engine(placed.model, mesh, job.dtype, options=options)
-    elif settings.engines.engine == "vllm_server":
-        url = parts(settings.engines.engine_url)[int(mesh.index(mesh.row_axes))]
-        options = VLLMOptions(max_rows, cache_bytes, compiled, decode=decode)
-        timeout_s = settings.engines.engine_timeout or ENGINE_TIMEOUT_S
-        engine = vllm_client(url, placed.model, mesh, dtype=job.dtype, options=options, timeout_s=timeout_s)
-    elif settings.engines.engine == "hf" or not placed.model.pages:  # a dry run builds it too, and never loads it
-        engine = hf_engine(placed.model, mesh, job.dtype)
-    else:
-        engine = native_engine(placed.model, mesh, job.dtype, options=native_options(job), layer=layer, note=note)
-        if lora := added_adapters(policy.model):
-            return _adapted_generator(job, engine, placed, policy, lora)
+    engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
+    if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
+        return _adapted_generator(job, engine, placed, policy, lora)
     return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
+
+
+def _engine_name(job: Job, model: Model) -> str:
+    """The engine of a flag; one without pages for a model that has none, which is built but gets no weights."""
+    name = job.settings.engines.engine
+    if model.pages or ENGINES[name].unpaged:
+        return name
+    return next(other for other, abilities in ENGINES.items() if abilities.unpaged)
 
 
 def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], Layer]) -> Generator:
@@ -84,8 +71,16 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
     """
     if generator.mesh.here:
         options = native_options(job)
-        frozen = open_frozen_agents(job, generator.mesh, options, layer_of)
-        return generator._replace(frozen=frozen, policies=open_policies(job, generator.mesh, options, layer_of))
+
+        def make(model: Model) -> NativeEngine:
+            layer = layer_of(model)
+            return native_engine(model, generator.mesh, job.dtype, options=options, layer=layer, note=lambda _: None)
+
+        frozen = {
+            name: FrozenAgent(declared, make(job.agent_models.get(name, job.model)))
+            for name, declared in job.agents.frozen.items()
+        }
+        return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
     engine = cast(RemoteEngine, generator.whole)
     remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
     sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
@@ -125,8 +120,9 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
     digests = job.settings.engines.verify_sync
-    lora = added_adapters(policy.model) if job.settings.engines.engine == "native" else None
-    spec = _remote_weights(job, mesh, placed)
+    lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
+    weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
+    spec = dataclasses.replace(weights, streamed=False)  # they come by a plan
     engine = RemoteEngine(spec, requests, base=lora is not None, digests=digests)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
     if lora is None:
@@ -152,16 +148,6 @@ def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
     engine = JoinedEngine(placed.model.config, mesh, shelf, weights, office, limit_s=limit_s)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
     return Generator(engine, mesh, to_engine, proof=LateProof())
-
-
-def _remote_weights(job: Job, mesh: Mesh, placed: Placed) -> WeightSpec:
-    """The form in which an engine on other ranks takes weights, which come to it by a plan."""
-    engine = job.settings.engines.engine
-    if engine == "native":
-        return native_weights(placed.model, mesh, job.dtype)
-    if engine == "hf":
-        return hf_weights(placed.model, mesh, job.dtype)
-    return dataclasses.replace(vllm_weights(placed.model, mesh, job.dtype), streamed=False)
 
 
 def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed, lora: Lora) -> Generator:

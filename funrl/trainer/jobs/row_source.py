@@ -27,11 +27,10 @@ from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.jobs.datasets import has_workers
+from funrl.trainer.jobs.datasets import has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
-from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source

@@ -28,8 +28,7 @@ from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadReque
 from funrl.rollout.resident import set_aside
 from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.jobs.agents import load_directories
-from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
