@@ -155,7 +155,7 @@ def _loaded(
         return load(_without_source(before), state, layouts, mesh=mesh, server=server)
     held = held_rows(trainer.source, state)
     state = load(before, state, layouts, mesh=mesh, server=server, held=held)
-    return state._replace(source=trainer.source.restored(state.source))
+    return state._replace(source=trainer.source.stored.restored(state.source))
 
 
 def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:

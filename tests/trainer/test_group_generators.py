@@ -18,7 +18,7 @@ from funrl.mesh.pools.transfer import Arrived, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import GroupGenerators, TakenGroup
+from funrl.trainer.placement.groups import GroupGenerators, GroupOptions, TakenGroup
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
@@ -32,7 +32,7 @@ def new_generators(schedule=None, window=3):
     engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
     rule = AdmissionRule(places=4, staleness=1, window=window)
     return GroupGenerators(
-        cast(Any, engine), single(), cast(Any, None), rule=rule, early=False, schedule=cast(Any, schedule)
+        cast(Any, engine), single(), cast(Any, None), options=GroupOptions(rule), schedule=cast(Any, schedule)
     )
 
 

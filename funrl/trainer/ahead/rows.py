@@ -155,4 +155,4 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:
         return written
-    return written._replace(log=lambda: list(groups))
+    return written._replace(log=source.log._replace(groups=lambda: list(groups)))

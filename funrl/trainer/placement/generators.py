@@ -1,4 +1,4 @@
-"""The ranks that generate, as those that train see them."""
+"""Trainer-side client of the generator ranks."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError
 
 ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
+
+
+ServeUntil = Callable[[Requests, int, str], None]
 
 
 class NumberedExample(Example):
@@ -96,7 +99,7 @@ def _numbered(prompt: Example, place: int) -> NumberedExample:
 
 
 class Generators:
-    """The ranks that generate, as those that train see them; a `RemoteGenerators`.
+    """Trainer-side client of the generator ranks; a `RemoteGenerators`.
 
     Attributes:
       step: that the next rows are for.
@@ -105,7 +108,16 @@ class Generators:
 
     refills = False
 
-    def __init__(self, engine: RemoteEngine, mesh: Mesh, show: Show, *, early: bool, staleness: int = 0) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        mesh: Mesh,
+        show: Show,
+        *,
+        early: bool,
+        staleness: int = 0,
+        serve_until: ServeUntil | None = None,
+    ) -> None:
         """Name the ranks.
 
         Args:
@@ -114,6 +126,7 @@ class Generators:
           show: receives their remarks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
           staleness: versions that tokens may be behind.
+          serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
         self.engine = engine
         self.requests = engine.requests
@@ -124,7 +137,7 @@ class Generators:
         self.staleness = staleness
         self.step = 0
         self.newest = -1  # number of the request of the newest rows
-        self.serve_until: Callable[[Requests, int, str], None] | None = None  # see `RewardsOfTrainers`
+        self.serve_until = serve_until
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
         """Rows of prompts; see `RemoteGenerators`. Unless `early`, they are on the ranks that wrote them.

@@ -131,7 +131,7 @@ class GroupPrompts:
     def leave_to_trainers(self, generation: Generation) -> None:
         """Leave to the ranks that train the choice of prompts by weights, and a filter where models reward groups."""
         self.weighed = generation.schedule.weighing is not UNWEIGHTED
-        self.filters &= generation.rescore is None
+        self.filters &= generation.rewards.rescore is None
 
     def take_again(self) -> int | None:
         """The place of a group that the ranks that train have dropped, for another prompt; None: there is none."""

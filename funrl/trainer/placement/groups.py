@@ -28,7 +28,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.generators import Generators
+from funrl.trainer.placement.generators import Generators, ServeUntil
 from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
 from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows, tokens_of_versions
 from funrl.trainer.placement.messages import (
@@ -64,8 +64,47 @@ def admission_rule(job: RLJob) -> AdmissionRule:
     return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
 
 
+class GroupOptions(NamedTuple):
+    """How groups of a run are written and taken.
+
+    Attributes:
+      rule: of admission.
+      early: as of `Generators`.
+      keeps_cache: whether replicas keep keys and values of older weights.
+      paced: whether replicas follow the clock of their engines; see `token_clock`.
+      weighed: whether weights choose the prompts of batches.
+      replaces: whether other prompts take the places of those that the filter drops.
+      rescored: whether models reward groups on trainer ranks.
+      greedy_baseline: as of `Generation`.
+    """
+
+    rule: AdmissionRule
+    early: bool = False
+    keeps_cache: bool = False
+    paced: bool = False
+    weighed: bool = False
+    replaces: bool = False
+    rescored: bool = False
+    greedy_baseline: bool = False
+
+
+def group_options(job: RLJob, generation: Generation, *, early: bool) -> GroupOptions:
+    """Options of the groups of a run, by its flags and its generation."""
+    asynchrony = job.settings.asynchrony
+    return GroupOptions(
+        admission_rule(job),
+        early,
+        keeps_cache=asynchrony.keep_cache,
+        paced=asynchrony.clock == "tokens",
+        weighed=generation.schedule.weighing is not UNWEIGHTED,
+        replaces=generation.selection.rounds > 1,
+        rescored=generation.rewards.rescore is not None,
+        greedy_baseline=generation.greedy_baseline,
+    )
+
+
 class GroupGenerators(Generators):
-    """The ranks that write groups, as those that train see them; a `RemoteGenerators`.
+    """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
 
     Attributes:
       plan: of the groups; None: before the first step.
@@ -82,43 +121,44 @@ class GroupGenerators(Generators):
         a batch. A resumed run needs it.
     """
 
-    refills = True
-
     def __init__(
         self,
         engine: RemoteEngine,
         mesh: Mesh,
         show: Show,
         *,
-        rule: AdmissionRule,
-        early: bool,
+        options: GroupOptions,
         schedule: PromptSchedule,
+        serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
         Args:
-          engine, mesh, show, early: as of `Generators`.
-          rule: of admission.
+          engine, mesh, show, serve_until: as of `Generators`.
+          options: of the groups.
           schedule: of the prompts.
         """
-        super().__init__(engine, mesh, show, early=early, staleness=rule.most_age)
+        rule = options.rule
+        super().__init__(engine, mesh, show, early=options.early, staleness=rule.most_age, serve_until=serve_until)
         self.plan: GroupPlan | None = None
         self._schedule = schedule
-        self.keeps_cache = False
-        self.paced = False
-        self.replaces = False
-        self.late = False
+        self.keeps_cache = options.keeps_cache
+        self.paced = options.paced
+        self.replaces = options.replaces
+        self.late = options.replaces and options.rescored
+        self.refills = not self.late
         self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
         self._lost: list[TakenGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
-        self.rewards_baselines = False
+        self.rewards_baselines = options.rescored and options.greedy_baseline
         self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
-        self.weighed = False
+        self.weighed = options.weighed
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        engine.held = self._board_holds
+        # By the clock proofs wait, as the time when they are complete would depend on time.
+        engine.held = (lambda version: True) if options.paced else self._board_holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
@@ -127,23 +167,12 @@ class GroupGenerators(Generators):
         self._collections = 0
         self._waited_s = 0.0
 
-    def follow_clock(self) -> None:
-        """Let every decision stand at iterations of the engines; see `token_clock`."""
-        self.paced = True
-        self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
-
-    def adopt_selection(self, generation: Generation) -> None:
-        """Filter, reward and choose groups where the generation of a source asks for it.
-
-        Args:
-          generation: of the source; models reward groups by its `rescore`.
-        """
-        rescored = generation.rescore is not None
-        self.weighed = generation.schedule.weighing is not UNWEIGHTED
-        self.replaces = generation.selection.rounds > 1
-        self.rewards_baselines = rescored and generation.greedy_baseline
-        self.late = self.replaces and rescored
-        self.refills = not self.late
+    @property
+    def opened(self) -> GroupPlan:
+        """The plan of the groups. Raises: RuntimeError, no step has begun yet."""
+        if self.plan is None:
+            raise RuntimeError("no step has begun yet")
+        return self.plan
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
@@ -224,7 +253,6 @@ class GroupGenerators(Generators):
         Raises:
           RewardError: as `rollout` raises it.
         """
-        assert self.plan is not None
         begin = time.perf_counter()
         self._taken = self._collected(self._lost[: len(places)])
         self._lost = self._lost[len(places) :]
@@ -255,8 +283,7 @@ class GroupGenerators(Generators):
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
         written = []
         for number, group in (self._taken[place] for place in groups.tolist()):
-            assert group.written is not None
-            written.append((number, group.generator, group.baseline, len(group.written.owner)))
+            written.append((number, group.generator, group.baseline, len(group.rows.owner)))
         rows = joined_rows(written, self.generating, self.mesh.device, samples=1)[1]
         return self._moved_early(rows) if self.rewards_baselines else rows
 
@@ -375,7 +402,6 @@ class GroupGenerators(Generators):
 
     def _awaited(self, waits_for: str) -> list[TakenGroup]:
         """Wait on the first rank for the groups of the batch, which leave the state of admission."""
-        assert self.plan is not None
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
         batch = self._admission.batch
@@ -441,9 +467,8 @@ class GroupGenerators(Generators):
 
     def _admit(self) -> None:
         """Follow the rule by which replicas begin groups."""
-        assert self.plan is not None
         batch = self._batch if self.paced else self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
         if batch is not None and (held is None or batch > held):
             self._admission = self._admission.version_held(REPLICAS, batch)
-            _, self._admission = self._admission.submit(self.plan.count)
+            _, self._admission = self._admission.submit(self.opened.count)

@@ -72,7 +72,7 @@ class SendGroupsRequest(NamedTuple):
 
 
 class WrittenGroup(NamedTuple):
-    """A group that a replica has written, as the ranks that train get to know it.
+    """Facts of a group that a replica has written, for the trainer ranks.
 
     Attributes:
       generator: the replica, by its index over the row axes.
@@ -101,6 +101,13 @@ class WrittenGroup(NamedTuple):
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+
+    @property
+    def rows(self) -> WrittenRows:
+        """`written` of a group without a problem. Raises: RuntimeError, it has one."""
+        if self.written is None:
+            raise RuntimeError(f"the group has no rows: {self.problem}")
+        return self.written
 
 
 class GroupFields(NamedTuple):

@@ -195,14 +195,20 @@ class PacedWriter(GroupWriter):
 
     def _busy(self, clock: ReplicaClock) -> bool:
         """True if the engine has something to do; else let time pass until a program is due."""
-        assert self.resident is not None
-        if self.resident.busy:
+        if self.leader.busy:
             return True
         due = self._programs.next_due
         if due is not None:
             clock.tick += due - self._programs.tick
             self._programs.tick = due
         return False
+
+    @property
+    def clock(self) -> ReplicaClock:
+        """The clock of this replica. Raises: RuntimeError, the plan is not open yet."""
+        if self._clock is None:
+            raise RuntimeError("the plan of the groups is not open yet")
+        return self._clock
 
     def _opened(self) -> ReplicaClock | None:
         if self._plan is None:
@@ -225,9 +231,8 @@ class PacedWriter(GroupWriter):
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        clock = self._clock
-        assert clock is not None and self.resident is not None
-        while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
+        clock = self.clock
+        while clock.may_begin and (not clock.running or self.leader.room() > self._programs.outside):
             number = clock.begin()
             self._programs.begin(number, self._requests, self._delay)
             self._start(number)
@@ -246,10 +251,9 @@ class PacedWriter(GroupWriter):
 
     def _give_up(self, number: int) -> None:
         """Let time go on without a group that has failed: before the run ends, requests wait for a gate."""
-        assert self._clock is not None
         self._programs.forget(number)
-        if number in self._clock.running:
-            self._clock.end(number)
+        if number in self.clock.running:
+            self.clock.end(number)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""

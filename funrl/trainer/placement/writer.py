@@ -137,6 +137,20 @@ class GroupWriter:
         self._waited_s = 0.0
         self._notes: list[str] = []
 
+    @property
+    def plan(self) -> GroupPlan:
+        """The plan of the groups. Raises: RuntimeError, it is not open yet."""
+        if self._plan is None:
+            raise RuntimeError("the plan of the groups is not open yet")
+        return self._plan
+
+    @property
+    def leader(self) -> ResidentEngine:
+        """The engine as coroutines see it. Raises: RuntimeError, this is not the replica's first tensor rank."""
+        if self.resident is None:
+            raise RuntimeError("only the first tensor rank of a replica writes groups")
+        return self.resident
+
     def turn(self, answers: Answers | None) -> Turn:
         """The next thing to do. Collective over "tensor".
 
@@ -291,8 +305,7 @@ class GroupWriter:
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
-        assert self._plan is not None
-        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self._plan)))
+        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self.plan)))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -323,7 +336,8 @@ class GroupWriter:
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
-            held = rows if baseline is None or self._generation.rescore is None else join_rows([rows, baseline[1]])
+            rescored = self._generation.rewards.rescore is not None
+            held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
             kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
             group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
@@ -336,15 +350,14 @@ class GroupWriter:
 
     def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
-        assert self._plan is not None
         batch, place = divmod(number, self._rule.places)
         generation = self._generation
-        if place >= SHOWN_PROMPTS or not generation.shows(self._plan.step + batch):
+        if place >= SHOWN_PROMPTS or not generation.shows(self.plan.step + batch):
             return []
         decode = generation.engine.decode
         samples = generation.sampling.samples
         examples = [self._example(prompt)]
-        names = generation.reward_names[: done.scores.shape[1]]  # models reward it where it is trained
+        names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
         return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
@@ -389,16 +402,14 @@ class GroupWriter:
 
     async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
         """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
-        assert self._plan is not None
         if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
             return None
-        return self._prompts.replace(group, self._plan)
+        return self._prompts.replace(group, self.plan)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""
         del group, number
-        assert self.resident is not None
-        return await self.resident.ask(request)
+        return await self.leader.ask(request)
 
     async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         generation = self._generation
@@ -418,22 +429,20 @@ class GroupWriter:
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
-        rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
+        rows = to_rows([example], done, sampling, generation.form)
         return done, rows
 
     def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
         """Runner of episodes of a group."""
         del group
-        setup = self._generation.episodes
-        assert setup is not None and self.resident is not None
+        setup = self._generation.setup
         policy = policy_setup(setup, part.sampling)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
-        runner.resident = self.resident
+        runner.resident = self.leader
         return runner
 
     async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        setup = self._generation.episodes
-        assert setup is not None
+        setup = self._generation.setup
         runner = self._runner(group, part)
         episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]
