@@ -107,7 +107,6 @@ SHARED_DEFINITIONS = {
     "log": ("compiled_kernels", "models", "rollout"),
     "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
     "Node": ("algos.explanation", "rollout.episodes"),
-    "function_tool": ("foreign.verl_modules", "serve.asks"),  # once by the name that verl has
     "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
 

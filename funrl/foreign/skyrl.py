@@ -7,15 +7,16 @@ of it. Written for skyrl-gym 0.4; reference: https://docs.skyrl.ai
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
-from funrl.environments.agents import POLICY
 from funrl.environments.builtin.load import FLAG
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment
+from funrl.foreign.shapes import AdaptedEnvironment
 from funrl.foreign.turns import text_turns
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Message
@@ -42,33 +43,27 @@ def load_skyrl(name: str, config: Mapping[str, Any] | None = None) -> Environmen
         raise LoadError(f"it needs skyrl-gym ({error}): pip install skyrl-gym") from error
     if name not in skyrl_gym.registry:
         raise LoadError(f"skyrl-gym has no environment {name!r}; it has {', '.join(sorted(skyrl_gym.registry))}")
-    return _SkyRL(lambda **arguments: skyrl_gym.make(name, **arguments), config)
+    return skyrl_environment(functools.partial(skyrl_gym.make, name), config)
 
 
-def skyrl_environment(kind: Any, config: Mapping[str, Any] | None = None) -> Environment:
-    """An environment of a class with `init`, `step` and `close`. Raises TypeError if it lacks one."""
-    missing = [name for name in TEXT_ENV_METHODS if not hasattr(kind, name)]
-    if missing or not callable(kind):
-        raise TypeError(f"{kind!r:.100} is no environment of SkyRL-gym: it lacks {', '.join(missing) or 'a call'}")
-    return _SkyRL(kind, config)
+def skyrl_environment(make: Any, config: Mapping[str, Any] | None = None) -> Environment:
+    """An environment of a class with `init`, `step` and `close`, or of what makes its objects.
 
+    Args:
+      make: takes `env_config`, and `extras`, the fields of the record.
 
-class _SkyRL:
-    """See `load_skyrl`. `make` takes `env_config` and `extras`, the fields of the record."""
+    Raises:
+      TypeError: a class lacks a method.
+    """
+    missing = [name for name in TEXT_ENV_METHODS if isinstance(make, type) and not hasattr(make, name)]
+    if missing or not callable(make):
+        raise TypeError(f"{make!r:.100} is no environment of SkyRL-gym: it lacks {', '.join(missing) or 'a call'}")
 
-    agents = (POLICY,)
-
-    def __init__(self, make: Callable[..., Any], config: Mapping[str, Any] | None):
-        self._make = make
-        self._config = dict(config or {})
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Alternate turns of the policy and of a new environment."""
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
         extras = {"seed": seed, **copy.deepcopy(example.fields)}
-        environment = await call(self._make, env_config=dict(self._config), extras=extras)
+        environment = await call(make, env_config=dict(config or {}), extras=extras)
         try:
-            prompt = list(map(dict, example_messages(example)))
-            messages, _ = await call(environment.init, prompt)
+            messages, _ = await call(environment.init, list(map(dict, example_messages(example))))
 
             async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
                 output = await call(environment.step, text)
@@ -78,3 +73,5 @@ class _SkyRL:
             return await text_turns(policy, messages, act)
         finally:
             await call(environment.close)
+
+    return AdaptedEnvironment(run)

@@ -16,12 +16,10 @@ import contextlib
 import inspect
 import itertools
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from numbers import Real
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
@@ -32,6 +30,7 @@ from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.foreign.recorded import RecordedReplies
+from funrl.foreign.shapes import record_kind
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Node, Status
 from funrl.rollout.policy import LimitReached, Policy
@@ -206,7 +205,7 @@ class _Tinker:
             transitions.append(_transition(observation, node, reason, step))
             observation, stop, done = step.next_observation, step.next_stop_condition, bool(step.episode_done)
         earned = math.fsum(rewards.values())
-        trajectory = _shape("Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
+        trajectory = record_kind(TYPES, "Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
         ends = policy.ends()
         self._members[ends[-1].leaf] = _Member(group, env, trajectory, earned)
         return Episode(ends, {POLICY: earned}, rewards, parts=_means(transitions), status=status)
@@ -342,8 +341,8 @@ def _extra_of(env: Any, reason: str) -> dict[str, Any]:
 
 def _transition(observation: Any, node: Node, reason: str, step: Any) -> Any:
     logp = None if node.sampling_logp is None else node.sampling_logp.tolist()
-    action = _shape("TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
-    return _shape("Transition")(
+    action = record_kind(TYPES, "TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
+    return record_kind(TYPES, "Transition")(
         ob=observation,
         ac=action,
         reward=step.reward,
@@ -351,11 +350,6 @@ def _transition(observation: Any, node: Node, reason: str, step: Any) -> Any:
         metrics=dict(getattr(step, "metrics", None) or {}),
         logs=dict(getattr(step, "logs", None) or {}),
     )
-
-
-def _shape(name: str) -> Callable[..., Any]:
-    """A record of tinker-cookbook if it is imported, else one with the same names."""
-    return getattr(sys.modules.get(TYPES), name, SimpleNamespace)
 
 
 def _means(transitions: Sequence[Any]) -> dict[str, float]:

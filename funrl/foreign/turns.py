@@ -15,8 +15,14 @@ from funrl.rollout.policy import LimitReached, Policy
 Act = Callable[[str], Awaitable[tuple[Sequence[Message], float | None, bool]]]
 
 
-async def text_turns(policy: Policy, messages: Sequence[Message], act: Act) -> Episode:
+async def text_turns(
+    policy: Policy, messages: Sequence[Message], act: Act, written: Callable[[Reply], str] | None = None
+) -> Episode:
     """Let the policy and an environment take turns.
+
+    Args:
+      act: answers the text of a reply.
+      written: the text of a reply; None: `written_text`.
 
     The reward of the episode is the sum of its turns' rewards; it is unscored if all of them are None. A limit ends it
     with the rewards so far.
@@ -31,7 +37,7 @@ async def text_turns(policy: Policy, messages: Sequence[Message], act: Act) -> E
         except LimitReached as limit:
             status = limit.status
             break
-        answer, reward, ended = await act(written_text(policy, reply))
+        answer, reward, ended = await act(written(reply) if written else written_text(policy, reply))
         policy.answered((answer, reward, ended))
         if reward is not None:
             rewards[trajectory.leaf] = float(reward)
