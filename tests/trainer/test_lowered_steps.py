@@ -1,5 +1,6 @@
 """Gradients, scores and updates of a run in JAX against those in torch."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -48,7 +49,7 @@ def both(recipe="grpo", sizes=(), remat="none", **settings):
     rows, state, _ = scored_batch(run, state)
     programs = XlaPrograms(remat)
     roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
-    return run, run._replace(parts=run.parts._replace(roles=roles)), state, rows, programs
+    return run, run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state, rows, programs
 
 
 def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):

@@ -1,5 +1,6 @@
 """Steps on a device of torch_xla, the one of PJRT for CPUs, against those in torch."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ def on_device(run, state):
     """The run with its steps on the device."""
     programs = TorchXlaPrograms()
     roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
-    return run._replace(parts=run.parts._replace(roles=roles)), state
+    return run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state
 
 
 def steps_of(run, state):

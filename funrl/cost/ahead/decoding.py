@@ -88,7 +88,7 @@ def decoding_problem(job: Job) -> str | None:
     settings = job.settings
     model = job.models[job.main_role]
     reasons = {
-        f"--engine={settings.engines.engine} decodes by itself": settings.engines.engine != "native",
+        f"--engine={settings.engines.engine} decodes by itself": not settings.engines.abilities.own_steps,
         "--place gives generation other chips": settings.devices.place is not None,
         "--speculate drafts tokens on the host": bool(settings.engines.speculate),
         "--router_replay records experts in torch": settings.routers.router_replay,
@@ -114,7 +114,6 @@ def decoding_plan(job: RLJob, tokens: int, hardware: Hardware, resident: float) 
     with pretended(job.sizes) as mesh:
         whole = build(job, mesh, quiet)
         generator = whole.generator
-        assert generator is not None
         if generator.base is not None:
             return "adapters are beside the weights of a base"
         own_bytes = engine_bytes(job, whole, generator)[0] + agent_bytes(job, whole)

@@ -13,10 +13,10 @@ from funrl.cost.ahead.steps import CompiledSteps, compile_steps
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
 from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass
 from funrl.cost.tracing.hardware import HARDWARE, Hardware
-from funrl.mesh.explain import size, table
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.text import SHORT, text
 from funrl.trainer.jobs.job import Job, RLJob

@@ -17,12 +17,13 @@ import torch
 from funrl import trees
 from funrl.mesh.mesh import AXES, single
 from funrl.optim import layouts_of
-from funrl.trainer.jobs.build import Parts, build, on_mesh
+from funrl.trainer.jobs.build import build, on_mesh
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.lowered.mesh_programs import DONATED, MeshPlace, MeshPrograms
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
 from funrl.trainer.steps.router_losses import Choices, token_count
 from funrl.trainer.steps.score import score
