@@ -32,9 +32,9 @@ from funrl.foreign.shapes import (
     checked_call,
     failed_output,
     seeded_prompts,
+    text_turns,
     with_observation,
 )
-from funrl.foreign.turns import text_turns
 from funrl.loading import LoadError
 from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Episode, Message

@@ -1,4 +1,4 @@
-"""Parts of adapters of frameworks: the environment, checked calls, scores and records."""
+"""Parts of adapters of frameworks: the environment, turns of text, replies in token ids, checked calls, scores."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from funrl.data.prompts import Example
-from funrl.environments.adapters import ToolOutput, error_text
+from funrl.environments.adapters import ToolOutput, error_text, to_last_turn
 from funrl.environments.agents import POLICY
 from funrl.environments.answer_rewards import AnswerReward
 from funrl.environments.calls import call
+from funrl.environments.chat import TemplateChat
 from funrl.environments.forms.tool_calls import argument_problem
-from funrl.rollout.episodes import Episode, Message
-from funrl.rollout.policy import Policy
+from funrl.rollout.episodes import Episode, Message, Node, Reply, Status, Trajectory
+from funrl.rollout.policy import LimitReached, Policy, Tools
 
 LARGEST_SEED = 1 << 31
 
@@ -38,6 +39,126 @@ class AdaptedEnvironment:
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Run one episode."""
         return await self._run(policy, example, seed)
+
+
+# text of a reply -> messages that answer it, its reward or None, whether the episode ends
+Act = Callable[[str], Awaitable[tuple[Sequence[Message], float | None, bool]]]
+
+
+async def text_turns(
+    policy: Policy, messages: Sequence[Message], act: Act, written: Callable[[Reply], str] | None = None
+) -> Episode:
+    """Let the policy and an environment take turns.
+
+    Args:
+      act: answers the text of a reply.
+      written: the text of a reply; None: `written_text`.
+
+    The reward of the episode is the sum of its turns' rewards; it is unscored if all of them are None. A limit ends it
+    with the rewards so far.
+    """
+    trajectory = policy.start(messages)
+    rewards: dict[Node, float] = {}
+    status: Status = "done"
+    ended = False
+    while not ended:
+        try:
+            reply, trajectory = await policy.sample(trajectory)
+        except LimitReached as limit:
+            status = limit.status
+            break
+        answer, reward, ended = await act(written(reply) if written else written_text(policy, reply))
+        policy.answered((answer, reward, ended))
+        if reward is not None:
+            rewards[trajectory.leaf] = float(reward)
+        if not ended:
+            trajectory = policy.extend(trajectory, answer)
+    total = math.fsum(rewards.values()) if rewards else None
+    return Episode([to_last_turn(trajectory)], {POLICY: total}, rewards, status=status)
+
+
+def written_text(policy: Policy, reply: Reply) -> str:
+    """The whole text of a reply, calls and thoughts included, without the token that ended it."""
+    chat = policy.chat
+    if not isinstance(chat, TemplateChat):
+        return str(reply.message["content"])
+    ids = reply.tokens[:-1] if reply.finish == "stop" else reply.tokens
+    return str(chat.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+class RecordedReplies:
+    """The replies of one episode, each to a prompt of token ids.
+
+    A prompt that begins with all tokens of an earlier reply continues that reply's trajectory.
+    """
+
+    def __init__(self, policy: Policy):
+        self._policy = policy
+        self._begun: list[tuple[list[int], Trajectory]] = []
+        self._ends: list[tuple[list[int], Trajectory]] = []
+
+    def begin(self, messages: Sequence[Mapping[str, object]], tools: Tools = ()) -> list[int]:
+        """Token ids of a conversation up to the policy's turn, whose messages the record then has."""
+        trajectory = self._policy.start(messages, tools)
+        tokens = trajectory.token_ids()
+        self._begun.append((tokens, trajectory))
+        return tokens
+
+    async def reply(self, prompt: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()) -> Node:
+        """Sample a reply to a prompt.
+
+        Raises:
+          LimitReached: a limit of the episode leaves no room for a turn.
+        """
+        prompt = list(prompt)
+        _, end = await self._policy.sample(self._opened(prompt), max_tokens, stop)
+        self._ends.append(([*prompt, *end.leaf.tokens], end))
+        return end.leaf
+
+    def end_of(self, tokens: Sequence[int], mask: Sequence[int]) -> Trajectory:
+        """The recorded trajectory of a framework's own record of a conversation, up to its last reply.
+
+        Args:
+          tokens: [N] ids of the conversation, which may be cut off.
+          mask: [N] whether the policy sampled each token.
+
+        Raises:
+          ValueError: the policy did not sample these tokens where the mask says so.
+        """
+        tokens = list(tokens)
+        if len(mask) != len(tokens):
+            raise ValueError(f"its mask has {len(mask)} entries for {len(tokens)} tokens")
+        common = [_common(ids, tokens) for ids, _ in self._ends]
+        whole = [n for n, (ids, _) in enumerate(self._ends) if common[n] == min(len(ids), len(tokens))]
+        if not whole:
+            raise ValueError(
+                f"its token {max(common, default=0)} of {len(tokens)} is not that of the {len(common)} replies that "
+                "were sampled; give the ids of replies as they are"
+            )
+        chosen = max(whole, key=lambda n: (common[n], -len(self._ends[n][0])))
+        end = self._ends[chosen][1]
+        sampled = [node.sampled for node in end.nodes() for _ in node.tokens][: len(tokens)]
+        sampled += [False] * (len(tokens) - len(sampled))
+        for place, (own, given) in enumerate(zip(sampled, mask, strict=True)):
+            if own != bool(given):
+                fact = "sampled" if own else "not sampled"
+                raise ValueError(f"its mask is {given} at token {place} of {len(tokens)}, which was {fact}")
+        return end
+
+    def _opened(self, prompt: list[int]) -> Trajectory:
+        """The trajectory of a prompt: the longest known one that it begins with, and the rest."""
+        known = [(ids, end) for ids, end in (*self._begun, *self._ends) if ids == prompt[: len(ids)]]
+        if not known:
+            return self._policy.start(prompt)
+        ids, end = max(known, key=lambda pair: len(pair[0]))
+        rest = prompt[len(ids) :]
+        return self._policy.extend(end, rest) if rest else end
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common begin of two lists."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def seeded_prompts(instruction: str, episodes: int) -> Callable[[int], Sequence[Mapping[str, Any]]]:

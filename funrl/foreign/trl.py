@@ -33,8 +33,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.recorded import RecordedReplies
-from funrl.foreign.shapes import AdaptedEnvironment, checked_call, taken_values, with_observation
+from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, checked_call, taken_values, with_observation
 from funrl.loading import load_object
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.rollout.policy import LimitReached, Policy

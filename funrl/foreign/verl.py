@@ -34,8 +34,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.recorded import RecordedReplies
-from funrl.foreign.shapes import AdaptedEnvironment, answer_score, checked_call, record_kind
+from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, answer_score, checked_call, record_kind
 from funrl.loading import LoadError, load_object
 from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Episode, Trajectory
