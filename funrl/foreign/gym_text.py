@@ -2,7 +2,7 @@
 
 | --env | environment |
 |---|---|
-| gymnasium:ID, gymnasium:FILE.py:NAME | a class with `reset` and `step`; for gymnasium 1.4, https://gymnasium.farama.org |
+| gymnasium:ID, gymnasium:FILE.py:NAME | a class with `reset` and `step`; gymnasium 1.4, https://gymnasium.farama.org |
 | skyrl:ID, skyrl:FILE.py:NAME | a class with `init`, `step`, `close`; for skyrl-gym 0.4, https://docs.skyrl.ai |
 
 Neither need be installed for a class that imports nothing of it.
