@@ -26,20 +26,7 @@ from funrl.flags.foreign.meaning import (
 
 # Recipes that do not sample.
 TEXT_RECIPES = frozenset(
-    (
-        "sft",
-        "eaft",
-        "asft",
-        "dpo",
-        "simpo",
-        "cpo",
-        "orpo",
-        "alphapo",
-        "tpo",
-        "kto",
-        "reward_model",
-        "process_reward_model",
-    )
+    re.findall(r"\w+", "sft eaft asft dpo simpo cpo orpo alphapo tpo kto reward_model process_reward_model")
 )
 _TABLE = """
 model_name_or_path | | model={}
@@ -399,12 +386,9 @@ def _steps(query: NameQuery) -> str:
 
 # ---- losses
 
-_PAIR_LOSSES = set(
-    re.findall(
-        r"\w+",
-        "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
-        "sigmoid_norm sft",
-    )
+_PAIR_LOSSES = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
+    "sigmoid_norm sft"
 )
 _NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
 _BATCHED = {"aot", "aot_unpaired", "sft"}  # of the pairs or tokens of a micro-batch
@@ -423,7 +407,7 @@ def _pair_weights(query: NameQuery) -> dict[str, Fraction]:
         numbers = {name: Fraction(weight) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
         numbers = {}
-    if len(numbers) < len(names) or not set(names) <= _PAIR_LOSSES or not set(names) - {"sft"}:
+    if len(numbers) < len(names) or not set(names) <= set(_PAIR_LOSSES.split()) or not set(names) - {"sft"}:
         raise DifferentError(f"loss_type={query.text}: different losses of pairs are needed, with a weight each")
     if min(numbers.values()) < 0:
         raise DifferentError(f"loss_type={query.text}: a weight of at least 0 is needed")
