@@ -21,6 +21,7 @@ from typing import NamedTuple
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
+from funrl.flags.foreign import trl, verl
 from funrl.flags.foreign.files import flattened
 from funrl.flags.foreign.meaning import (
     DifferentError,
@@ -30,8 +31,8 @@ from funrl.flags.foreign.meaning import (
     is_none,
     is_same,
 )
-from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL, guess_trainer, recipe_of_trainer
-from funrl.flags.foreign.verl import DEFAULTS, VERL, decides_nothing, is_of_verl, recipe_of
+from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL
+from funrl.flags.foreign.verl import DEFAULTS, VERL
 from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 
@@ -109,18 +110,18 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
     of_script = content.pop("recipe", None)
     mesh: dict[str, str] = {}
     try:
-        if any(map(is_of_verl, content)):
+        if any(map(verl.is_of_verl, content)):
             library = VERL
             source = "verl's configuration"
             theirs = DEFAULTS | content
-            recipe = recipe_of(theirs)
+            recipe = verl.recipe_of(theirs)
         else:
             library = TRL
             trainer = _trainer(path, content, recipe or of_script)
             theirs = COMMON | TRAINERS[trainer] | content
             title = "Reward" if trainer == "reward_model" else trainer.upper()
             source = f"TRL's {title}Config" + ("" if recipe or of_script else "; --recipe names another")
-            recipe = recipe_of_trainer(trainer, theirs)
+            recipe = trl.recipe_of_trainer(trainer, theirs)
             mesh = {"mesh": f"dp{devices}"} if devices > 1 else {}
     except DifferentError as error:
         raise SettingsError(f"{path}: {error}") from error
@@ -140,7 +141,7 @@ def _trainer(path: str, content: Mapping[str, str], recipe: str | None) -> str:
     """The recipe of TRL's trainer. Raises: SettingsError."""
     if recipe is not None and recipe not in TRAINERS:
         raise SettingsError(f"--recipe={recipe}: TRL's trainers are {', '.join(TRAINERS)} here")
-    trainer = recipe or guess_trainer(content)
+    trainer = recipe or trl.guess_trainer(content)
     if trainer is None:
         raise SettingsError(f"{path}: several of TRL's trainers have these names; give --recipe={'|'.join(TRAINERS)}")
     return trainer
@@ -173,7 +174,7 @@ def _meaning(library: Library, name: str, text: str, context: NameContext) -> Me
     """The meaning of a value, also for names that are in no table."""
     if name in library.rows:
         return library.meaning(name, text, context)
-    if decides_nothing(name):
+    if trl.decides_nothing(name) or verl.decides_nothing(name):
         return Meaning({}, "has no effect on results")
     return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", differs=True)
 

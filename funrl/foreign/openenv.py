@@ -11,6 +11,7 @@ OpenEnv need not be installed here. Written for OpenEnv 0.10; reference: https:/
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
@@ -97,7 +98,7 @@ def load_openenv(
                 episode = await _calls(policy, connection, messages, tools)
             else:
                 episode = await _replies(policy, connection, messages, reply)
-            await connection.send(json.dumps({"type": "close"}))
+            await _send(connection, {"type": "close"})
         if score is None:
             return episode
         (end,) = episode.ends
@@ -143,7 +144,7 @@ async def _ask(connection: Any, kind: str, data: Mapping[str, Any]) -> dict[str,
       StepError: the action is wrong or failed.
       ConnectionError: the server has no room, or its environment is broken.
     """
-    await connection.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
+    await _send(connection, {"type": kind, "data": dict(data)})
     answer = json.loads(await connection.recv())
     content = answer.get("data") or {}
     if answer.get("type") != "error":
@@ -152,6 +153,14 @@ async def _ask(connection: Any, kind: str, data: Mapping[str, Any]) -> dict[str,
     if kind == "step" and content.get("code") in TOLD_ERRORS:
         raise StepError(problem)
     raise ConnectionError(f"the OpenEnv server answers {kind} with {content.get('code')}: {problem}")
+
+
+async def _send(connection: Any, message: Mapping[str, Any]) -> None:
+    """Send a message; of a server that has closed the connection, the last one that it sent says why."""
+    from websockets.exceptions import ConnectionClosed  # type: ignore[import-not-found]
+
+    with contextlib.suppress(ConnectionClosed):
+        await connection.send(json.dumps(message, default=str))
 
 
 async def _mcp_tools(connection: Any) -> list[dict[str, Any]]:
