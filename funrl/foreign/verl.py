@@ -218,24 +218,12 @@ class _Settings(dict):
 
 
 def _loop_config(given: Mapping[str, Any]) -> Any:
-    """The configuration that an agent loop reads."""
-    turns = _Settings(
-        max_user_turns=None,
-        max_assistant_turns=None,
-        max_parallel_calls=1 << 10,
-        max_tool_response_length=MOST_RESPONSE_TOKENS,
-        tool_response_truncate_side="right",
-        format="hermes",
-    )
-    rollout = _Settings(
-        name="vllm",
-        prompt_length=MOST_RESPONSE_TOKENS,
-        response_length=MOST_RESPONSE_TOKENS,
-        multi_turn=turns,
-        full_determinism=False,
-        calculate_log_probs=True,
-    )
-    rollout |= {name: _Settings(turns | value) if name == "multi_turn" else value for name, value in given.items()}
+    """The configuration that an agent loop reads. Lengths are those of `MOST_RESPONSE_TOKENS`."""
+    lengths = dict.fromkeys(("prompt_length", "response_length"), MOST_RESPONSE_TOKENS)
+    turns = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1 << 10, "format": "hermes"}
+    turns |= {"max_tool_response_length": MOST_RESPONSE_TOKENS, "tool_response_truncate_side": "right"}
+    rollout = {"name": "vllm", "full_determinism": False, "calculate_log_probs": True, **lengths, **given}
+    rollout["multi_turn"] = _Settings({**turns, **given.get("multi_turn", {})})
     return _Settings(actor_rollout_ref=_Settings(rollout=_Settings(rollout)), data=_Settings())
 
 
