@@ -14,13 +14,13 @@ from small_runs import GRPO, MEASURED, PPO, begin, gradients, one_step, relative
 
 from funrl.cli import main as cli
 from funrl.mesh.mesh import single
-from funrl.trainer.lowered.xla_device import TorchXlaPrograms
+from funrl.trainer.lowered.programs import with_programs
+from funrl.trainer.lowered.torch_xla_steps import torch_xla_device
 
 
 def on_device(run, state):
     """The run with its steps on the device."""
-    programs = TorchXlaPrograms()
-    roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
+    roles = with_programs(run.parts.roles, torch_xla_device(run.parts.roles))
     return run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state
 
 

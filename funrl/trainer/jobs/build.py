@@ -40,7 +40,6 @@ from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.models import asked_models, base_role, companion_of
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
-from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
@@ -151,11 +150,16 @@ def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | No
     parts = build(job, with_devices(mesh, job.settings), note)
     if isinstance(parts, GeneratingParts):
         parts = dataclasses.replace(parts, pool=pool)
-    return dataclasses.replace(parts, roles=with_backend(parts.roles, job.settings, note, on_mesh(job, parts.roles)))
+    return dataclasses.replace(parts, roles=with_backend(parts.roles, job.settings, note, *on_mesh(job, parts.roles)))
 
 
-def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
-    """The roles of a run, which has them on one process, as they are on a mesh of devices that it drives."""
+def on_mesh(
+    job: Job, roles: Mapping[str, Role]
+) -> tuple[Callable[[str, Mesh], Placed], Callable[[str, Placed], Transformation]]:
+    """Functions that give the roles of one process on a mesh of devices that it drives.
+
+    Returns: (name of a role, mesh) -> its model; and (name of a role that learns, its model) -> its optimizer.
+    """
 
     def place_role(name: str, mesh: Mesh) -> Placed:
         shared = name not in job.models  # stored as the weights that the run begins with
@@ -164,7 +168,7 @@ def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
     def optimize(name: str, placed: Placed) -> Transformation:
         return optimizer_of(job, name, placed, roles[name].first_step)
 
-    return OnMesh(place_role, optimize, job.settings.devices.remat)
+    return place_role, optimize
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
