@@ -22,9 +22,9 @@ from funrl.api.arguments import (
     check_place,
     checked_settings,
     checked_value,
-    environment_given,
-    functions_of,
+    given_of,
     mesh_text,
+    split_arguments,
     with_keywords,
 )
 from funrl.api.python import RECORDS
@@ -136,14 +136,9 @@ def evaluate(
     numbers = {"step": step, "limit": limit, "seed": seed}
     step, limit, seed = (checked_value(table[name], value) for name, value in numbers.items())
     stored = find_stored_model(model, step)
-    environment, of_env = environment_given(env, env_args)
-    given = Given(
-        environment=environment,
-        rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
-        eval_records=None if data is None or isinstance(data, (str, Path)) else data,
-    )
-    named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
-    named |= ({"reward": reward} if isinstance(reward, str) else {}) | of_env
+    texts, objects = split_arguments(eval_data=data, reward=reward, env=env, env_args=env_args)
+    given = given_of(objects)
+    named = {"data" if name == "eval_data" else name: text for name, text in texts.items()}
     if "mesh" in settings:
         named["mesh"] = mesh_text(settings["mesh"])
     chosen = settings_of_stored("evaluate", stored, {**settings, **named}, given, seed)
