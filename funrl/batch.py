@@ -188,7 +188,7 @@ def with_across(batch: Batch, across: Across) -> Batch:
 # ---- recording
 
 
-class Reads(NamedTuple):
+class FieldReads(NamedTuple):
     """Fields that are read.
 
     Attributes:
@@ -199,15 +199,15 @@ class Reads(NamedTuple):
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
 
-    def __or__(self, other: Reads) -> Reads:  # type: ignore[override]
+    def __or__(self, other: FieldReads) -> FieldReads:  # type: ignore[override]
         required = self.required | other.required
-        return Reads(required, (self.optional | other.optional) - required)
+        return FieldReads(required, (self.optional | other.optional) - required)
 
-    def __sub__(self, names: Iterable[str]) -> Reads:
-        return Reads(self.required - frozenset(names), self.optional - frozenset(names))
+    def __sub__(self, names: Iterable[str]) -> FieldReads:
+        return FieldReads(self.required - frozenset(names), self.optional - frozenset(names))
 
 
-class Seen:
+class ReadRecord:
     """Fields that have been read of a recording batch so far, and the terms that ran on it.
 
     Attributes:
@@ -222,14 +222,14 @@ class Seen:
         self.terms: list[tuple[Any, str, Tensor, Tensor]] = []
 
     @property
-    def reads(self) -> Reads:
-        return Reads(frozenset(self.required)) | Reads(optional=frozenset(self.optional))
+    def reads(self) -> FieldReads:
+        return FieldReads(frozenset(self.required)) | FieldReads(optional=frozenset(self.optional))
 
 
 class _Recording(Batch):
     """A batch that tells what is read of it; fields that its reader has put in itself are no reads."""
 
-    def __init__(self, like: Batch, held: Mapping[str, Value], seen: Seen, made: frozenset[str]):
+    def __init__(self, like: Batch, held: Mapping[str, Value], seen: ReadRecord, made: frozenset[str]):
         super().__init__(like._schema, **held)
         object.__setattr__(self, "_across", like._across)
         object.__setattr__(self, "_seen", seen)
@@ -249,19 +249,19 @@ class _Recording(Batch):
         return _Recording(self, fields, self._seen, self._made | frozenset(replaced))
 
 
-def recording(batch: Batch, *, by_piece: bool = True) -> tuple[Batch, Seen]:
+def recording(batch: Batch, *, by_piece: bool = True) -> tuple[Batch, ReadRecord]:
     """The batch, and what has been read of it: attribute access is a required read, `get` an optional one.
 
     `_replace` keeps recording; a field that was replaced is its reader's own and no longer a read.
 
     Args:
-      by_piece: as in `Seen`.
+      by_piece: as in `ReadRecord`.
     """
-    seen = Seen(by_piece=by_piece)
+    seen = ReadRecord(by_piece=by_piece)
     return _Recording(batch, batch._held, seen, frozenset()), seen
 
 
-def seen_of(batch: Batch) -> Seen | None:
+def seen_of(batch: Batch) -> ReadRecord | None:
     """The record of a recording batch; None for a batch that does not record."""
     return batch._seen if isinstance(batch, _Recording) else None
 

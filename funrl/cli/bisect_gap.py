@@ -14,7 +14,7 @@ from typing import cast
 
 from funrl.cli.replay import Notes, recorded_command
 from funrl.cli.run import PLAIN
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.gap_row import GAP_FOLDER, newest_gap
 from funrl.trainer.gap_search import GapSearch, search_gap
@@ -38,7 +38,7 @@ def bisect_gap(run_dir: str) -> int:
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     try:
         program = functools.partial(_rank, job, path)
-        search = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
+        search = launch(program, job.sizes, job.device, PLAIN, waiting=WaitLimits(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2

@@ -21,7 +21,7 @@ CHANCES = 0xC4A2CE  # separates their random streams from those of the shuffles
 AnyItem = TypeVar("AnyItem")
 
 
-class Reordered(Sequence[AnyItem]):
+class ReorderedItems(Sequence[AnyItem]):
     """Some items of a sequence, each read on access.
 
     Args:
@@ -39,14 +39,14 @@ class Reordered(Sequence[AnyItem]):
     @overload
     def __getitem__(self, index: int) -> AnyItem: ...
     @overload
-    def __getitem__(self, index: slice) -> Reordered[AnyItem]: ...
-    def __getitem__(self, index: int | slice) -> AnyItem | Reordered[AnyItem]:
+    def __getitem__(self, index: slice) -> ReorderedItems[AnyItem]: ...
+    def __getitem__(self, index: int | slice) -> AnyItem | ReorderedItems[AnyItem]:
         if isinstance(index, slice):
-            return Reordered(self.items, self.places[index])
+            return ReorderedItems(self.items, self.places[index])
         return self.items[self.places[index]]
 
 
-class Taken(NamedTuple):
+class OrderedItems(NamedTuple):
     """Items taken from the order.
 
     Attributes:
@@ -82,7 +82,7 @@ def places_in_order(items: Sequence[object], count: int, seed: int, position: in
 
 def take_next(
     items: Sequence[object], count: int, seed: int, position: int, weights: np.ndarray | None = None
-) -> Taken:
+) -> OrderedItems:
     """Take the next items of the order, by rejection sampling if there are weights.
 
     The item at a position is taken with the probability weight / largest weight, by a random number that the seed and
@@ -98,7 +98,7 @@ def take_next(
     """
     if weights is None or not count:
         end = position + count
-        return Taken(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
+        return OrderedItems(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
     chance_N = weights / weights.max()
     span = 2 * count
     positions: list[int] = []
@@ -110,7 +110,7 @@ def take_next(
         places += come_up[taken].tolist()
         position += span
         span = min(2 * span, max(len(items), 2 * count))
-    return Taken(np.array(positions), np.array(places), positions[-1] + 1)
+    return OrderedItems(np.array(positions), np.array(places), positions[-1] + 1)
 
 
 def order_digest(items: Sequence[object], seed: int, lengths: Sequence[int] = ()) -> int:

@@ -23,7 +23,7 @@ from einops import rearrange
 
 from funrl.data.json_lines import DataError
 from funrl.data.processors.form import PictureForm, fixed_size, picture_parts
-from funrl.data.processors.reading import Reading, ReadPatches
+from funrl.data.processors.reading import PictureReading, ReadPatches
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.kinds import OwnedLines
@@ -250,17 +250,17 @@ def inner_pictures(messages: object) -> list[Any]:
     return [part["image"] for part in parts if isinstance(part, Mapping) and part.get("image") is not None]
 
 
-class Expanded(NamedTuple):
+class ExpandedTokens(NamedTuple):
     """Token ids with a placeholder for each token of the pictures, and the values of these."""
 
     tokens: list[int]
     owned: OwnedLines
 
 
-def reading_of(tokenizer: object) -> Reading | None:
+def reading_of(tokenizer: object) -> PictureReading | None:
     """The way to read pictures in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
     form = picture_form_of(tokenizer)
-    return None if form is None else Reading(_reader(form), form.counts_as_alone)
+    return None if form is None else PictureReading(_reader(form), form.counts_as_alone)
 
 
 def _reader(form: PictureForm) -> ReadPatches:
@@ -273,7 +273,7 @@ def expand_placeholders(
     form: PictureForm,
     read: ReadPatches | None = None,
     together: Sequence[int] | None = None,
-) -> Expanded:
+) -> ExpandedTokens:
     """Token ids with all placeholders.
 
     Args:
@@ -314,7 +314,7 @@ def expand_placeholders(
         PATCHES: torch.from_numpy(seen[0][0] if len(seen) == 1 else np.concatenate([none, *(x for x, _ in seen)])),
         GRIDS: torch.tensor([grid for _, grid in seen], dtype=torch.int64).reshape(-1, 2),
     }
-    return Expanded(ids, owned_lines(values))
+    return ExpandedTokens(ids, owned_lines(values))
 
 
 def _tokens_before_pictures(tokens: Sequence[int], form: PictureForm) -> int:
@@ -329,7 +329,7 @@ def one_placeholder_each(tokens: Sequence[int], owned: OwnedLines, form: Picture
     return collapsed(form.tower, tokens, grids_of(owned.values[GRIDS]))
 
 
-def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, form: PictureForm) -> list[bool]:
+def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: ExpandedTokens, form: PictureForm) -> list[bool]:
     """Flags of the tokens of `expand_placeholders`: false at placeholders and at what was put before the text.
 
     Args:

@@ -13,7 +13,7 @@ from funrl.data.columns import rename_columns
 from funrl.data.conversations import Text
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
-from funrl.data.order import Reordered
+from funrl.data.order import ReorderedItems
 from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
@@ -66,7 +66,7 @@ def examples_ahead(examples: Sequence[object], places: Iterable[int]) -> Iterato
 
 def _file_of(examples: Sequence[object], place: int) -> tuple[Sequence[Any], int]:
     """The file, or other sequence, that an example is in, and its index there."""
-    if isinstance(examples, Reordered):
+    if isinstance(examples, ReorderedItems):
         return _file_of(examples.items, examples.places[place])
     return examples.located(place) if isinstance(examples, Mixture) else (examples, place)
 

@@ -26,7 +26,7 @@ from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment, ReturnError
 from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
-from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
+from funrl.rewards.call import CompletedRow, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
 from funrl.rollout.policy import LimitReached, Policy, Tools
@@ -297,7 +297,7 @@ class _SingleTurn:
             return Episode([trajectory], {trajectory.agent: None})
         messages = example.messages if example.conversational else None
         text = str(reply.message["content"])
-        row = Completed(example.text, text, example.fields, completion_ids=reply.tokens, messages=messages)
+        row = CompletedRow(example.text, text, example.fields, completion_ids=reply.tokens, messages=messages)
         if self._reward.awaited:
             (outcome,) = await awaited_outcomes(self._reward, [row])
         else:

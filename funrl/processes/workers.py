@@ -26,7 +26,7 @@ import torch
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.output import flush_output, lasting_output
 from funrl.processes.parent import end_with_parent
-from funrl.processes.watch import Waiting, Watch
+from funrl.processes.watch import WaitLimits, Watch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
 REPORT_S = 4.0  # how long one that has failed may take to end, before it is ended without its report
@@ -56,7 +56,7 @@ class RankProgram(NamedTuple):
     plain: tuple[type[Exception], ...]
 
 
-def run_processes(task: RankProgram, count: int, fork: bool, waiting: Waiting) -> Any:
+def run_processes(task: RankProgram, count: int, fork: bool, waiting: WaitLimits) -> Any:
     """Run a task in `count` processes and end all of them when one fails or the user interrupts.
 
     Args:

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from funrl.serve import chat_completions, connections, generate, messages, responses
-from funrl.serve.aside import Aside, decode_json
 from funrl.serve.asks import Ask, BadRequest, Body
 from funrl.serve.history import request_digest
+from funrl.serve.request_thread import RequestThread, decode_json
 from funrl.serve.session import DecodeIds, Exchange, Session, replies_again
 from funrl.serve.streams import TextStream
 
@@ -124,7 +124,7 @@ class _Server:
         self._sessions = sessions
         self._model = model
         self._decode = decode
-        self._aside = Aside()
+        self._aside = RequestThread()
         self._began = int(time.time())
 
     def guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:

@@ -23,7 +23,7 @@ AHEAD = 32  # items whose pictures are read before they are used
 KEPT_BYTES = 1 << 30  # patches of pictures that may be used again
 
 
-class Reading(NamedTuple):
+class PictureReading(NamedTuple):
     """A way to read pictures.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 def read_ahead(
-    items: Iterable[WithPictures], pictures: Callable[[WithPictures], Sequence[object]], reading: Reading | None
+    items: Iterable[WithPictures], pictures: Callable[[WithPictures], Sequence[object]], reading: PictureReading | None
 ) -> Iterator[tuple[WithPictures, ReadPatches | None]]:
     """Each item, with a reader of its pictures; threads read those of the next `AHEAD` items meanwhile.
 

@@ -12,7 +12,7 @@ from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.experts import Moe
 from funrl.models.decoder.gemma4 import LayerVectors
-from funrl.models.decoder.latent_attention import Latent, LatentAttention
+from funrl.models.decoder.latent_attention import LatentAttention, LatentSizes
 from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, RopeScaling
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -56,7 +56,7 @@ class AttentionConfig:
     windows: tuple[int | None, ...] | None = None
     gated: bool = False
     sinks: bool = False
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
     mixers: tuple[Mixer | None, ...] = ()
     lenders: tuple[int | None, ...] = ()
 
@@ -67,7 +67,7 @@ class AttentionConfig:
         if self.latent is not None:
             self._check_latent(self.latent)
 
-    def _check_latent(self, latent: Latent) -> None:
+    def _check_latent(self, latent: LatentSizes) -> None:
         if self.head != latent.nope + latent.rope or self.kv_heads != self.heads:
             raise ModelError(
                 f"heads of size {self.head} with {self.kv_heads} keys are not those of latent attention: "

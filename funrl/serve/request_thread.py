@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 ASIDE_BYTES = 1 << 15  # bytes of a request; smaller ones take milliseconds
 
 
-class Aside:
+class RequestThread:
     """Runs functions of large requests in a thread, one after another; those of others at once.
 
-    >>> aside = Aside()
+    >>> aside = RequestThread()
     >>> asyncio.run(aside.run(10, len, "abc"))
     3
     """
