@@ -72,7 +72,6 @@ INSIDE = {
     "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
     "rewards": ("mathematics", OWN),
     "environments": ("forms", OWN, "hosting", "builtin"),
-    "xla": ("operators", OWN),
     "trainer": (
         "settings",
         "steps",

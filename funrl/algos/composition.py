@@ -34,7 +34,7 @@ class PieceCall(NamedTuple):
     @property
     def joins(self) -> bool:
         """True if it only joins other pieces, as `add` does."""
-        return getattr(self.made_by, "__module__", "") == "funrl.algos.core" and self.name in JOINS
+        return getattr(self.made_by, "__module__", "") == f"{__package__}.core" and self.name in JOINS
 
 
 def _sum(terms: tuple[Any, ...]) -> str:

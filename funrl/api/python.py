@@ -64,12 +64,13 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
 from funrl.trainer.jobs.row_source import make_source, open_rewards
-from funrl.trainer.loop import MakeSource, Outcome
+from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
+from funrl.trainer.startup import MakeSource
 from funrl.trainer.waiting import waiting_of
 
 if TYPE_CHECKING:

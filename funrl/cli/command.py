@@ -153,12 +153,10 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
     if names is not None:
         flags.refuse_unknown(common.unknown, {*common.values, *names}, later=names)
     settings = settings_of(**{name: common.values[name] for name in settings_flags()})
-    from funrl.trainer.settings.chat_checks import check_chats  # here, for both import numpy
     from funrl.trainer.settings.checks import check_files, check_settings
 
     check_settings(settings)
     check_files(settings)
-    check_chats(settings)
     return source, settings
 
 

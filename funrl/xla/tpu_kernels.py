@@ -1,4 +1,4 @@
-"""Attention over segments by Pallas's splash attention, which TPUs compute without a matrix of weights."""
+"""Kernels of Pallas for TPUs: attention over segments, and sums by group."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from funrl.xla.operators.result import JaxArray, Lowering, OperatorResult
-
 LANE_NUMBERS = 128  # the kernel's blocks, and the sizes of its heads, are multiples
 LARGEST_TILE = 512  # tokens
+SUMMED_DTYPES = (jnp.bfloat16, jnp.float32)  # of the kernel for sums by group
+ROW_TILES = (512, 256, 128)
 TILES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")  # there and back
 
 
@@ -27,7 +27,7 @@ def _numbers_of(values: Sequence[float]) -> _Numbers:
     return _Numbers(int(values[0]), *values[1:])
 
 
-def _segment_attention(result: OperatorResult, *operands: Any) -> JaxArray:
+def segment_attention(result: Any, *operands: Any) -> jax.Array:
     """`blockwise_attention.kernel_attention`."""
     q_THN, k_TKN, v_TKN, offsets, numbers = operands
     with jax.enable_x64(False):  # the kernel's indices are of 32 bits
@@ -35,7 +35,7 @@ def _segment_attention(result: OperatorResult, *operands: Any) -> JaxArray:
     return jnp.where(_is_real(offsets, len(q_THN)), out_THN, 0)
 
 
-def _segment_attention_backward(result: OperatorResult, *operands: Any) -> tuple[JaxArray, ...]:
+def segment_attention_backward(result: Any, *operands: Any) -> tuple[jax.Array, ...]:
     """Its gradients by queries, keys and values; the kernel's own."""
     d_out_THN, q_THN, k_TKN, v_TKN, offsets, numbers = operands
     d_out_THN = jnp.where(_is_real(offsets, len(q_THN)), d_out_THN, 0).astype(q_THN.dtype)
@@ -45,7 +45,7 @@ def _segment_attention_backward(result: OperatorResult, *operands: Any) -> tuple
         return pull(d_out_THN)
 
 
-def _attend(inputs: tuple[JaxArray, ...], offsets: JaxArray, numbers: _Numbers) -> JaxArray:
+def _attend(inputs: tuple[jax.Array, ...], offsets: jax.Array, numbers: _Numbers) -> jax.Array:
     """Results [T, H, N], of padding without a meaning."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -71,18 +71,28 @@ def _attend(inputs: tuple[JaxArray, ...], offsets: JaxArray, numbers: _Numbers) 
     return jnp.swapaxes(out_HTN, 0, 1)[:T, :, :size]
 
 
-def _filled_heads(x_THN: JaxArray) -> JaxArray:
+def _filled_heads(x_THN: jax.Array) -> jax.Array:
     """[H, T, N], with zeros up to whole blocks of tokens and of a head."""
     T, _, N = x_THN.shape
     return jnp.swapaxes(jnp.pad(x_THN, ((0, -T % LANE_NUMBERS), (0, 0), (0, -N % LANE_NUMBERS))), 0, 1)
 
 
-def _is_real(offsets: JaxArray, tokens: int) -> JaxArray:
+def _is_real(offsets: jax.Array, tokens: int) -> jax.Array:
     """[T, 1, 1]: false at padding."""
     return (jnp.arange(tokens) < offsets[-1])[:, None, None]
 
 
-FOR_TPU: dict[str, Lowering] = {
-    "funrl.segment_attention": _segment_attention,
-    "funrl.segment_attention_backward": _segment_attention_backward,
-}
+def grouped_sums(grad: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    """`funrl.grouped_weight` by a Pallas kernel for TPUs, in float32: [E, N, K].
+
+    Args:
+      grad, x: [R, N] and [R, K], rows sorted by group.
+      sizes: int32 [E], rows of each group.
+    """
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    filled = [jnp.pad(rows, ((0, -len(rows) % LANE_NUMBERS), (0, 0))) for rows in (grad, x)]
+    row_tile = next(size for size in ROW_TILES if len(filled[0]) % size == 0)
+    sides = [min(ROW_TILES[0], -(-rows.shape[1] // LANE_NUMBERS) * LANE_NUMBERS) for rows in (grad, x)]
+    with jax.enable_x64(False):  # the kernel's indices are of 32 bits
+        return tgmm(filled[0].T, filled[1], sizes, preferred_element_type=jnp.float32, tiling=(row_tile, *sides))
