@@ -235,13 +235,13 @@ def given_of(objects: Mapping[str, Any]) -> Given:
         tokenizer = objects["tokenizer"]
         raise SettingsError(f"tokenizer={tokenizer!r:.80} does nothing without a Model; a directory has its own")
     return Given(
-        objects.get("model"),
-        objects.get("tokenizer"),
-        objects.get("prompts"),
-        functions_of(objects["reward"]) if "reward" in objects else None,
-        objects.get("eval_data"),
-        objects.get("curriculum"),
-        objects.get("env"),
+        model=objects.get("model"),
+        tokenizer=objects.get("tokenizer"),
+        records=objects.get("prompts"),
+        rewards=functions_of(objects["reward"]) if "reward" in objects else None,
+        eval_records=objects.get("eval_data"),
+        curriculum=objects.get("curriculum"),
+        environment=objects.get("env"),
     )
 
 
