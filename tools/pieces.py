@@ -37,7 +37,8 @@ KINDS = {  # what a piece returns: the heading, and one line
     "Filter": ("Filters", "Which rows are trained on; joined by `every`."),
 }
 FORMULA = re.compile(
-    r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|s\(beta|\)\^2|x(?:_i|\[t\]) [-+]"
+    r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
+    r"|s\(beta|\)\^2"
 )
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
