@@ -32,6 +32,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse, text
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -42,13 +43,13 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.loop import MakeSource
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import Settings, settings_flags, settings_of, with_flags
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.startup import MakeSource
 
 SHARDING = {  # on another mesh
     "fsdp": False,
@@ -58,7 +59,6 @@ SHARDING = {  # on another mesh
     "generate_mesh": None,
     "balance_pictures": False,
 }
-VLLM = ("vllm", "vllm_server")  # engines
 HERE = {
     "run_dir": None,
     "resume": False,
@@ -123,8 +123,8 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
-    if engine in VLLM and flags.get("place") is not None:
-        problem = f"the bits of what vLLM samples depend on the rows beside (--engine={engine})"
+    if not ENGINES[engine].repeats and flags.get("place") is not None:
+        problem = f"the bits of what the engine samples depend on the rows beside (--engine={engine})"
     elif groups is not None and not episodes:
         return functools.partial(logged_source, groups)
     elif tokens is not None:
@@ -236,7 +236,7 @@ def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
 
 def _job(command: Command, repeat: Repeat) -> Job:
     """The job of a run, without what is not asked again: a log is in place of its environment, which is not loaded."""
-    settings, given = _without_vllm(command.settings) if repeat.logged is None else (command.settings, Given())
+    settings, given = _without_engine(command.settings) if repeat.logged is None else (command.settings, Given())
     if not has_environment(settings):
         return prepare(settings, command.compose, given)
     logged = repeat.logged
@@ -248,11 +248,11 @@ def _job(command: Command, repeat: Repeat) -> Job:
     return dataclasses.replace(job, task=job.task._replace(environment=environment))
 
 
-def _without_vllm(settings: Settings) -> tuple[Settings, Given]:
-    """Settings of a run that generates nothing, for which neither vLLM nor a server of it has to be here."""
-    if settings.engines.engine not in VLLM:
+def _without_engine(settings: Settings) -> tuple[Settings, Given]:
+    """Settings of a run that generates nothing, for which neither its engine nor a server of it has to be here."""
+    if settings.engines.abilities.repeats or settings.engines.abilities.unpaged:  # it needs nothing beside
         return settings, Given()
-    model = first_model(settings, Given())[0] if settings.models.model is None else None  # its heads are for vLLM
+    model = first_model(settings, Given())[0] if settings.models.model is None else None  # by its heads
     idle = {name: settings_flags()[name].default for name in ("engine", "engine_url", "engine_timeout", "kv_cache_gb")}
     return with_flags(settings, **idle), Given(model=model)
 

@@ -15,9 +15,9 @@ from funrl.compiled_kernels.packed import BITS, FIXED_PARTS, parts_of
 from funrl.mesh.collectives import gather_objects
 from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.trainer.gap_row import GAP_FOLDER, as_trained, held_shards, save_gap, shares_memory, worst_token
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.shard_server import CheckpointError
@@ -32,7 +32,7 @@ class GapError(RuntimeError):
 
 def gap_check(job: Job, parts: Parts, checkpoints: str | None, note: Callable[[str], None]) -> GapCheck | None:
     """The check of a run's steps; None: engine and trainer may differ by rounding. The arguments are `GapCheck`'s."""
-    if parts.generator is None:
+    if not isinstance(parts, GeneratingParts):
         return None
     if problem := gap_problem(job, parts):
         _log.info("engine and trainer may differ by rounding: %s", problem)
@@ -40,7 +40,7 @@ def gap_check(job: Job, parts: Parts, checkpoints: str | None, note: Callable[[s
     return GapCheck(job, parts, checkpoints, note)
 
 
-def gap_problem(job: Job, parts: Parts) -> str | None:
+def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
     """The reason why engine and trainer may differ by rounding; None: their log-probabilities have the same bits.
 
     Args:
@@ -49,7 +49,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
     """
     settings = job.settings
     policy = parts.roles[job.main_role].placed
-    assert parts.generator is not None
     sums = policy.model.abilities.exact_sums
     sizes = policy.mesh.sizes
     if policy.mesh.device.type != "cpu":
@@ -58,7 +57,7 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
-    if settings.engines.engine != "native":
+    if not settings.engines.abilities.own_steps:
         return f"--engine={settings.engines.engine} has kernels of its own"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"
@@ -95,7 +94,7 @@ class GapCheck:
     The first gap of a run is saved beside its checkpoints, as `funrl bisect RUN --gap` reads it.
     """
 
-    def __init__(self, job: Job, parts: Parts, checkpoints: str | None, note: Callable[[str], None]) -> None:
+    def __init__(self, job: Job, parts: GeneratingParts, checkpoints: str | None, note: Callable[[str], None]) -> None:
         """Check the steps of a run.
 
         Args:
@@ -108,7 +107,6 @@ class GapCheck:
         self.note = note
         self.saved = False
         generator = parts.generator
-        assert generator is not None
         # One engine, which is this rank's, has all weights of all rows.
         self.searches = generator.base is None and not generator.policies and generator.mesh.here
 
@@ -140,7 +138,6 @@ class GapCheck:
         gap = metrics.get(GAP_METRIC, 0.0)
         if gap == 0:
             return
-        assert self.parts.generator is not None
         shards = held_shards(self.parts.generator.engine) if self.searches else {}
         if not self.searches or any(gather_objects(shares_memory(shards, params), self.parts.mesh)):
             self.note(f"{_difference(gap)}; --on_gap=stop names the token, which it scores before the update")
@@ -164,7 +161,6 @@ class GapCheck:
         self.saved = True
         if self.folder is None:
             return f"{text}; with --run_dir `funrl bisect RUN --gap` names the operation that differs"
-        assert self.parts.generator is not None
         try:
             save_gap(self.folder, row, self.parts.generator.engine)
         except CheckpointError as error:

@@ -20,7 +20,7 @@ from funrl.mesh.plan import plan
 from funrl.mesh.reshard import reshard
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
@@ -159,9 +159,8 @@ def weights_file(mesh: Mesh) -> str:
     return f"weights-{int(mesh.index('tensor'))}.safetensors"
 
 
-def as_trained(parts: Parts, shards: dict[str, Tensor]) -> trees.Tree:
+def as_trained(parts: GeneratingParts, shards: dict[str, Tensor]) -> trees.Tree:
     """The policy's weights as the trainer has them, from this rank's shards of the engine's. Collective."""
-    assert parts.generator is not None
     layouts = parts.generator.engine.weights.layouts
     placed = parts.roles[parts.main_role].placed
     back = plan(layouts, placed.stored, weight_dtypes(layouts, placed.dtype), ranks_per_node())

@@ -29,8 +29,9 @@ from funrl.rollout.native.passes import PassWork
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.differences import Difference, difference
 from funrl.trainer.gap_row import GapRow, as_trained, read_gap_row, read_gap_weights
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job
+from funrl.trainer.steps.parts import GeneratingParts
 
 PREFILLED = 1024  # tokens of a prompt in one pass
 BY_HEADS = ("q product", "k product", "v product", "q norm", "k norm", "rotation of q", "rotation of k", "attention")
@@ -85,7 +86,7 @@ def search_gap(job: Job, path: Path, mesh: Mesh, note: Callable[[str], None]) ->
     """
     row = read_gap_row(path)
     parts = build(job, mesh, note)
-    assert parts.generator is not None
+    assert isinstance(parts, GeneratingParts)
     engine = parts.generator.engine
     shards = read_gap_weights(path, engine)
     placed = parts.roles[parts.main_role].placed
@@ -126,9 +127,8 @@ def _place(index: tuple[int, ...]) -> str:
     return f"token {index[0]}" + (f", number {list(index[1:])}" if len(index) > 1 else "")
 
 
-def _generated(parts: Parts, weights: trees.Tree, row: GapRow) -> Callable[[int], TracedPasses]:
+def _generated(parts: GeneratingParts, weights: trees.Tree, row: GapRow) -> Callable[[int], TracedPasses]:
     """The engine's passes, as a function of the layer whose results are wanted."""
-    assert parts.generator is not None
     engine = parts.generator.engine
     model = parts.begin.model
     dtype = engine.weights.dtype

@@ -30,24 +30,18 @@ from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows,
 from funrl.trainer.checkpoints.snapshot import held_rows
 from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
 from funrl.trainer.differences import Difference, difference, joined_differences, metric_differences, phase_of_field
-from funrl.trainer.jobs.build import Parts, sync
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.loop import (
-    MakeSource,
-    Trainer,
-    begin_run,
-    draw_batch,
-    learn_batch,
-    one_step,
-    score_batch,
-    skipped_batch,
-)
+from funrl.trainer.loop import one_step
+from funrl.trainer.phases import Trainer, draw_batch, learn_batch, score_batch, skip_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
+from funrl.trainer.startup import MakeSource, begin_run
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.sync import sync
 from funrl.trainer.storage.shard_server import DamagedError
 from funrl.trainer.storage.shards import ShardServer
 
@@ -149,8 +143,7 @@ def replay(
 
 def _without_engine(job: Job) -> Job:
     """The job with an engine that costs nothing as long as it has no weights."""
-    engine = job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
-    return dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
+    return dataclasses.replace(job, settings=with_flags(job.settings, engine="native"))
 
 
 def _loaded(
@@ -169,7 +162,8 @@ def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Tr
     """One step on saved rows."""
     drawn, state, source_metrics = draw_batch(trainer, state)
     if is_skipped(source_metrics):
-        (scored, state, metrics) = skipped_batch(trainer, state, drawn)
+        scored = drawn
+        state, metrics = skip_batch(trainer, state, drawn)
         learned = {}
     else:
         scored, state, metrics = score_batch(trainer, state, drawn)

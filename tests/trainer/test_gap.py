@@ -11,8 +11,8 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_problem
 from funrl.trainer.gap_row import newest_gap, read_gap_row
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch
+from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 

@@ -15,7 +15,7 @@ from funrl.models.decoder import attention, decoder, dense, layers
 from funrl.trainer import gap_row
 from funrl.trainer.gap import GAP_METRIC, GapError
 from funrl.trainer.gap_search import search_gap
-from funrl.trainer.loop import update_batch
+from funrl.trainer.phases import update_batch
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 OFF = 1 + 1e-6

@@ -17,11 +17,16 @@ class RemovedFlag(NamedTuple):
     successor: str
 
 
-REMOVED_FLAGS: dict[str, RemovedFlag] = {}
-REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
+REMOVED_FLAGS: dict[str, RemovedFlag] = {
+    "latex": RemovedFlag("False", "funrl explain prints the composition, with the formulas of docstrings, as text"),
+}
+REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
+    "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
+}
 EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"
 # By flag: values that it no longer takes; one that ends with a colon stands for all that begin so.
 REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "report_to": dict.fromkeys(("trackio", "swanlab"), "use wandb or mlflow, or read metrics.jsonl of the run"),
     "task": {name: EXAMPLE.format(name) for name in ("retry", "programs", "search", "guessing")},
     "env": {
         "textarena:": "use --env=examples/env_textarena.py:textarena_game --env_args=name:GAME",
