@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypedDict, Unpack
 
 from funrl.algos.core import Advantage, Algorithm, Loss, Reduction
-from funrl.algos.guarding import defined_at, line_of, name_of
+from funrl.algos.guarding import defined_at, name_of
 from funrl.algos.terms import Filter, Term
 from funrl.batch import Batch
 from funrl.testing.loss_properties import (
@@ -31,7 +31,7 @@ from funrl.testing.shared_properties import (
     in_place,
     padding,
 )
-from funrl.testing.subjects import Subject
+from funrl.testing.subjects import Subject, assert_all, assert_one
 from funrl.trainer.jobs.compatibility import check_algorithm as check_in_run
 from funrl.trainer.settings.settings import settings_of
 
@@ -84,17 +84,7 @@ def assert_property(subject: Subject, name: str) -> None:
     Raises:
       AssertionError: it does not have it; says the piece, its file and line, the property and the number.
     """
-    run = {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name]
-    text = ""
-    try:
-        run(subject)
-        return
-    except AssertionError as error:
-        text = str(error)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}{line_of(error)}"
-    what = f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
-    raise AssertionError(f"{what}: {name} ({(run.__doc__ or '').strip()}): {text}")
+    assert_one(name, {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name], subject, _described(subject))
 
 
 def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
@@ -104,12 +94,12 @@ def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
       AssertionError: it lacks one.
       ValueError: `without` names what is no property of its kind.
     """
-    names = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
-    if unknown := sorted(set(without) - set(names)):
-        raise ValueError(f"without={unknown[0]!r}: the properties of a {subject.kind} are {', '.join(names)}")
-    for name in names:
-        if name not in without:
-            assert_property(subject, name)
+    properties = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
+    assert_all(properties, subject, _described(subject), without)
+
+
+def _described(subject: Subject) -> str:
+    return f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
 
 
 class CheckOptions(TypedDict, total=False):

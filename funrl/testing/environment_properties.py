@@ -28,6 +28,7 @@ from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
 from funrl.rollout.resident import run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.testing.subjects import assert_all
 
 PLAIN_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
@@ -93,8 +94,6 @@ def check_environment(
       AssertionError: the first property that it lacks, with the environment, its file and line, and what it did.
       ValueError: `without` names what is no property.
     """
-    if unknown := sorted(set(without) - set(ENVIRONMENT_PROPERTIES)):
-        raise ValueError(f"without={unknown[0]!r}: the properties are {', '.join(ENVIRONMENT_PROPERTIES)}")
     if tokenizer is None:
         marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
         tokenizer = chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
@@ -103,14 +102,8 @@ def check_environment(
     subject = EnvironmentSubject(
         lambda: environment_from(environment), chat, prompts, (*replies, *ODD_REPLIES), limit_s
     )
-    for name, holds in ENVIRONMENT_PROPERTIES.items():
-        if name in without:
-            continue
-        try:
-            holds(subject)
-        except AssertionError as error:
-            what = f"environment {name_of(environment)}{defined_at(environment)}"
-            raise AssertionError(f"{what}: {name} ({(holds.__doc__ or '').strip()}): {error}") from error
+    what = f"environment {name_of(environment)}{defined_at(environment)}"
+    assert_all(ENVIRONMENT_PROPERTIES, subject, what, without)
 
 
 def run_one(subject: EnvironmentSubject, seed: int, limits: EpisodeLimits) -> Episode:
