@@ -37,8 +37,7 @@ def check_square_file(name: str, got: Mapping[str, object], tower: TowerConfig) 
       DataError: a field has another value.
     """
     side = square_side(tower)
-    assert tower.layout.side is not None
-    tokens = (tower.layout.side // tower.merge) ** 2
+    tokens = (tower.layout.square // tower.merge) ** 2
     wanted = {"size": {"height": side, "width": side}, "resample": BILINEAR, "image_seq_length": tokens}
     switches = {"do_resize": True, "do_pan_and_scan": False}
     check_processor_fields(name, got, {**wanted, **switches})
@@ -57,13 +56,12 @@ def check_processor_fields(name: str, got: Mapping[str, object], wanted: Mapping
 def square_file_text(tower: TowerConfig, processor_class: str) -> str:
     """The preprocessor_config.json by which a processor of transformers takes pictures as they are read here."""
     side = square_side(tower)
-    assert tower.layout.side is not None
     values = {
         "image_processor_type": f"{processor_class.removesuffix('Processor')}ImageProcessor",
         "processor_class": processor_class,
         "image_mean": list(tower.form.mean),
         "image_std": list(tower.form.std),
-        "image_seq_length": (tower.layout.side // tower.merge) ** 2,
+        "image_seq_length": (tower.layout.square // tower.merge) ** 2,
         "resample": BILINEAR,
         "size": {"height": side, "width": side},
     }

@@ -82,8 +82,7 @@ def tiled_file_text(tower: TowerConfig, processor_class: str) -> str:
 
 
 def _fields(tower: TowerConfig) -> dict[str, Any]:
-    tiles = tower.layout.tiles
-    assert tiles is not None
+    tiles = tower.layout.tiling
     return {
         "size": {"height": tiles.pixels, "width": tiles.pixels},
         "resample": BICUBIC,
