@@ -40,7 +40,7 @@ from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError
 
-ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
+ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
 
 
 ServeUntil = Callable[[Requests, int, str], None]
@@ -184,7 +184,7 @@ class Generators:
         return None
 
     def write_episodes(self, folder: Path) -> int:
-        """Let the ranks that generate write the episodes of the newest batch; returns the bytes. Collective.
+        """Let the generator ranks write the episodes of the newest batch; returns the bytes. Collective.
 
         Raises:
           CheckpointError: one of them cannot write.
@@ -200,7 +200,7 @@ class Generators:
         return ()
 
     def saved(self, state: trees.Tree) -> trees.Tree:
-        """The source's state with what a resumed run needs to know of the ranks that generate."""
+        """The source's state with what a resumed run needs to know of the generator ranks."""
         return state
 
     def restored(self, state: trees.Tree) -> trees.Tree:
@@ -247,7 +247,7 @@ class Generators:
         return dict(metrics)
 
     def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        """`moved`, also for rows of the ranks that generate, which let go of all other rows then. Collective."""
+        """`moved`, also for rows of the generator ranks, which let go of all other rows then. Collective."""
         if rows.mesh.here:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
@@ -263,14 +263,14 @@ class Generators:
 
     def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
         """[b, T] bool, tokens whose log-probabilities need not be those of the newest weights. Raises: RuntimeError."""
-        return self._aged(version_bT, mask_bT)
+        return self._mark_stale(version_bT, mask_bT)
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> Any:
-        """The request that lets the ranks that generate hand rows over."""
+        """The request that lets the generator ranks hand rows over."""
         kept = {self.newest} if self.early else set()  # whose samples may be asked for
         return SendRequest(origins, to, frozenset(kept))
 
-    def _aged(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+    def _mark_stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
         """[b, T] bool, tokens of other weights than those that were sent last.
 
         Raises:

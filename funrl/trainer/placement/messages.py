@@ -1,4 +1,4 @@
-"""Requests of the ranks that train to those that generate, and the answers."""
+"""Requests of the trainer ranks to generator ranks, and the answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WriteRequest(NamedTuple):
 
 
 class SendRequest(NamedTuple):
-    """Hand rows over to the ranks that train, and let go of all others. Its answer is empty.
+    """Hand rows over to the trainer ranks, and let go of all others. Its answer is empty.
 
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
@@ -135,7 +135,7 @@ class EpisodesRequest(NamedTuple):
 
 
 class WrittenFiles(NamedTuple):
-    """Files that the ranks that generate have written.
+    """Files that the generator ranks have written.
 
     Attributes:
       nbytes: of all of them.
