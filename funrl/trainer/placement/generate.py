@@ -1,4 +1,4 @@
-"""The generator ranks: they serve trainer ranks, one request after the other."""
+"""Program of the generator ranks: serve trainer ranks, one request after the other."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class GeneratingRank:
         return engine_digests(engine) if request.digests else None
 
     def take(self, arrived: WeightDelivery) -> None:
-        """Let the engines have weights that have arrived."""
+        """Load arrived weights into the engines."""
         engine = self.generator.engine
         engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
         whole = self.generator.whole.weights
@@ -325,7 +325,7 @@ def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, w
 
 
 def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
-    """Context of a program beside groups: by the clock of the engines they do not go on meanwhile."""
+    """Context of a program beside groups, which the clock of the engines stops meanwhile."""
     if isinstance(writer, PacedWriter):
         return park_requests(writer.engine, writer.mesh, writer.resident)
     return contextlib.nullcontext()

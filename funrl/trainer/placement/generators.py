@@ -125,7 +125,7 @@ class Generators:
           mesh: to train on.
           show: receives their remarks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
-          staleness: versions that tokens may be behind.
+          staleness: bound on the age of a token, in versions.
           serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
         self.engine = engine
@@ -184,7 +184,7 @@ class Generators:
         return None
 
     def write_episodes(self, folder: Path) -> int:
-        """Let the generator ranks write the episodes of the newest batch; returns the bytes. Collective.
+        """Have the generator ranks write the episodes of the newest batch; returns the bytes. Collective.
 
         Raises:
           CheckpointError: one of them cannot write.
@@ -212,10 +212,10 @@ class Generators:
         return {}
 
     def close(self) -> None:
-        """End what goes on between steps."""
+        """Do nothing: nothing runs between steps."""
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts whose rows come next: those that were taken; see `RemoteGenerators`."""
+        """The given places: their rows come next; see `RemoteGenerators`."""
         return places
 
     def dropped(self) -> list[DroppedPrompt]:
@@ -271,7 +271,7 @@ class Generators:
         return SendRequest(origins, to, frozenset(kept))
 
     def _mark_stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, tokens of other weights than those that were sent last.
+        """[b, T] bool, tokens of other weights than the newest.
 
         Raises:
           RuntimeError: a token that was sampled is older than it may be.

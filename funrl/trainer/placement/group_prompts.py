@@ -1,6 +1,6 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
-Without replacements group i has the i-th prompt of the run, or of those that the trainer ranks choose by weights and
+Without replacements group i has the i-th prompt of the run, or of the prompts that trainer ranks choose by weights and
 publish. With them a replica takes the next prompt of the order when it begins a group, and again for the same place
 when the filter keeps no row of it: by itself, or where models reward completions when the trainer ranks ask. Groups
 b P to (b + 1) P - 1, the places of a batch, have at most as many prompts as a batch of a run by turns: they share the
@@ -205,7 +205,7 @@ def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) ->
     Args:
       left: these positions before the batch.
       consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
-      used: positions of the prompts of the batch and of those that they have replaced.
+      used: positions of the prompts of the batch and of the prompts that they have replaced.
 
     Returns: ascending.
 

@@ -56,7 +56,7 @@ class JoinListener(NamedTuple):
     file: Path | None
 
     def close(self, *, complete: bool) -> None:
-        """Let no generator in any more.
+        """Admit no further generator.
 
         Args:
           complete: whether the run is, so that they end too; otherwise they wait for it to be started again.
@@ -90,7 +90,7 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
 
 
 def _open_listener(engine: JoinedEngine, mesh: Mesh, show: Observer) -> JoinListener:
-    """Let generators in, which find the ranks by a file in the run's directory. Collective.
+    """Admit generators, which find the ranks by a file in the run's directory. Collective.
 
     Raises:
       SettingsError: the run has no directory.

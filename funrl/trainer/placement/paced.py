@@ -250,7 +250,7 @@ class PacedWriter(GroupWriter):
         return super()._group(number, problem)._replace(ended=ended)
 
     def _give_up(self, number: int) -> None:
-        """Let time go on without a group that has failed: before the run ends, requests wait for a gate."""
+        """Advance the clock without a group that has failed: before the run ends, requests wait for a gate."""
         self._programs.forget(number)
         if number in self.clock.running:
             self.clock.end(number)
@@ -286,7 +286,7 @@ class PacedWriter(GroupWriter):
 
 
 def refused_endpoint(policy: Any, agent: str) -> Any:
-    """Raise RunEndingError: programs behind an endpoint ask when they like."""
+    """Raise RunEndingError: programs that call an endpoint ask when they like."""
     raise RunEndingError(
         f"--clock=tokens: the environment opens an endpoint for {agent!r}, and when a program behind it asks depends "
         "on time; call the policy in the environment, or leave --clock=tokens out"

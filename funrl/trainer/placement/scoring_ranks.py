@@ -58,7 +58,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
 
 
 def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:
-    """This rank's weights: of the role's own directory, or those that the run begins with, which arrive."""
+    """This rank's weights: of the role's own directory, or the run's first weights, which arrive."""
     if scorer.name in job.directories:
         return first_weights(job, parts, ())[scorer.name]
     rules = stored_rules(job.settings, job.main_role)

@@ -177,7 +177,7 @@ class GroupWriter:
         self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
 
     def take(self, number: int) -> None:
-        """Let the engine have the weights of a transfer that has arrived. Collective over "tensor".
+        """Load the weights of a transfer that has arrived into the engine. Collective over "tensor".
 
         Does nothing where a rank has let go of them meanwhile: the transfer was abandoned, and another one follows.
         """
@@ -274,7 +274,7 @@ class GroupWriter:
         return arrived.number
 
     def _tell_version(self) -> None:
-        """Let the other ranks know the version of this replica."""
+        """Publish the version of this replica."""
         version = self.engine.version
         if self.resident is None or version is None or version == self._told:
             return
@@ -401,7 +401,7 @@ class GroupWriter:
         return parts
 
     async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
-        """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
+        """The prompt that replaces the prompt of a group with these rows; None: the group has ended."""
         if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
             return None
         return self._prompts.replace(group, self.plan)

@@ -77,7 +77,7 @@ class RemoteScores:
 
 
 def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:
-    """Fields of all rows of this rank, of which a role has written those of some agents."""
+    """Scatter fields that a role wrote for the rows of some agents into fields of all rows of this rank."""
     chosen_b = torch.from_numpy(np.isin(rows.own, agent_numbers(rows, agents))).to(rows.mesh.device)
     whole = {}
     for name, some in fields.items():
