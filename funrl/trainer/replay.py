@@ -155,7 +155,7 @@ def _loaded(
         return load(_without_source(before), state, layouts, mesh=mesh, server=server)
     held = held_rows(trainer.source, state)
     state = load(before, state, layouts, mesh=mesh, server=server, held=held)
-    return state._replace(source=trainer.source.restored(state.source))
+    return state._replace(source=trainer.source.stored.restored(state.source))
 
 
 def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
@@ -236,7 +236,7 @@ def _compare_rows(rows: Rows, fields: Mapping[str, Value], saved: SavedRows, sta
 def own_differences(
     rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str = "scored"
 ) -> list[Difference]:
-    """Compare fields of this rank's rows with those that were saved.
+    """Compare fields of this rank's rows with the saved ones.
 
     Args:
       fields: of the rows, by name.

@@ -73,17 +73,17 @@ class RowKeeper:
             "dtype": self.settings.models.dtype,
             "threads": torch.get_num_threads(),
         }
-        groups = source.log()
+        groups = source.log.groups()
         if groups is not None:
             record["groups"] = groups
         writer = None
         elsewhere = 0
         if isinstance(self.parts, GeneratingParts) and self.agents:
             record["agents"] = self.agents
-            if source.write_episodes is not None:
-                elsewhere = source.write_episodes(draft_folder(folder, state.step))
+            if source.log.write_episodes is not None:
+                elsewhere = source.log.write_episodes(draft_folder(folder, state.step))
             else:
-                writer = functools.partial(write_episodes, episodes=source.episodes, mesh=self.parts.generator.mesh)
+                writer = functools.partial(write_episodes, episodes=source.log.episodes, mesh=self.parts.generator.mesh)
         if not self.size_noted:  # the first step that is kept
             self.files = picture_files(self.job)
         nbytes = elsewhere + save_rows(folder, step.drawn, step.rows, record=record, beside=writer, files=self.files)

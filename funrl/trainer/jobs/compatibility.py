@@ -99,7 +99,7 @@ def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: s
     """Refuse what does not go with prompts that are replaced once a model has scored others. Raises: SettingsError."""
     problem = None
     if settings.asynchrony.clock == "tokens":
-        problem = "--clock=tokens: when the ranks that train have scored a group depends on time"
+        problem = "--clock=tokens: when the trainer ranks have scored a group depends on time"
     elif "greedy_score" in reads(algorithm).required:
         problem = "greedy completions: these are scored with the batch, and replaced ones are not"
     if problem is not None:
@@ -112,7 +112,7 @@ def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: s
 
 
 def _writes_groups(settings: Settings) -> bool:
-    """True if ranks that generate write groups ahead; generators that join return them unrewarded."""
+    """True if generator ranks write groups ahead; generators that join return them unrewarded."""
     return settings.devices.place is not None and not settings.devices.joined
 
 

@@ -246,7 +246,7 @@ def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None
     filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
     problem = None
     if settings.devices.joined:
-        problem = "generators that join: they take the next prompts of the order; give ranks that generate: generate:2"
+        problem = "generators that join: they take the next prompts of the order; give generator ranks: generate:2"
     elif settings.asynchrony.window > 1:
         problem = f"--window={settings.asynchrony.window}: the batches that it joins are chosen apart; leave it out"
     elif filters and settings.sampling.max_refills > 1:
@@ -274,7 +274,7 @@ def judge_of(settings: Settings, task: Task, devices: JobDevices) -> JudgeJob | 
 
 
 def _judging_sizes(settings: Settings, model: Model, devices: JobDevices) -> dict[str, int]:
-    """Sizes of the mesh that the judge writes on: of its own ranks, or over those that train. Raises: MeshError."""
+    """Sizes of the mesh that the judge writes on: of its own ranks, or over trainer ranks. Raises: MeshError."""
     placement = settings.devices.placement
     if placement is None:
         return generate_sizes(settings, devices.sizes, model, rank_memory(devices.device, Mesh(devices.sizes).world))

@@ -49,13 +49,13 @@ from funrl.trainer.sources.completion_scores import (
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
-from funrl.trainer.sources.generation import RewardedEngine
+from funrl.trainer.sources.generation import CompletionForm, RewardedEngine
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
-from funrl.trainer.sources.source import Generation, RowSelection, Source
+from funrl.trainer.sources.source import Generation, RowSelection, ScoreColumns, Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
@@ -252,15 +252,16 @@ def generation_of(
         sampling=job.sampling,
         evaluation=PromptEvaluation(task.heldout, job.eval_sampling, solved),
         selection=RowSelection(filter_of(job), settings.sampling.empty_filter, settings.sampling.max_refills),
-        rescore=rescoring(job, parts, frozen, clock, show),
         demonstrate=demonstrations_of(job).beside if demonstrates else None,
-        reward_names=job.reward_names,
+        rewards=ScoreColumns(job.reward_names, rescoring(job, parts, frozen, clock, show)),
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
-        pad=job.pad,
-        choices=job.model.abilities.choices if settings.routers.router_replay else 0,
+        form=CompletionForm(
+            job.pad,
+            settings.asynchrony.staleness > 0,
+            job.model.abilities.choices if settings.routers.router_replay else 0,
+        ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
-        versions=settings.asynchrony.staleness > 0,
     )
 
 
