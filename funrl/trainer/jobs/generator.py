@@ -97,15 +97,14 @@ def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
 
 
-def judging_mesh(job: RLJob, mesh: Mesh, only: str | None) -> Mesh | None:
+def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None) -> Mesh | None:
     """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
 
     Args:
+      sizes: of that mesh.
       mesh: to train on, or that of the ranks of `only`.
       only: as of `build`.
     """
-    assert job.judge is not None
-    sizes = job.judge.sizes
     placement = job.placement
     if placement is None:
         meshes = (mesh, generating_mesh(job, mesh))
