@@ -1,4 +1,4 @@
-"""Numbers of two runs compared by their bits: how many differ, by how much, and where."""
+"""Bitwise comparison of the numbers of two runs: how many differ, by how much, and where."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ ELSEWHERE = {
     "docs/resharding.md": "tests/mesh/test_resharding_docs.py",
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}  # this checkout, whichever is installed
+# This checkout, whichever is installed, with its examples.
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "XLA_FLAGS": XLA_FLAGS}
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")

@@ -185,7 +185,7 @@ class GroupBoard:
         return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
 
     def prompts_of(self, batch: int) -> list[int]:
-        """Positions of the prompts of a batch that may begin, where the ranks that train choose them."""
+        """Positions of the prompts of a batch that may begin, where the trainer ranks choose them."""
         return [int(position) for position in run_store().get(f"{CHOSEN_KEY}/{batch}").split()]
 
     def take_replacement(self, batch: int) -> int:
@@ -203,7 +203,7 @@ class GroupBoard:
         return int(store.get(key)) if store.check([key]) else None
 
     def tell_time(self, replica: int, time: tuple[int, int]) -> None:
-        """Let the ranks that train know before which (turn, tick) this replica has delivered what ended."""
+        """Let the trainer ranks know before which (turn, tick) this replica has delivered what ended."""
         run_store().set(f"{GROUPS_KEY}/time/{replica}", f"{time[0]} {time[1]}")
 
     def deliver(self, number: int, value: object) -> None:

@@ -95,7 +95,7 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     if staleness and scorers and refills and devices.place is not None and not devices.joined:
         problem = ""
         if settings.asynchrony.clock == "tokens":
-            problem = "--clock=tokens: when the ranks that train have scored a group depends on time"
+            problem = "--clock=tokens: when the trainer ranks have scored a group depends on time"
         elif "greedy_score" in reads(algorithm).required:
             problem = "greedy completions: these are scored with the batch, and replaced ones are not"
         if problem:

@@ -264,10 +264,10 @@ def base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
 def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, RemoteRewards]:
     """Models on other ranks that this rank asks for rewards of completions, by name: if it generates.
 
-    Where groups are written ahead, the ranks that train ask for those of a batch. Every rank of these pools calls it.
+    Where groups are written ahead, the trainer ranks ask for those of a batch. Every rank of these pools calls it.
 
     Args:
-      training, generating: meshes of the ranks that train, and of those that generate.
+      training, generating: meshes of the trainer ranks, and of generator ranks.
     """
     rewarding = {}
     for number, (name, pool) in enumerate(scoring_pools(job).items()):

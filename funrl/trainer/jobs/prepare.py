@@ -242,7 +242,7 @@ def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None
     weights = "a curriculum" if settings.examples.difficulty is None else "{difficulty}"
     problem = ""
     if settings.devices.joined:
-        problem = "generators that join: they take the next prompts of the order; give ranks that generate: generate:2"
+        problem = "generators that join: they take the next prompts of the order; give generator ranks: generate:2"
     elif settings.asynchrony.window > 1:
         problem = "{window}: the batches that it joins are chosen apart; leave it out"
     elif filters_rows(algorithm, settings) and settings.sampling.max_refills > 1:

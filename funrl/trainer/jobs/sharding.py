@@ -227,7 +227,7 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
 
 
 def sizes_on_trainers(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
-    """Sizes of a mesh to generate on, over the ranks that train.
+    """Sizes of a mesh to generate on, over the trainer ranks.
 
     Every device decodes alone, which needs no collective at all, as long as the whole model fits a quarter
     of its memory and there is a prompt for each. Otherwise it is the train mesh, with its sp as dp: ranks that share

@@ -1,4 +1,4 @@
-"""Groups of rows that other ranks write without a break, as the ranks that train take them into batches.
+"""Trainer-side client of generator ranks that write groups of rows without a break.
 
 The first rank keeps the state of admission: it learns which groups have ended and which weights all replicas hold, and
 chooses the groups of a batch by their numbers. The others learn its choice through the store.
@@ -46,7 +46,7 @@ from funrl.trainer.steps.step_rows import Rows
 REPLICAS = "replicas"  # in service together, as `Admission` names generators
 
 
-class TakenGroup(NamedTuple):
+class BatchGroup(NamedTuple):
     """A group of a batch.
 
     Attributes:
@@ -73,7 +73,7 @@ class GroupOptions(NamedTuple):
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines; see `token_clock`.
       weighed: whether weights choose the prompts of batches.
-      replaces: whether other prompts take the places of those that the filter drops.
+      replaces: whether other prompts take the places of prompts that the filter drops.
       rescored: whether models reward groups on trainer ranks.
       greedy_baseline: as of `Generation`.
     """
@@ -110,11 +110,11 @@ class GroupGenerators(Generators):
       plan: of the groups; None: before the first step.
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
-      replaces: whether other prompts take the places of those that the filter drops.
+      replaces: whether other prompts take the places of prompts that the filter drops.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
       late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
-      rewards_baselines: whether models reward greedy completions too, once these are on the ranks that train.
+      rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
         needs them.
       overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
@@ -148,9 +148,9 @@ class GroupGenerators(Generators):
         self.late = options.replaces and options.rescored
         self.refills = not self.late
         self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
-        self._lost: list[TakenGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
+        self._lost: list[BatchGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
         self.rewards_baselines = options.rescored and options.greedy_baseline
-        self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
+        self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
         self.weighed = options.weighed
@@ -162,8 +162,8 @@ class GroupGenerators(Generators):
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
-        self._ended = EndedGroups()  # of them those that admission does not know of
-        self._taken: list[TakenGroup] = []
+        self._ended = EndedGroups()  # the ones that admission does not know yet
+        self._taken: list[BatchGroup] = []
         self._collections = 0
         self._waited_s = 0.0
 
@@ -177,7 +177,7 @@ class GroupGenerators(Generators):
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
 
-        All results of the steps before are: those that groups of the last of these batches may depend on.
+        Groups of the last of these batches may depend on all results of the steps before.
 
         Args:
           state: of the source.
@@ -240,7 +240,7 @@ class GroupGenerators(Generators):
         return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
 
     def overtaking(self) -> list[int]:
-        """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
+        """Groups that were taken before their batch or an earlier one began, as numbers counted from it."""
         oldest = -int(self.overtaken_W.sum())
         return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
@@ -288,7 +288,7 @@ class GroupGenerators(Generators):
         return self._moved_early(rows) if self.rewards_baselines else rows
 
     def _moved_early(self, rows: Rows) -> Rows:
-        """Rows on the ranks that train, shared out by their groups."""
+        """Rows on the trainer ranks, shared out by their groups."""
         group_B = rows.batch.group.cpu().numpy()
         ranks = self.mesh.size(self.mesh.row_axes)
         return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
@@ -304,7 +304,7 @@ class GroupGenerators(Generators):
         self._lost += [taken for place, taken in enumerate(self._taken) if place not in kept]
 
     def batch_groups(self) -> list[WrittenGroup]:
-        """The groups of the newest batch in its order, those that the filter has dropped last where it is `late`."""
+        """The groups of the newest batch in its order; with `late` the ones that the filter dropped are last."""
         if not self.late:
             return [group for _, group in self._taken]
         return [*self._kept_groups, *(group for _, group in self._lost)]
@@ -327,7 +327,7 @@ class GroupGenerators(Generators):
         return super().evaluate(step, show)
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Let replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
+        """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
         number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
         if self.paced:  # all replicas are at the gate before it opens
             self._answer(number, f"the generators' turn to evaluate step {step}")
@@ -364,7 +364,7 @@ class GroupGenerators(Generators):
             self.engine.sender.wait()
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
-        """The request that lets the ranks that generate hand rows over, and let go of the batch's groups."""
+        """The request that lets the generator ranks hand rows over, and let go of the batch's groups."""
         ended = self.episode_groups()
         if self.rewards_baselines and self._kept != ended:  # their greedy completions follow
             self._kept, ended = ended, self._kept
@@ -376,8 +376,8 @@ class GroupGenerators(Generators):
         self._board.batch_of_weights(version)
         return self._board.everywhere >= version
 
-    def _collected(self, lost: Sequence[TakenGroup]) -> list[TakenGroup]:
-        """Groups that have ended: those that take the places of some, or else of the next batch, by their numbers.
+    def _collected(self, lost: Sequence[BatchGroup]) -> list[BatchGroup]:
+        """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
 
         Collective.
         """
@@ -400,7 +400,7 @@ class GroupGenerators(Generators):
         left()
         return taken
 
-    def _awaited(self, waits_for: str) -> list[TakenGroup]:
+    def _awaited(self, waits_for: str) -> list[BatchGroup]:
         """Wait on the first rank for the groups of the batch, which leave the state of admission."""
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
@@ -417,15 +417,15 @@ class GroupGenerators(Generators):
             taken += self._consume(batch)
             while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
                 self._admit()  # a group that has ended may have begun since the last one
-                # A place keeps the version of its first prompt: those that replaced it began later, within the bound.
+                # A place keeps the version of its first prompt: replacements began later, within the bound.
                 self._admission = self._admission.finish([number])
                 taken += self._consume(batch)
             if self._admission.batch > batch:
-                return [TakenGroup(number, self._written.pop(number)) for number in sorted(taken)]
+                return [BatchGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
 
-    def _replacements(self, lost: Sequence[TakenGroup], waits_for: str) -> list[TakenGroup]:
+    def _replacements(self, lost: Sequence[BatchGroup], waits_for: str) -> list[BatchGroup]:
         """Wait on the first rank for groups of other prompts in the places of some, in their order.
 
         These places have left the state of admission: a group that begins in one of them now is within its bound.
@@ -444,18 +444,18 @@ class GroupGenerators(Generators):
                 return problem
             pauses.sleep()
             limit.check()
-        return [TakenGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
+        return [BatchGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
 
     def _read_finished(self) -> Iterator[int]:
-        """Numbers of groups that were delivered since the last call, which are then in `_written`."""
+        """Put groups that were delivered since the last call into `_written`, and yield their numbers."""
         while (number := self._board.next_finished()) is not None:
             self._written[number] = self._board.collect(number)
             beat()
             yield number
 
-    def _problem(self) -> list[TakenGroup]:
+    def _problem(self) -> list[BatchGroup]:
         """The first group that has a problem, if there is one."""
-        return [TakenGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
+        return [BatchGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
 
     def _consume(self, batch: int) -> list[int]:
         """Groups that a batch takes now."""

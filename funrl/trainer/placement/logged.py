@@ -55,7 +55,7 @@ class LoggedGroup(NamedTuple):
       generator: the replica that wrote it.
       switches: of each sample, (first token, version) pairs; those of the greedy completion follow.
       tokens: (version, sampled tokens) pairs of all samples.
-      dropped: prompts before it in its place, of which the filter kept no row. They are not written again.
+      dropped: prompts before it in its place, whose rows the filter dropped. They are not written again.
     """
 
     position: int

@@ -376,7 +376,7 @@ def _check_joined(s: Settings) -> None:
     }
     for name, (given, problem) in problems.items():
         if given:
-            raise s.refusal(f"{{{name}}} {problem}; leave it out, or give ranks that generate, as generate:2")
+            raise s.refusal(f"{{{name}}} {problem}; leave it out, or give generator ranks, as generate:2")
 
 
 def check_mesh_flags(s: Settings) -> None:

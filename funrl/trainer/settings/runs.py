@@ -70,7 +70,7 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class AsynchronySettings:
-    """Asynchrony of ranks that train and ranks that generate."""
+    """Asynchrony of trainer ranks and generator ranks."""
 
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "staleness"}
 

@@ -90,7 +90,7 @@ class Rollout(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Numbers of this rank's rows, ascending."""
+        """Row numbers of this rank, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 

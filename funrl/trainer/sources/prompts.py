@@ -44,7 +44,7 @@ BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a trainin
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
+    Prompts whose rows the filter drops are replaced by further ones until the batch is full, within a bound. No
     completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
     prompts, _, seed, weighing = generation.schedule
@@ -133,9 +133,9 @@ class SamplingRound(NamedTuple):
     """Result of a round of sampling for a step, without the rows that the filter drops.
 
     Attributes:
-      chosen: the prompts of which the filter keeps a row, with these rows.
+      chosen: the prompts with a row that the filter keeps, and these rows.
       end: next position in the order of the prompts.
-      sampled: number of prompts, with those that `remote` ranks have replaced.
+      sampled: number of prompts, including prompts that `remote` ranks have replaced.
       dropped_rows: number of rows of the chosen prompts that the filter drops.
       failed: number of rows on which a reward function failed; None: a failure ends the run.
       totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.

@@ -161,7 +161,7 @@ def count_empty(
       state: of a source; without "empty_steps" it has no episodes, and stays as it is.
       step: number of the step.
       unusable: episodes that were run in it if none of them can be trained on; else 0.
-      facts: totals of the step's episodes, of which "failed" and "unscored" are shown.
+      facts: totals of the step's episodes; "failed" and "unscored" are shown.
       show: receives the remark.
 
     Returns: the state, and metrics.

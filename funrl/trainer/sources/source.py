@@ -152,7 +152,7 @@ class RowSelection(NamedTuple):
 
     Attributes:
       filter: batch -> [B] bool, rows worth training on; None: all.
-      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
+      when_empty: "skip", "stop" or "use", for a step whose rows the filter drops.
       max_refills: bound on the prompts sampled for a batch, in batches.
     """
 

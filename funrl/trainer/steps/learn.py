@@ -85,7 +85,7 @@ def learn(
     if plan.cost is None:
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
-    first = True  # later updates compute with other weights than those that sampled the rows
+    first = True  # later updates compute with other weights than the engine's
     whole = sums_over_episodes([role.training_loss for role in learning.values()])
     units = rows.units(whole)
     for number in range(plan.epochs):
@@ -210,7 +210,7 @@ def _updated(
 
 
 def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
-    """Numbers of the rows of some of this rank's micro-batches."""
+    """Row numbers of some of this rank's micro-batches."""
     own = own_places(packing, rows)
     return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 

@@ -28,7 +28,7 @@ from funrl.trainer.steps.owned_rows import assignments
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, counted_by
 
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
-SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
+SCORE_PARTS = 64  # of the larger budget of other roles: a part is as large
 PARTS_OF_A_ROW = 4  # numbers of sequences that a row takes up: a triple has three, and pairs begin with odd ones
 
 
@@ -48,7 +48,7 @@ class MicroBatch(NamedTuple):
 
 
 def mini_batches(examples: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
-    """Numbers of all examples in a random order, in `count` parts of about the same size; the same on every mesh."""
+    """Shuffle example numbers and split them into `count` parts of about equal size; the same on every mesh."""
     generator = torch.Generator().manual_seed(derived_seed(seed, step, epoch))
     order = torch.randperm(examples, generator=generator)
     return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer than parts
@@ -100,7 +100,7 @@ def plan_epoch(
 
 
 def numbered(x: np.ndarray) -> np.ndarray:
-    """Numbers of equal values, in the order in which they first occur: rows that are alone keep their places.
+    """Number equal values in the order in which they first occur: rows that are alone keep their places.
 
     Example: numbered([7, 3, 7, 5]) is [0, 1, 0, 2].
     """
