@@ -260,7 +260,7 @@ def one_step(trainer: Trainer, state: State, enter: Enter) -> tuple[Trainer, Sta
         return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = score_batch(trainer, state, drawn)
     if trainer.gap_check is not None:
-        trainer.gap_check.scored(rows, scored, state.step + 1)
+        trainer.gap_check.scored(rows, scored)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = update_batch(trainer, state, rows)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)
@@ -294,7 +294,7 @@ def begin_run(
     frozen = frozen_weights(parts, weights)
     rows_source = source(job, parts, frozen, clock, observer)
     skips = Skips(job.settings.updates.max_skipped, mesh, folder, observer.note)
-    check = gap_check(job, parts, folder, observer.note)
+    check = gap_check(job, parts, observer.note)
     trainer = Trainer(job, parts, rows_source, frozen, clock=clock, skips=skips, folder=folder)
     trainer = trainer._replace(compile_cache=cache, gap_check=check)
     return trainer, first_state(job, parts, weights, rows_source.init())
@@ -401,7 +401,7 @@ def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dic
     """The state after the step's updates with the engine's weights renewed; metrics of the updates and the engine."""
     state, learned = learn_batch(trainer, state, rows)
     if trainer.gap_check is not None:
-        trainer.gap_check.learned(rows, learned, state.roles[trainer.parts.main_role].params, state.step)
+        trainer.gap_check.learned(learned)
     state = sync(trainer.parts, state, trainer.clock, trainer.frozen)
     return state, learned, verify(trainer, state)
 

@@ -18,7 +18,9 @@ class RemovedFlag(NamedTuple):
 
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {}
-REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
+REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
+    "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
+}
 # By flag: values that it no longer takes.
 REMOVED_VALUES: dict[str, dict[str, str]] = {}
 
