@@ -248,5 +248,5 @@ def write_olmoe(config: Config) -> dict[str, Any]:
 
 
 def all_layers(got: Mapping[str, Any], layers: int) -> list[str]:
-    sliding = got.get("use_sliding_window") and got.get("sliding_window") is not None
+    sliding = got.get("use_sliding_window", True) and got.get("sliding_window") is not None
     return [SLIDING if sliding else FULL] * layers

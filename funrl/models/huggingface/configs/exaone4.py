@@ -9,17 +9,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_layer_windows, write_window
 
-EXAONE_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-
 
 def exaone4_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
     """Kinds of layers where config.json has no layer_types.

@@ -23,27 +23,7 @@ _ROTARY = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 _OVERRIDES = ("head_dim", "num_key_value_heads")  # fields that per_layer_config may have
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": None,
-    "hidden_activation": GELU,
-    "max_position_embeddings": 131072,
-    "use_sliding_window": True,
-    "sliding_window": 512,
-    "final_logit_softcapping": None,
-    "tie_word_embeddings": True,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+_DEFAULTS = {"global_head_dim": 512, "num_global_key_value_heads": None}
 _SUPPORTED = {
     "hidden_act": ("silu", GELU, "gelu", None),  # not read by transformers, which goes by hidden_activation
     "hidden_activation": (GELU,),
@@ -265,7 +245,7 @@ def _rotary_of(mixer: LendingAttention) -> dict[str, Any]:
 
 GEMMA4: HFFamily = family_of(
     "Gemma4",
-    _DEFAULTS,
+    defaults=_DEFAULTS,
     supported=_SUPPORTED,
     read=_read,
     write=_write,

@@ -19,20 +19,7 @@ from funrl.models.huggingface.family_fields import (
     write_layer_windows,
 )
 
-GPT_OSS_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "attention_bias": True,
-    "use_sliding_window": True,
-    "sliding_window": 128,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-}
+GPT_OSS_DEFAULTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 GPT_OSS_WEIGHT_NAMES = {
     "sinks": "self_attn.sinks",
     "router": "mlp.router.weight",

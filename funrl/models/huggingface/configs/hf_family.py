@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.models.decoder.config import Config
+from funrl.models.errors import ModelError
 from funrl.models.huggingface.family_fields import upper_layers
 from funrl.models.model import Model
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
 UNEMBED = "lm_head.weight"
-_COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")  # always given
+
+
+@functools.cache
+def class_defaults(model_type: str, part: str = "") -> Mapping[str, Any]:
+    """Values that a config class of transformers has for fields that a config.json lacks.
+
+    Args:
+      model_type: of the class.
+      part: "vision_config": the class of that part.
+
+    Raises:
+      ModelError: the installed transformers does not know the model_type.
+    """
+    import transformers  # takes seconds
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise ModelError(f"transformers {transformers.__version__} has no model_type {model_type!r}; update it")
+    cls = transformers.CONFIG_MAPPING[model_type]
+    cls = cls.sub_configs[part] if part else cls
+    values = {"rope_theta": getattr(cls, "default_theta", None)}
+    for field in dataclasses.fields(cls):
+        if field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            values[field.name] = field.default_factory()
+    return values
 
 
 def _nothing(_: object) -> dict[str, Any]:
@@ -30,6 +59,7 @@ class VisionFamily(NamedTuple):
       prefix: how the names of the text model's tensors begin.
       unembed: name of its unembedding.
       other_prefixes: beginnings of names -> those that some files have instead.
+      text_type: model_type of the text model; "": that of the family and "_text".
       modules: beginnings of names -> those of the modules of transformers, by which PEFT names adapters.
     """
 
@@ -41,6 +71,7 @@ class VisionFamily(NamedTuple):
     prefix: str = "model."
     unembed: str = UNEMBED
     other_prefixes: Mapping[str, Sequence[str]] = {}
+    text_type: str = ""
     modules: Mapping[str, str] = {}
 
 
@@ -51,7 +82,7 @@ class HFFamily(NamedTuple):
       architecture: the class of its causal language models.
       classifier: the class of its sequence classifiers; None: it has none.
       token_classifier: the same of its token classifiers.
-      defaults: values that transformers takes for fields that config.json lacks.
+      defaults: values of fields that config.json lacks, where `class_defaults` has none or another one.
       supported: further values that a field may have; any other is refused.
       read: fields of config.json -> fields of `Config` that only some families have.
       write: the config -> fields of config.json for them.
@@ -74,7 +105,7 @@ class HFFamily(NamedTuple):
     architecture: str
     classifier: str | None
     token_classifier: str | None
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, Any] = {}
     supported: Mapping[str, Sequence[Any]] = {}
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Config], dict[str, Any]] = _nothing
@@ -98,9 +129,9 @@ def seeing(family: HFFamily, name: str, vision: VisionFamily) -> HFFamily:
     return family._replace(architecture=architecture, classifier=None, token_classifier=None, vision=vision)
 
 
-def family_of(name: str, defaults: Mapping[str, Any], **more: Any) -> HFFamily:
+def family_of(name: str, **more: Any) -> HFFamily:
     """A family whose classes begin with `name`."""
     causal, sequence, token = (
         f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
     )
-    return HFFamily(causal, sequence, token, defaults={**_COMMON, **defaults}, **more)
+    return HFFamily(causal, sequence, token, **more)

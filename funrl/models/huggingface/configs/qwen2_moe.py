@@ -16,19 +16,6 @@ from funrl.models.huggingface.family_fields import (
     write_window,
 )
 
-QWEN2_MOE_DEFAULTS = {
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "qkv_bias": True,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-}
 SHARED_EXPERT_NAMES = {
     "shared_gate": "mlp.shared_expert.gate_proj.weight",
     "shared_up": "mlp.shared_expert.up_proj.weight",

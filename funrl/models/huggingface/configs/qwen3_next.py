@@ -12,25 +12,7 @@ from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.family_fields import FULL, experts_of
 
 LINEAR = "linear_attention"
-DELTA_NET_DEFAULTS = {
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-NEXT_DEFAULTS = DELTA_NET_DEFAULTS | {
-    "num_key_value_heads": 2,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-}
+DELTA_NET_DEFAULTS = {"partial_rotary_factor": 0.25, "full_attention_interval": 4}
 DELTA_NET_NAMES = {
     "a_log": "linear_attn.A_log",
     "dt_bias": "linear_attn.dt_bias",
