@@ -23,6 +23,7 @@ from typing import Any, cast
 
 from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
+from funrl.cli.first_difference import first_difference
 from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN
 from funrl.cli.usages import COMMANDS
@@ -40,7 +41,6 @@ from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.saved_pictures import missing_picture
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
-from funrl.trainer.first_difference import first_difference
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
@@ -60,7 +60,6 @@ SHARDING = {  # on another mesh
     "fsdp_models": None,
     "grad_reduce_dtype": "auto",
     "generate_mesh": None,
-    "balance_pictures": False,
 }
 VLLM = ("vllm", "vllm_server")  # engines
 HERE = {

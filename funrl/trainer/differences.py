@@ -34,7 +34,7 @@ METRIC_PHASES = {  # phase of a step -> prefixes of the metrics that it makes; t
 MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/", "wait/", "sync/hidden_share")
 MEASURED_OF_EPISODES = ("/environment_s", "/recomputed_tokens")  # the same, of all episodes or of a source
 KINDS = ("turns", "field", "weights", "digests", "metric")
-PHASES = ("generate", "score", "advantage", "update", "verify", "eval")  # in the order of a step; some are of a role
+PHASE_ORDER = ("generate", "score", "advantage", "update", "verify", "eval")  # some are of a role
 
 
 class Difference(NamedTuple):
@@ -186,7 +186,7 @@ def by_phase(differences: Iterable[Difference]) -> list[tuple[str, list[Differen
     phases: dict[str, list[Difference]] = {}
     for part in sorted(differences, key=lambda part: KINDS.index(part.kind)):
         phases.setdefault(part.phase, []).append(part)
-    return sorted(phases.items(), key=lambda phase: PHASES.index(phase[0].partition("_")[0]))
+    return sorted(phases.items(), key=lambda phase: PHASE_ORDER.index(phase[0].partition("_")[0]))
 
 
 def _bits(x: Tensor) -> Tensor:

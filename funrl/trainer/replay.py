@@ -117,12 +117,14 @@ def replay(
     server = ShardServer()
     threads = torch.get_num_threads()
     environment = logged if isinstance(logged, LoggedEnvironment) else None
+    source = replay_source(folder)
+    if logged is not None:
+        source = make_source if isinstance(logged, LoggedEnvironment) else logged
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:  # an engine costs nothing as long as it has no weights
             engine = "hf" if job.settings.engines.engine == "hf" else "native"
             job = dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
-        source = replay_source(folder) if logged is None else make_source if environment is not None else logged
         trainer, state = begin_run(job, mesh, observer, source)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)

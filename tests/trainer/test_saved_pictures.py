@@ -65,9 +65,7 @@ def test_a_replay_reads_the_files_and_compares_them_with_their_digests(tmp_path)
     assert sources[::2] == [None] * len(sources[::2]) and set(sources[1::2]) < {*paths}
     assert len(load_file(step / "rows-0.safetensors")["drawn/patches"]) == 4 * len(values[::2])
     assert unlike(replay(job, run, None, single(), Quiet())) == []
-    patches = read_rows(
-        open_rows(step.parent, 1), single()
-    ).batch.patches.values  # without a reader
+    patches = read_rows(open_rows(step.parent, 1), single()).batch.patches.values  # without a reader
     assert len(patches) == sum(count for _, _, count in values)
     changed = sources[1]
     draw(changed, 99)

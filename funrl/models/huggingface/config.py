@@ -14,7 +14,7 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.configs.hf_family import SIZES, HFFamily, class_defaults
+from funrl.models.huggingface.configs.hf_family import GIVEN_SIZES, HFFamily, class_defaults
 from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
 from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
@@ -90,7 +90,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
     of_class = class_defaults(name if family.vision is None else family.vision.text_type or f"{name}_text")
-    defaults = {field: value for field, value in of_class.items() if field not in SIZES} | dict(family.defaults)
+    defaults = {field: value for field, value in of_class.items() if field not in GIVEN_SIZES} | dict(family.defaults)
     got = {**defaults, **(raw if family.vision is None else family.vision.text(raw))}
     _refuse(family, got)
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
@@ -107,7 +107,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         "tied": bool(got["tie_word_embeddings"]),
         "windows": _windows(family, got, layers),
         "max_positions": _size(got, "max_position_embeddings"),
-        "activation": ACTIVATIONS.get(got.get("hidden_act"), "silu"),
+        "activation": ACTIVATIONS.get(str(got.get("hidden_act")), "silu"),
         "mlp_bias": bool(got.get("mlp_bias")),
         "dtype": _dtype(got),
         "family": name,

@@ -305,8 +305,6 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     most = settings.examples.max_pixels
     if not seeing and most is not None:
         raise SettingsError(f"--max_pixels={most}: the model reads text only; leave it out")
-    if not seeing and settings.devices.balance_pictures:
-        raise SettingsError("--balance_pictures: the model reads text only; leave it out")
     if not seeing:
         return
     what = f"the {seeing[0]} sees pictures"

@@ -153,9 +153,7 @@ def check_split_residual(settings: Settings) -> None:
 
 
 def check_sharding(settings: Settings) -> None:
-    """Refuse sharding of weights, or of a tower's work, over axes with one device. Raises: SettingsError."""
-    if settings.devices.balance_pictures and devices(mesh_sizes(settings)) == 1:
-        raise SettingsError(f"--balance_pictures does nothing: --mesh={settings.devices.mesh} has one device")
+    """Refuse sharding of weights over axes with one device. Raises: SettingsError."""
     if not settings.sharding.fsdp:
         return
     named = parts(settings.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)

@@ -17,7 +17,9 @@ class RemovedFlag(NamedTuple):
     successor: str
 
 
-REMOVED_FLAGS: dict[str, RemovedFlag] = {}
+REMOVED_FLAGS: dict[str, RemovedFlag] = {
+    "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+}
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
 }

@@ -14,7 +14,8 @@ from funrl.models.model import Model
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
 UNEMBED = "lm_head.weight"
-SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")  # always given
+# Fields that a config.json must have.
+GIVEN_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
 @functools.cache

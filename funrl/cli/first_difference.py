@@ -105,14 +105,18 @@ def _read_record(path: Path) -> RunRecord:
 
 
 def _compare_step(a: RunRecord, b: RunRecord, step: int) -> Iterator[Difference]:
-    pairs = {kind: (a.steps[kind].get(step), b.steps[kind].get(step)) for kind in a.steps}
-    if None not in pairs["rows"]:
+    pairs = {
+        kind: (a.steps[kind][step], b.steps[kind][step])
+        for kind in a.steps
+        if step in a.steps[kind] and step in b.steps[kind]
+    }
+    if "rows" in pairs:
         yield from _compare_saved(*pairs["rows"], step=step)
-    if None not in pairs["metrics"]:
+    if "metrics" in pairs:
         first, second = pairs["metrics"]
         names = first.keys() & second.keys()  # one run may evaluate more often than the other
         yield from metric_differences(*({name: x[name] for name in names} for x in (first, second)))
-    if None not in pairs["checkpoints"]:
+    if "checkpoints" in pairs:
         yield from _compare_checkpoints(*pairs["checkpoints"])
 
 
