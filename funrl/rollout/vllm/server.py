@@ -49,7 +49,6 @@ from funrl.models.huggingface.config import config_from_hf
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import Core, CoreRequest
 from funrl.rollout.vllm.core import start_vllm
-from funrl.rollout.vllm.folders import weights_folder
 
 IDLE_S = 10.0  # for the head of a request, and for taking an answer
 SLOWEST_BYTES_S = 1e6  # at which a body must arrive
@@ -85,7 +84,7 @@ class CoreServer(ThreadingHTTPServer):
         self.instance = secrets.token_hex(8)
         self.core: Core | None = None
         self.sizes: Answer = {}
-        self.buckets = weights_folder()
+        self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self.lock = threading.Lock()  # of the buckets' numbers
         self.loopback = is_loopback(address[0])
         self.jobs: queue.SimpleQueue[CoreCall | None] = queue.SimpleQueue()
