@@ -182,7 +182,8 @@ def tower_of_llava_onevision(raw: Mapping[str, Any], config: Config) -> VisionLa
             raise ModelError(f"{name} is {raw[name]!r}, supported is {value!r}")
     outer, got = _fields(raw)
     pixels = got["image_size"]
-    sizes, ratio = outer["image_grid_pinpoints"] or _PINPOINTS, str(outer["vision_aspect_ratio"])
+    sizes = outer["image_grid_pinpoints"] or _PINPOINTS
+    ratio = str(outer["vision_aspect_ratio"])
     if any(len(size) != 2 or any(side % pixels for side in size) for size in sizes):
         raise ModelError(
             f"image_grid_pinpoints is {sizes}; it must be heights and widths in multiples of the image_size {pixels}"
