@@ -31,11 +31,11 @@ from funrl.fields import FIELDS
 
 
 class Available(NamedTuple):
-    """The fields of `Batch` that a run writes, by where they can be read; those that the chain makes are left out.
+    """The fields of `Batch` that a run writes, by where they can be read, without the chain's own.
 
     Attributes:
       filter, chain: fields of all rows of the step.
-      losses: fields in an update, where fields per row are spread over tokens; includes those that only the step
+      losses: fields in an update, where fields per row are spread over tokens; includes fields that only the step
         writes.
     """
 
@@ -53,7 +53,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     Args:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
-        those that the chain makes; an `Available` where filter, chain and losses see different fields. Fields that are
+        the chain's own; an `Available` where filter, chain and losses see different fields. Fields that are
         read optionally may be absent.
 
     Raises:
@@ -90,7 +90,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
 
 
 def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
-    """Rows after the chain with the fields that an update sees: those that the chain made, and `given.losses`."""
+    """Rows after the chain with the fields that an update sees: the chain's own, and `given.losses`."""
     written = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
     left_out = set(rows.names()) - written - given.losses
     schema = schema_of(rows)
@@ -143,7 +143,7 @@ def check_order(advantage: Advantage) -> None:
     on_example("the advantage chain", run, batch)
 
 
-def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
+def _check_across(what: str, run: Callable[[Batch], object], batch: Batch) -> None:
     """Check that a piece gives the same result on a rank with the tokens of some rows as on one with those of all rows.
 
     Args:
@@ -180,14 +180,14 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
     on_example(what, on_both, batch)
 
 
-def _same_rows(whole: Any, part: Any) -> bool:
+def _same_rows(whole: object, part: object) -> bool:
     """True if values per row are the same for all rows, and values per token for the rows that both have."""
     pairs = zip(trees.leaves(_first_rows(whole)), trees.leaves(part), strict=True)
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
 
 
-def _first_rows(whole: Any) -> Any:
+def _first_rows(whole: object) -> Any:
     """The part of a result that belongs to a rank with the tokens of the first rows only."""
     if isinstance(whole, Batch):
         return map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, slice(SOME)), whole)
@@ -216,7 +216,7 @@ def _makes(piece: Advantage, field: str) -> bool:
     return field in run_advantage(piece).makes
 
 
-def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: str) -> bool:
+def _goes_by(piece: Advantage, state: object, signal: Signal, batch: Batch, field: str) -> bool:
     """True if a piece's result, apart from the field itself, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:

@@ -33,7 +33,7 @@ from funrl.api.python import RECORDS
 from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.flags.foreign.meaning import NameContext
-from funrl.mesh.launch import Waiting, launch
+from funrl.mesh.launch import WaitLimits, launch
 from funrl.mesh.mesh import Mesh
 from funrl.processes.environment import read_environment
 from funrl.rewards.call import Reward
@@ -318,7 +318,9 @@ def launched(program: Callable[..., Any], job: RLJob) -> Any:
     """Run a program on all ranks of a job, after a trial of its environment, and return what rank 0 returned."""
     check_first_episode(job)
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
-    return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
+    return launch(
+        program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=WaitLimits(timeout)
+    )
 
 
 class TableObserver:

@@ -30,7 +30,7 @@ from funrl.cli.usages import COMMANDS
 from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.flags.config_file import had_no_effect
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
@@ -106,7 +106,7 @@ def replay_command(argv: Sequence[str]) -> int:
     try:
         with warm_started(job) as started:
             program = functools.partial(_rank, started, run, step, logged)
-            steps = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
+            steps = launch(program, job.sizes, job.device, PLAIN, waiting=WaitLimits(timeout))
     except (WorkerError, *PLAIN) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2

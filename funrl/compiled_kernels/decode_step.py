@@ -97,7 +97,7 @@ def page_bytes(sizes: StepSizes, dtype: torch.dtype) -> int:
 
 
 def packed_decoder(
-    sizes: StepSizes | str, params: Any, dtype: torch.dtype, threads: int | None = None
+    sizes: StepSizes | str, params: object, dtype: torch.dtype, threads: int | None = None
 ) -> PackedDecoder:
     """Copy a decoder's weights into the kernel's layout.
 
@@ -118,7 +118,7 @@ def packed_decoder(
 
 
 def _set_adapters(step: StepCall, adapters: TokenAdapters) -> tuple[ctypes.Array, Tensor]:
-    """Let a call add the products of adapters; returns the memory that it then reads. Raises ValueError."""
+    """Add the products of adapters to a call; returns the memory that it then reads. Raises ValueError."""
     number_N = adapters.number_N.contiguous()
     if number_N.dtype != torch.int64 or number_N.shape[0] != step.tokens:
         raise ValueError(f"{step.tokens} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")

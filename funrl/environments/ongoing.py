@@ -1,4 +1,4 @@
-"""Episodes that go on over several rollouts, each with its own weights, and over checkpoints.
+"""Episodes that span several rollouts, each with its own weights, and checkpoints.
 
     ongoing = OngoingEpisodes(environment, setup, limits)
     run = ongoing.run(engine, mesh, Round(new_groups, allowance=64))  # no trajectory samples more than 64 tokens
@@ -83,12 +83,12 @@ class OngoingRun(NamedTuple):
 
 
 def recorded_episodes(text: str) -> list[Episode]:
-    """The episodes of a group's record, all of which have ended."""
+    """The episodes of a group's record; all have ended."""
     return [from_record(record_from_json(entry["done"])) for entry in json.loads(text)]
 
 
 class OngoingEpisodes:
-    """The episodes of this replica that go on. They live on its first tensor rank."""
+    """The unfinished episodes of this replica. They live on its first tensor rank."""
 
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
         self._runner = _OngoingRunner(environment, setup, limits)
@@ -177,7 +177,7 @@ class _LiveGroup:
 
     @property
     def settled(self) -> bool:
-        """True if it has ended, or waits for nothing but calls that may not go on."""
+        """True if it has ended, or waits only for parked calls."""
         assert self.task is not None
         if self.task.done():
             return True
@@ -185,7 +185,7 @@ class _LiveGroup:
         return bool(waiting) and all(episode.parked for episode in waiting)
 
     def renew(self, allowance: int | None) -> None:
-        """Let calls go on."""
+        """Resume parked calls with a new allowance of tokens."""
         self.allowance = allowance
         for episode in self.episodes:
             if episode.done is None and episode.policy is not None:
@@ -249,7 +249,7 @@ class _OngoingRunner(EpisodeRunner):
                 return
 
     async def _stays_settled(self, groups: Iterable[_LiveGroup]) -> bool:
-        """Let coroutines run that wait for others of this loop only; True if nothing has come of it."""
+        """Run coroutines that wait only for others of this loop; True if none has made progress."""
         for _ in range(SETTLING):
             await asyncio.sleep(0)
             if not all(live.settled for live in groups):
@@ -265,7 +265,7 @@ class _OngoingRunner(EpisodeRunner):
         return self._start(group, text, PARKED)
 
     async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
-        """Wait until episodes that are not alive are where they were; those that come elsewhere begin anew."""
+        """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
         while not (all(live.settled for live in groups) and await self._stays_settled(groups)):
             await self.resident.progress(LOOK_EVERY_S)
         differing = [

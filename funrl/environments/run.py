@@ -98,7 +98,7 @@ def run_episodes(
     """Run the episodes of the groups that this replica takes. Collective over the mesh.
 
     A failed episode is tried again with a new call of the environment and the same seeds, `limits.retries` times; then
-    its status is "failed". An environment's `score` replaces the rewards of a group of which no episode has failed.
+    its status is "failed". An environment's `score` replaces the rewards of a group without a failed episode.
 
     Args:
       engine: this replica's engine, awake and without unfinished requests.

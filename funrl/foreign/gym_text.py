@@ -98,7 +98,7 @@ class _Gymnasium:
         return [{"prompt": prompt, "seed": (seed * self._episodes + n) % GYM_SEEDS} for n in range(self._episodes)]
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and a new environment take turns."""
+        """Alternate turns of the policy and of a new environment."""
         environment = await call(self._make)
         try:
             begin = int(example.fields.get("seed", seed % GYM_SEEDS))

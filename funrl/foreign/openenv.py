@@ -124,7 +124,7 @@ class _OpenEnv:
         return Episode([end], {POLICY: reward}, parts=episode.parts, status=episode.status)
 
     async def _calls(self, policy: Policy, session: _Session, messages: Sequence[Message]) -> Episode:
-        """Let the policy call tools until it replies without a call."""
+        """Run tool calls of the policy until it replies without a call."""
         tools = await session.mcp_tools() if self._tools is None else self._tools
 
         async def run_call(name: str, arguments: Mapping[str, Any]) -> ToolOutput:

@@ -63,7 +63,7 @@ class _SkyRL:
         self._config = dict(config or {})
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and a new environment take turns."""
+        """Alternate turns of the policy and of a new environment."""
         extras = {"seed": seed, **copy.deepcopy(example.fields)}
         environment = await call(self._make, env_config=dict(self._config), extras=extras)
         try:

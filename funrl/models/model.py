@@ -235,7 +235,7 @@ class InitCache(Protocol):
 
 
 class Lora(NamedTuple):
-    """Adapters of low rank: W + alpha / rank B A instead of each adapted weight W, of which B and A learn.
+    """Adapters of low rank: W + alpha / rank B A instead of each adapted weight W; B and A learn.
 
     Attributes:
       rank: columns of B and rows of A.

@@ -273,7 +273,7 @@ class Placed:
         return own_shard(after_BT, self.mesh, SEQUENCE, dim=1).flatten(0, 1)
 
     def _spread(self, x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
-        """Numbers of some of this rank's tokens, [N, ...], beside those of all, among 0s as [B, T, ...]."""
+        """Scatter [N, ...] values of selected tokens into zeros [B, T, ...]."""
         B, T = batch.tokens.shape
         t = T // self.mesh.size(SEQUENCE)
         if isinstance(at_N, Tensor):
@@ -371,7 +371,7 @@ def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
 
 
 def _shifted(x: Tensor, batch: Batch) -> Tensor:
-    """Numbers of the token behind each, [B, T, ...], at that token; 0 where there is none before it."""
+    """Shift values [B, T, ...] one token later; a first token gets 0."""
     x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     known_BT = follows(batch.tokens, batch.get("segments"))
     return torch.where(known_BT.view(*known_BT.shape, *(1,) * (x.ndim - 2)), x, 0)
@@ -383,7 +383,7 @@ def _by_part(tree: trees.Tree) -> dict[str, Any]:
 
 
 def _with_unsampled(topk_NK: Tensor | None, unsampled: tuple[int, ...], tokens_N: Tensor) -> Tensor:
-    """Ids whose log-probabilities `_without_unsampled` needs, behind those that are wanted anyhow."""
+    """Ids whose log-probabilities `_without_unsampled` needs, after the requested ones."""
     ids_NU = torch.tensor(unsampled, device=tokens_N.device).expand(len(tokens_N), -1)
     return ids_NU if topk_NK is None else torch.cat([topk_NK, ids_NU], 1)
 

@@ -28,7 +28,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
 
     Args:
       labels: rows of the head. Of one the value is its number; of two it is the second less the first, the log odds of
-        the second label, as token classifiers are trained to tell steps that are right from those that are not.
+        the second label, as token classifiers are trained to tell right steps from wrong ones.
       bias: whether the head has one, as token classifiers of transformers do.
 
     Raises:

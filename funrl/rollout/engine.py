@@ -136,7 +136,7 @@ class Engine(Protocol):
 
         Raises:
           RuntimeError: no weights have been loaded.
-          LogitsError: the model's logits are not finite for some requests, which have ended; others go on.
+          LogitsError: the model's logits are not finite for some requests, which have ended; others continue.
         """
         ...
 
@@ -161,9 +161,9 @@ class Engine(Protocol):
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Cancel requests; returns their completions so far, with finish "cancelled" for those that had not ended.
+        """Cancel requests; returns their completions so far, with finish "cancelled" where they had not ended.
 
-        Numbers of no unfinished request are ignored.
+        Other numbers are ignored.
         """
         ...
 
@@ -175,7 +175,7 @@ class Engine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         ...
 
     def cost(self) -> EngineCost:

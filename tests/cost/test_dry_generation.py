@@ -11,7 +11,7 @@ from funrl.cost import decoding, dry_run
 from funrl.cost.tracing.hardware import USABLE
 from funrl.mesh.mesh import single
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.trainer.jobs import build as trainer_build
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
@@ -40,7 +40,7 @@ def test_the_cache_is_that_of_the_rank_with_most_prompts():
 @pytest.mark.slow
 def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     """One vector of 24 + 4 numbers a token, and the products of decoding with it."""
-    sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, None, 8, 4, 6)}
+    sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": LatentSizes(24, None, 8, 4, 6)}
     short, long = (dry_run.estimate(small("grpo", sizes=sizes, max_new_tokens=n), 8, CPU) for n in (24, 56))
     found = [one.phases["generate"] for one in (short, long)]
     assert [one.peak["cache"] for one in found] == [16 * 2 * tokens * (24 + 4) * 4 for tokens in (32, 64)]

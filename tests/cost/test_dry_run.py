@@ -15,7 +15,7 @@ from funrl.cost.descriptions import left_out
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh.mesh import single
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.tasks import arithmetic
@@ -122,7 +122,7 @@ SWITCHES = {
         "family": "deepseek_v3",
         "kv_heads": 4,
         "head": 12,
-        "latent": Latent(24, 16, 8, 4, 6),
+        "latent": LatentSizes(24, 16, 8, 4, 6),
         "experts": Experts(8, 2, 32, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=32),
     },
 }

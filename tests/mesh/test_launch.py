@@ -19,7 +19,7 @@ from forked_python import run_with_python
 
 from funrl.mesh import collectives
 from funrl.mesh import launch as launching
-from funrl.mesh.launch import Waiting, WorkerError, launch, submesh, view
+from funrl.mesh.launch import WaitLimits, WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
 from funrl.processes import heartbeat
 from funrl.processes import workers as processes
@@ -251,7 +251,7 @@ def test_the_time_that_a_rank_waits_is_that_of_every_group():
 
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 ended before the program did"):
-        launch(program, parse("dp2,tp2"), "cpu", waiting=Waiting(timeout=timedelta(seconds=1)))
+        launch(program, parse("dp2,tp2"), "cpu", waiting=WaitLimits(timeout=timedelta(seconds=1)))
     assert time.monotonic() - start < 15
 
 

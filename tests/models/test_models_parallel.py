@@ -12,7 +12,7 @@ from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 
 WANT = ("logp", "entropy", "sum_pi_squared")
@@ -56,7 +56,7 @@ CASES = {
         _config(8, 2, qk_norm_over="projection", norms="post", rotates=(True, False)),
     ),
     "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
-    "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=Latent(40, None, 4, 2, 7), attention_scale=0.7)),
+    "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=LatentSizes(40, None, 4, 2, 7), attention_scale=0.7)),
     "tp2 gated delta nets": ("tp2", _config(4, 1, layers=3, **NEXT)),
 }
 

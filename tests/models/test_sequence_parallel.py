@@ -25,7 +25,7 @@ from funrl.models import split_residual as residual
 from funrl.models.decoder import ring_attention
 from funrl.models.decoder import sequence_parallel as sequence
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
@@ -212,7 +212,7 @@ LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "o
     "sizes",
     [
         config(4, 2),
-        pytest.param(config(2, 2, layers=1, **LATENT, latent=Latent(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
+        pytest.param(config(2, 2, layers=1, **LATENT, latent=LatentSizes(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
     ],
 )
 def test_so_are_those_of_adapters(sizes):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from free_ports import free_port
 
 from funrl.mesh import collectives
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import parse
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RUNNING, Heartbeat, Order, Sign, decode
@@ -181,7 +181,7 @@ def stopped(rank):
 def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(rank), parse(mesh), "cpu", waiting=Waiting(timeout=timedelta(seconds=2), heartbeat_s=1.0))
+        launch(stopped(rank), parse(mesh), "cpu", waiting=WaitLimits(timeout=timedelta(seconds=2), heartbeat_s=1.0))
     assert time.monotonic() - begin < 8
     said, late = capfd.readouterr().err, f"rank {rank} on {os.uname().nodename} (step 2, update_policy"
     assert f"no progress for 1 s: the run waits for {late}), which does not answer" in said
@@ -194,7 +194,7 @@ def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
 @pytest.mark.gloo
 def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(1), parse("dp2"), "cpu", waiting=Waiting(timeout=timedelta(minutes=1), stalled_s=3.0))
+        launch(stopped(1), parse("dp2"), "cpu", waiting=WaitLimits(timeout=timedelta(minutes=1), stalled_s=3.0))
     said = rf"no answer for 3 s \(--stalled_after\) from rank 1 on {os.uname().nodename} \(step 2, update_policy"
     assert re.match(said, str(caught.value))
 
@@ -236,7 +236,7 @@ def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(mes
                 waited(lambda: line.search(messages.read_text()))
         return collectives.psum(torch.ones(1), m, "data").item()
 
-    assert launch(program, parse("dp2"), "cpu", waiting=Waiting(heartbeat_s=1.0)) == 2
+    assert launch(program, parse("dp2"), "cpu", waiting=WaitLimits(heartbeat_s=1.0)) == 2
     assert line.search(capfd.readouterr().err)
 
 
@@ -245,7 +245,7 @@ def test_a_single_rank_says_what_it_does(messages, capfd):
         with heartbeat.phase("reward"):
             return waited(lambda: "the run waits for rank 0 on" in messages.read_text())
 
-    assert launch(program, parse(""), "cpu", waiting=Waiting(heartbeat_s=1.0))
+    assert launch(program, parse(""), "cpu", waiting=WaitLimits(heartbeat_s=1.0))
     assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)
 
 
@@ -276,7 +276,10 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
             try:
                 timeout = timedelta(seconds=wait_s)
                 launch(
-                    program, parse("dp2"), "cpu", waiting=Waiting(timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s)
+                    program,
+                    parse("dp2"),
+                    "cpu",
+                    waiting=WaitLimits(timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s),
                 )
             except (WorkerError, MemoryError) as error:
                 print(f"{type(error).__name__}: {error}", file=file, flush=True)

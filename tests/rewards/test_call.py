@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funrl.rewards.call import (
-    Completed,
+    CompletedRow,
     Failure,
     RewardError,
     awaited_outcomes,
@@ -116,7 +116,7 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
     some = score_all(lambda p, c, i: values[i], *rows, one_of_several=True)
     assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
     pool = Pool([lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2])
-    *found, neither = score_rows(pool, [Completed("p", c) for c in ("a", "b", "x", "ab")])
+    *found, neither = score_rows(pool, [CompletedRow("p", c) for c in ("a", "b", "x", "ab")])
     assert [[x if x == x else None for x in row.result()] for row in found] == [[None, 2], [1, None], [1, 2]]
     with pytest.raises(RewardError, match=r"none of the 2 reward functions applies.*\n  prompt: 'p'"):
         neither.result()
@@ -127,7 +127,7 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
             score_all(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)
 
 
-ROWS = [Completed("p", "aa", {"answer": 1, "level": "x"}, [5, 6]), Completed("q", "b", {"answer": 2}, [7])]
+ROWS = [CompletedRow("p", "aa", {"answer": 1, "level": "x"}, [5, 6]), CompletedRow("q", "b", {"answer": 2}, [7])]
 
 
 def described(function):
@@ -167,7 +167,7 @@ def test_a_function_of_verl_is_called_by_name():
         return {"score": float(solution_str == ground_truth), "of": data_source}
 
     one = described(compute_score)
-    rows = [Completed("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
+    rows = [CompletedRow("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
     assert outcomes(one, rows) == [1.0, 0.0]
     assert not any(hasattr(value, "entries") for value in outcomes(one, rows))  # "of" is no number
     check_fields("f", one, [row.fields for row in rows])
@@ -177,7 +177,7 @@ def test_a_function_of_verl_is_called_by_name():
 
 def test_other_numbers_of_a_dict_stay_with_the_score_between_processes():
     one = described(lambda prompt, completion: {"score": 0.5, "acc": True, "format": 2, "text": "x", "odd": math.nan})
-    (value,) = pickle.loads(pickle.dumps([*map(picklable, outcomes(one, [Completed("p", "c")]))]))
+    (value,) = pickle.loads(pickle.dumps([*map(picklable, outcomes(one, [CompletedRow("p", "c")]))]))
     assert value == 0.5 and value.entries == {"acc": 1.0, "format": 2.0}
 
 
@@ -251,7 +251,7 @@ def test_functions_are_named_in_errors_where_there_are_several():
 
 def test_batched_functions_are_given_messages_where_prompts_are_chats():
     chat = [{"role": "user", "content": "Who?"}]
-    rows = [Completed("<user>Who?", "Me.", {}, (), chat), Completed("q", "b")]
+    rows = [CompletedRow("<user>Who?", "Me.", {}, (), chat), CompletedRow("q", "b")]
     given = columns_of(described(lambda prompts, completions: 0), rows)
     assert given["prompts"] == [chat, "q"]
     assert given["completions"] == [[{"role": "assistant", "content": "Me."}], "b"]

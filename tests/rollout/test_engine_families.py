@@ -7,7 +7,7 @@ from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, loa
 
 from funrl.batch import Batch
 from funrl.models import decoder_config, decoder_model, place
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.huggingface.config import config_from_hf
@@ -100,7 +100,7 @@ EXPERTS = {
     "deepseek_v3": decoder_config(
         **SMALL | {"kv_heads": SMALL["heads"], "head": 12},
         family="deepseek_v3",
-        latent=Latent(24, 20, 8, 4, 6),
+        latent=LatentSizes(24, 20, 8, 4, 6),
         experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
     ),
     "gpt_oss": decoder_config(

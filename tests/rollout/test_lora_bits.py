@@ -19,7 +19,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import GENERATE, layouts, shard
 from funrl.models import decoder_config, decoder_model
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.lora import on_base, trained_part, with_lora
@@ -310,7 +310,7 @@ def test_factors_that_do_not_fit_leave_the_adapter_as_it_was():
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4)},
+        {"kv_heads": 4, "head": 6, "latent": LatentSizes(8, 8, 4, 2, 4)},
         {"experts": Experts(count=4, per_token=2, mlp=8, shared=8)},
         {"qk_norm": True, "qk_norm_over": "projection"},
     ],

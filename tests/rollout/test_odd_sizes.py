@@ -14,7 +14,7 @@ from funrl.mesh.rules import COMPUTE, STORED, fully_sharded, layouts, shard
 from funrl.mesh.sums import sum_rest
 from funrl.models import decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.lora import is_trained, with_lora
 from funrl.models.model import Lora
@@ -28,7 +28,7 @@ FAMILIES = {
     "dense": DENSE | {"qk_norm": True, "attention_bias": True, "mlp_bias": True},
     "nine heads of three": DENSE | {"heads": 9, "kv_heads": 3, "tied": True},
     "as many keys": DENSE | {"kv_heads": 3, "qk_norm": True, "qk_norm_over": "projection", "output_gate": True},
-    "latent": DENSE | {"kv_heads": 3, "head": 6, "latent": Latent(5, None, 4, 2, 3)},
+    "latent": DENSE | {"kv_heads": 3, "head": 6, "latent": LatentSizes(5, None, 4, 2, 3)},
     "experts": DENSE | {"experts": Experts(3, 2, 5, shared=3, shared_weighted=True)},
     "clamped experts": DENSE | {"experts": Experts(3, 2, 5, clamped=ClampedGate()), "attention_sinks": True},
 }

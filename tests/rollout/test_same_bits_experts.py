@@ -23,7 +23,7 @@ from funrl.mesh.mesh import parse
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder import experts as experts_module
 from funrl.models.decoder import routing
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 
@@ -49,10 +49,10 @@ FAMILIES = {
     "deepseek": {
         "kv_heads": 8,
         "head": 24,
-        "latent": Latent(24, 20, 16, 8, 12),
+        "latent": LatentSizes(24, 20, 16, 8, 12),
         "experts": Experts(8, 3, 16, scoring="sigmoid", biased=True, shared=16, dense=(0,)),
     },
-    "latent attention": {"kv_heads": 8, "head": 24, "latent": Latent(40, None, 16, 8, 32, interleaved=False)},
+    "latent attention": {"kv_heads": 8, "head": 24, "latent": LatentSizes(40, None, 16, 8, 32, interleaved=False)},
     "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"},
     "olmo2, one key head": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "kv_heads": 1},
     "odd sizes": {"embed": 90, "head": 10, "experts": Experts(5, 2, 11, shared=13)},

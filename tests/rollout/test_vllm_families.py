@@ -12,7 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import decoder_config, decoder_model, place, with_fields
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.errors import ModelError
@@ -95,13 +95,13 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
     "deepseek_v2": decoder_config(
         **MLA,
         family="deepseek_v2",
-        latent=Latent(512, None, 32, 64, 32),
+        latent=LatentSizes(512, None, 32, 64, 32),
         experts=Experts(8, 3, 32, best_of_group=1, normalized=False, **GROUPS),
     ),
     "deepseek_v3": decoder_config(
         **MLA,
         family="deepseek_v3",
-        latent=Latent(512, 24, 32, 64, 32),
+        latent=LatentSizes(512, 24, 32, 64, 32),
         rope_scaling=YARN,
         attention_scale=96**-0.5 * YARN.sharpness,
         experts=SIGMOID,
@@ -110,7 +110,7 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
 GPT, DEEPSEEK, MOE = FAMILIES["gpt_oss"], FAMILIES["deepseek_v3"], FAMILIES["qwen3_moe"]
 WRONG = {
     "sizes of latent attention": (
-        with_fields(DEEPSEEK, latent=Latent(24, 20, 32, 64, 32)),
+        with_fields(DEEPSEEK, latent=LatentSizes(24, 20, 32, 64, 32)),
         "latent.kv_rank is 24 and latent.rope 64; vLLM's latent attention on a CPU takes 512 and 64",
     ),
     "halves": (

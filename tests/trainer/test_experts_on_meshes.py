@@ -10,7 +10,7 @@ from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 
 from funrl import trees
 from funrl.mesh.launch import launch
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
@@ -24,7 +24,7 @@ DEEPSEEK = SIZES | {
     "family": "deepseek_v3",
     "kv_heads": 4,
     "head": 6,
-    "latent": Latent(8, 8, 4, 2, 4),
+    "latent": LatentSizes(8, 8, 4, 2, 4),
     "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8, wide=True),
 }
 BIASES = {"router_bias_rate": 0.01}

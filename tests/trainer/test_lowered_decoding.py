@@ -9,7 +9,7 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -96,7 +96,7 @@ def test_windows_adapters_and_ways_to_sample_are_those_of_torch():
 
 @pytest.mark.slow
 def test_latent_attention_decodes_as_in_torch():
-    latent = Latent(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
+    latent = LatentSizes(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
     sizes = SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4, "layers": 1}
     model = decoder_model(decoder_config(**sizes, latent=latent))
     wanted, found = (complete(engine, requests(greedy=True)[1:3]) for engine in engines(model, torch.float64))

@@ -13,7 +13,7 @@ from funrl.data.prompts import Example
 from funrl.mesh import collectives
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
-from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rewards.views import read_as
 from funrl.rollout.requests import Completion
@@ -30,7 +30,7 @@ BOTH = pytest.mark.parametrize("workers", [0, 2])
 
 
 def completed(done):
-    return Completed(f"p{done.number}", ",".join(map(str, done.tokens.tolist())))
+    return CompletedRow(f"p{done.number}", ",".join(map(str, done.tokens.tolist())))
 
 
 def add(pending, rows):

@@ -13,7 +13,7 @@ from forked_python import start_python
 from small_runs import GRPO, Quiet, small_job
 
 from funrl import trees
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
 from funrl.processes.store import keep_store, listen
@@ -49,7 +49,7 @@ def run(folder, mesh, fail=None, stalled_s=None, **settings):
             loop.score_batch = score
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
-    return launch(program, job.sizes, "cpu", waiting=Waiting(stalled_s=stalled_s))
+    return launch(program, job.sizes, "cpu", waiting=WaitLimits(stalled_s=stalled_s))
 
 
 @functools.cache

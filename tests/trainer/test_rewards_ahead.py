@@ -22,7 +22,7 @@ from test_rewarding_pools import settings_of
 
 from funrl.algos.filters.by_group import mean_between
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools.channel import Requests, answer_key, run_store
 from funrl.rewards.call import RewardError
@@ -206,6 +206,6 @@ def test_a_run_that_ends_while_a_model_scores_leaves_its_state_and_its_log(name,
     flags = {"place": f"{place} generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
     job = small_job(rollout_is, minibatches=1, steps=4, **flags, **settings_of(folders, "reward_model"))
     with pytest.raises(WorkerError, match=message):
-        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=Waiting(timeout))
+        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=WaitLimits(timeout))
     assert list(complete_checkpoints(tmp_path / "checkpoints")) == [2]
     assert list(read_groups(tmp_path).by_step) == [1, 2]

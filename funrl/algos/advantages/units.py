@@ -83,7 +83,7 @@ def episode_fields(batch: Batch, units: Units) -> dict[str, Tensor]:
 
 
 def units_of_copies(unit_N: Tensor, rows_N: Tensor) -> Tensor:
-    """Numbers of the units of chosen rows, such that a unit that is chosen twice is two.
+    """Unit index of each chosen row; a unit chosen twice counts as two units.
 
     Args:
       unit_N: [N] of the chosen rows.

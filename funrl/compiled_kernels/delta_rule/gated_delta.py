@@ -57,7 +57,7 @@ def gated_delta_rule(
 def continue_delta_rule(
     q_BTKN: Tensor, k_BTKN: Tensor, v_BTHM: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor, state_BHNM: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` over rows that go on from a state each, without a gradient.
+    """`gated_delta_rule` over rows with an initial state each, without a gradient.
 
     Args:
       state_BHNM: of the tokens before, in float32 or wider; unchanged. The others are as in `gated_delta_rule`.
@@ -88,7 +88,7 @@ def part_of_delta_rule(
     beta_BTH: Tensor,
     segments_BT: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` over parts of rows, as linear functions of a state S that the first token may go on from.
+    """`gated_delta_rule` over parts of rows, as linear functions of the state S before the first token.
 
     The columns behind the values are those of the state's own effect: a loop that begins with S = [0 | identity].
 
@@ -137,7 +137,7 @@ def condensed(
     within, since, whole = _decays(log_decay, _runs(v_BTHM, segments_BT))
 
     def of_group(x: Tensor, factor: Tensor) -> Tensor:
-        """Numbers of each key head times factors of its value heads."""
+        """Multiply values of each key head by factors of its value heads."""
         return (x.unsqueeze(3) * factor.unflatten(2, (-1, group))).flatten(2, 3)
 
     def of_keys(x: Tensor, k: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def square_side(tower: TowerConfig) -> int | None:
     return None if tower.layout.side is None else tower.layout.side * tower.patch
 
 
-def check_square_file(name: str, got: Mapping[str, Any], tower: TowerConfig) -> None:
+def check_square_file(name: str, got: Mapping[str, object], tower: TowerConfig) -> None:
     """Check that a processor's file takes pictures as they are read here.
 
     Args:
@@ -44,7 +44,7 @@ def check_square_file(name: str, got: Mapping[str, Any], tower: TowerConfig) -> 
     check_processor_fields(name, got, {**wanted, **switches})
 
 
-def check_processor_fields(name: str, got: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_processor_fields(name: str, got: Mapping[str, object], wanted: Mapping[str, object]) -> None:
     """Check that a processor's file has no other values of some fields. Raises: DataError."""
     for field, value in wanted.items():
         if got.get(field) not in (None, value):

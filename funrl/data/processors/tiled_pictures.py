@@ -55,7 +55,7 @@ def cut_into_tiles(picture: Any, tiles: Tiles, alone: bool) -> tuple[list[Any], 
     return [picture.resize((side, side), way), *parts], size
 
 
-def check_tiled_file(name: str, got: Mapping[str, Any], tower: TowerConfig) -> None:
+def check_tiled_file(name: str, got: Mapping[str, object], tower: TowerConfig) -> None:
     """Check that a processor's file takes pictures as they are read here.
 
     Args:

@@ -58,7 +58,7 @@ class Requests:
         self._progress = progress_key(first)
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
-    def post(self, request: Any) -> int:
+    def post(self, request: object) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
         number = self.posted
         self.posted += 1
@@ -102,7 +102,7 @@ class Requests:
                 remove_value(f"{KEY}/request/{oldest}")
                 remove_value(answer_key(oldest))
 
-    def ask(self, request: Any, waits_for: str) -> Any:
+    def ask(self, request: object, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
         return self.answer(self.post(request), waits_for)
 
@@ -164,7 +164,7 @@ class Answers:
             if self.mesh.rank == 0:
                 thread.join()
 
-    def answer(self, value: Any) -> None:
+    def answer(self, value: object) -> None:
         """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
             write_value(answer_key(self.taken - 1), value)
@@ -197,7 +197,7 @@ def first_asked(
     return None if place is None else sides[place]
 
 
-def end_requests(mesh: Mesh, result: Any) -> None:
+def end_requests(mesh: Mesh, result: object) -> None:
     """Tell the answering side that no request follows. Every rank of the asking mesh calls it.
 
     Args:
@@ -312,7 +312,7 @@ def limit_of(mesh: Mesh) -> float | None:
     return None if mesh.timeout is None else mesh.timeout.total_seconds()
 
 
-def write_value(key: str, value: Any) -> None:
+def write_value(key: str, value: object) -> None:
     """Write a value under a key, in pieces that the store takes; the key is there once all of them are."""
     data = pickle.dumps(value)
     pieces = [data[begin : begin + VALUE_BYTES] for begin in range(0, len(data), VALUE_BYTES)]

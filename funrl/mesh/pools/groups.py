@@ -206,7 +206,7 @@ class GroupBoard:
         """Let the ranks that train know before which (turn, tick) this replica has delivered what ended."""
         run_store().set(f"{GROUPS_KEY}/time/{replica}", f"{time[0]} {time[1]}")
 
-    def deliver(self, number: int, value: Any) -> None:
+    def deliver(self, number: int, value: object) -> None:
         """Deliver a group."""
         store = run_store()
         write_value(f"{GROUPS_KEY}/{number}", value)

@@ -147,7 +147,7 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: Any) -> None:
+    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: object) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):

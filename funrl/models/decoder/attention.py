@@ -1,4 +1,4 @@
-"""Multi-head attention with rotary positions, of which several query heads may share keys and values."""
+"""Multi-head attention with rotary positions; several query heads may share keys and values."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class Attention:
         return k_BTKN if used is None else k_BTKN.index_select(2, used)
 
     def _norm_all_heads(self, x_BTHN: Tensor, weight_HN: Tensor, heads: int, mesh: Mesh) -> Tensor:
-        """A norm over all `heads` heads of a token, of which this rank may have a part.
+        """A norm over all `heads` heads of a token; this rank may have a part of them.
 
         On a CPU its sum is one of fixed parts, as those of `multiply_and_sum`.
         """
@@ -234,7 +234,7 @@ class Attention:
         return scale_rows(x_MD, totals_M, weight_HN.flatten(), numbers).view(x_BTHN.shape)
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
-        """Numbers of the key-value heads that this rank's `heads` query heads use.
+        """Indices of the key-value heads that this rank's `heads` query heads use.
 
         None: it uses all heads that it holds.
         """

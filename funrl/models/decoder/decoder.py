@@ -80,7 +80,7 @@ def _layer_kinds(config: Config, layers: Sequence[DecoderLayer]) -> tuple[int, .
 
 
 class CacheForm(NamedTuple):
-    """Numbers of pages, of tokens of a page and of cells, and the dtype of pages."""
+    """Page count, tokens per page, cell count, and the dtype of pages."""
 
     pages: int
     page_tokens: int

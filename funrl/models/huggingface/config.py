@@ -270,7 +270,7 @@ def _rope(
 
 
 def _longrope(given: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions of "longrope", with those that stand elsewhere in config.json."""
+    """The fields of rotary positions of "longrope", with fields from elsewhere in config.json."""
     extended = _size(got, "max_position_embeddings")
     original = given.get("original_max_position_embeddings") or got.get("original_max_position_embeddings") or extended
     factor = given.get("factor", extended / original)

@@ -148,11 +148,11 @@ class Stored(NamedTuple):
 
     Attributes:
       name, shape: of the file's tensor.
-      rows: of its first dim, those that are the weight: first and last but one.
+      rows: range of its first dim that is the weight: first, and one past the last.
       experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
       turn: of tensors whose numbers along the last dim are those of several weights in turn, matrices transposed: the
         number of this one, and how many there are; None: it is no such tensor.
-      columns: of tensors that hold transposed matrices side by side, of the last dim those that are the weight: first
+      columns: of tensors that hold transposed matrices side by side, range of the last dim that is the weight: first
         and last but one; None: it is no such tensor. A file may hold the transpose of such a tensor, as
         transformers saves it.
     """

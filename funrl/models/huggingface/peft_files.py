@@ -197,7 +197,7 @@ def _rows(model: Model, end: str) -> int:
 
 
 def _one(pairs: list[tuple[tuple[Tensor, Tensor] | None, int]]) -> tuple[Tensor, Tensor]:
-    """The factors of one matrix made of several, one below the other, of which some have factors."""
+    """The factors of one matrix made of several, one below the other; some of them have factors."""
     there = [pair for pair, _ in pairs if pair is not None]
     a = torch.cat([first for first, _ in there])
     empty = there[0][1].new_zeros

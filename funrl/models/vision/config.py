@@ -144,7 +144,7 @@ class TowerConfig:
 
         Args:
           layers: of the new tower, at least as many as `deep_layers`.
-          whole: number of those that see whole pictures, at least as many as of `deep_layers` do.
+          whole: number of layers that see whole pictures, at least as many as of `deep_layers` do.
 
         Raises:
           ModelError: the tower has too few layers of a kind.

@@ -11,7 +11,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 from funrl.models.model import ModelConfig
 from funrl.processes.connections import Connection
 from funrl.processes.heartbeat import beat, entered, left
@@ -327,7 +327,7 @@ class JoinedEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.paused = False
 
     def cost(self) -> EngineCost:
@@ -335,7 +335,7 @@ class JoinedEngine:
         counts = dict.fromkeys(("used_pages", "peak_pages", "passes", "prefilled", "cached", "decoded", "preempted"), 0)
         return EngineCost(cache_bytes=0, page_tokens=1, pages=0, rows=ROOM, **counts)
 
-    def sync_digests(self, source: Deployed, version: int) -> JoinedDigests:
+    def sync_digests(self, source: DeviceWeights, version: int) -> JoinedDigests:
         """Let generators prove that they hold the trainer's weights. Collective over the ranks that train.
 
         Args:

@@ -167,7 +167,7 @@ class RunningSequences:
         return tuple((group, samplings[group]) for group in np.unique(self._group[slots]).tolist())
 
     def device_columns_of(self, slots: np.ndarray, adapters: np.ndarray, cells: np.ndarray | None) -> np.ndarray:
-        """Numbers of some slots that the device needs, with adapters and cells: columns as in `decode_state`."""
+        """Columns of `decode_state` for some slots, with their adapters and cells."""
         cells = np.zeros_like(slots) if cells is None else cells
         rows = (self.lengths, self._prompts, self._limits, self._noise.seeds, self._group, np.zeros_like(self.lengths))
         return np.concatenate([np.stack([x[slots] for x in rows]), adapters[None], cells[None], self._stops[slots].T])

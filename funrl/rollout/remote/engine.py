@@ -11,7 +11,7 @@ from torch import Tensor
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.transfer import SentWeights, WeightSender, WeightTransfer
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
@@ -139,7 +139,7 @@ class RemoteEngine:
         for other in further:
             other.engine.version = other.version
 
-    def sync_digests(self, source: Deployed, version: int) -> RemoteDigests:
+    def sync_digests(self, source: DeviceWeights, version: int) -> RemoteDigests:
         """Digests of this rank's parts of the trainer's weights, to compare with those of the engine's ranks.
 
         Args:

@@ -186,7 +186,7 @@ class VLLMEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.core.wake()
         self.paused = False
 

@@ -18,7 +18,7 @@ from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.compiling.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
-from funrl.models.deployed import Deployed, deployed
+from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import read_adapter
 from funrl.models.lora import decoder_of, first_trained, on_base
@@ -354,7 +354,7 @@ def _base_for_engine(parts: Parts, base: AdaptedBase, frozen: Mapping[str, trees
     yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
 
 
-def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> Deployed:
+def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:
     """The weights that the policy's adapters stand on.
 
     Args:

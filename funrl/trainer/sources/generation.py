@@ -25,7 +25,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
-from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
@@ -313,13 +313,13 @@ def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples
     opening = functools.cache(lambda token: engine.decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
 
-    def completed(completion: Completion) -> Completed:
+    def completed(completion: Completion) -> CompletedRow:
         example = examples[completion.number // samples]
         text = text_after(opening(example.tokens[-1]), example.tokens[-1], completion.written, decode=engine.decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
         views = engine.read(engine.pool.views, example.tokens, completion.written)
-        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
+        return CompletedRow(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
 
     return PendingRewards(engine.pool, completed, samples)
 

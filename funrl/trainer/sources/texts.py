@@ -11,7 +11,7 @@ import numpy as np
 
 from funrl import trees
 from funrl.algos.core import Advantage
-from funrl.data.order import Reordered, order_digest, places_in_order
+from funrl.data.order import ReorderedItems, order_digest, places_in_order
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Source, same_order
 from funrl.trainer.steps.advantage_phase import advantages
@@ -70,7 +70,7 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
-        rows = to_rows(Reordered(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
+        rows = to_rows(ReorderedItems(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
         tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
         return rows, {**state, "examples_consumed": consumed + batch}, tokens
 

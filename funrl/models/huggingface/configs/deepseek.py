@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 
@@ -70,7 +70,7 @@ def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
             f"head_dim is {got['head_dim']}, supported is qk_rope_head_dim, {got['qk_rope_head_dim']}, the size of the "
             "part of a head that rotates"
         )
-    latent = Latent(
+    latent = LatentSizes(
         kv_rank=got["kv_lora_rank"],
         q_rank=got["q_lora_rank"],
         nope=got["qk_nope_head_dim"],

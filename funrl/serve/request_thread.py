@@ -1,4 +1,4 @@
-"""Work on large requests in a thread, so that the event loop goes on: reading JSON, rendering, tokenising."""
+"""Work on large requests in a thread beside the event loop: reading JSON, rendering, tokenising."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _T = TypeVar("_T")
 ASIDE_BYTES = 1 << 15  # bytes of a request; smaller ones take milliseconds
 
 
-class Aside:
+class RequestThread:
     """Runs functions of large requests in a thread, one after another; those of others at once.
 
-    >>> aside = Aside()
+    >>> aside = RequestThread()
     >>> asyncio.run(aside.run(10, len, "abc"))
     3
     """
@@ -25,7 +25,7 @@ class Aside:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def run(self, size: int, function: Callable[..., _T], *args: Any) -> _T:
+    async def run(self, size: int, function: Callable[..., _T], *args: object) -> _T:
         """Call a function.
 
         Args:
