@@ -101,7 +101,7 @@ BROKEN = {
     "no bytes": (lambda d: _cut(d / "model.safetensors", 0), "model.safetensors: it is cut short or damaged"),
     "not safetensors": (
         lambda d: (d / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"abcd"),
-        "is not a safetensors file",
+        "it is cut short or damaged",
     ),
     "missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop("model.norm.weight")), "missing.*model.norm.weight"),
     "extra tensor": (
