@@ -14,7 +14,7 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.configs.hf_family import GIVEN_SIZES, HFFamily, class_defaults
+from funrl.models.huggingface.configs.hf_family import GIVEN_SIZES, HFFamily, class_defaults, kinds_of_layers
 from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
 from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
@@ -89,12 +89,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
-    of_class = class_defaults(name if family.vision is None else family.vision.text_type or f"{name}_text")
+    text_type = name if family.vision is None else family.vision.text_type or f"{name}_text"
+    of_class = class_defaults(text_type)
     defaults = {field: value for field, value in of_class.items() if field not in GIVEN_SIZES} | dict(family.defaults)
     got = {**defaults, **(raw if family.vision is None else family.vision.text(raw))}
     _refuse(family, got)
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if got.get("layer_types") is None:
+        got["layer_types"] = kinds_of_layers(text_type, got)
     fields: dict[str, Any] = {
         "vocab": _size(got, "vocab_size"),
         "embed": embed,
@@ -314,8 +317,7 @@ def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
 
 def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
     window = got.get("sliding_window") or None if got.get("use_sliding_window", True) else None
-    kinds = got.get("layer_types")
-    kinds = family.kinds(got, layers) if kinds is None else kinds
+    kinds = got["layer_types"]
     known = (FULL, *(family.mixers or (SLIDING,)))
     unknown = sorted(set(kinds) - set(known))
     if unknown:

@@ -27,9 +27,6 @@ from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_
 from funrl.models.huggingface.family_fields import (
     ACTIVATIONS,
     GELU,
-    all_layers,
-    gemma2_kinds,
-    gemma3_kinds,
     read_bias,
     read_experts,
     read_gemma,
@@ -40,7 +37,6 @@ from funrl.models.huggingface.family_fields import (
     read_olmoe,
     read_qwen3_moe,
     read_smollm3,
-    smollm3_kinds,
     write_bias,
     write_gemma2,
     write_gemma3,
@@ -71,7 +67,6 @@ _GEMMA3 = family_of(
     supported=_GEMMA_SUPPORTED | {"attn_logit_softcapping": (None,)},  # which transformers does not apply
     read=read_gemma3,
     write=write_gemma3,
-    kinds=gemma3_kinds,
 )
 _MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
     f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
@@ -128,13 +123,11 @@ FAMILIES: Mapping[str, HFFamily] = {
     ),
     "mistral": family_of(
         "Mistral",
-        kinds=all_layers,
         supported=_DENSE | _ONE_WINDOW,
         write=write_window,
     ),
     "phi3": family_of(
         "Phi3",
-        kinds=all_layers,
         supported=_DENSE | _ONE_WINDOW,
         write=write_phi3,
         rope_types=("default", "longrope"),
@@ -155,7 +148,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_BIASED_MLP,
         read=read_smollm3,
         write=write_smollm3,
-        kinds=smollm3_kinds,
     ),
     "granite": family_of(
         "Granite",
@@ -168,12 +160,10 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_ONE_WINDOW,
         read=read_qwen3_moe,
         write=write_qwen3_moe,
-        kinds=all_layers,
     ),
     "qwen3_next": family_of(
         "Qwen3Next",
         defaults=qwen3_next.DELTA_NET_DEFAULTS,
-        kinds=qwen3_next.qwen3_next_kinds,
         mixers=(qwen3_next.LINEAR,),
         read=lambda fields: qwen3_next.read_qwen3_next(fields, read_qwen3_moe(fields)),
         write=lambda config: write_qwen3_moe(config) | qwen3_next.write_qwen3_next(config),
@@ -185,7 +175,6 @@ FAMILIES: Mapping[str, HFFamily] = {
     "qwen3_5_text": family_of(
         "Qwen3_5",
         defaults=qwen3_next.DELTA_NET_DEFAULTS,
-        kinds=qwen3_next.qwen3_next_kinds,
         mixers=(qwen3_next.LINEAR,),
         read=qwen3_5.read_qwen3_5,
         write=qwen3_5.write_qwen3_5,
@@ -197,7 +186,6 @@ FAMILIES: Mapping[str, HFFamily] = {
     "qwen3_5_moe_text": family_of(
         "Qwen3_5Moe",
         defaults=qwen3_next.DELTA_NET_DEFAULTS | {"intermediate_size": 512},  # which no layer has
-        kinds=qwen3_next.qwen3_next_kinds,
         mixers=(qwen3_next.LINEAR,),
         read=qwen3_5.read_qwen3_5_moe,
         write=qwen3_5.write_qwen3_5_moe,
@@ -210,7 +198,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         "Mixtral",
         supported=_ONE_WINDOW,
         write=write_mixtral,
-        kinds=all_layers,
         read=lambda got: {"experts": read_experts(got, "intermediate_size", True)},
         names=_MIXTRAL_NAMES,
     ),
@@ -244,7 +231,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         defaults=gpt_oss.GPT_OSS_DEFAULTS,
         read=gpt_oss.read_gpt_oss,
         write=gpt_oss.write_gpt_oss,
-        kinds=gpt_oss.gpt_oss_kinds,
         names=gpt_oss.GPT_OSS_WEIGHT_NAMES,
         woven=gpt_oss.GPT_OSS_WOVEN,
     ),
@@ -252,7 +238,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         "Qwen2Moe",
         read=qwen2_moe.read_qwen2_moe,
         write=qwen2_moe.write_qwen2_moe,
-        kinds=qwen2_moe.qwen2_moe_kinds,
         names=qwen2_moe.SHARED_EXPERT_NAMES,
     ),
     "glm4_moe": family_of(
@@ -294,7 +279,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_DENSE,
         read=exaone4.read_exaone4,
         write=exaone4.write_exaone4,
-        kinds=exaone4.exaone4_kinds,
     ),
     "olmo3": family_of(
         "Olmo3",
@@ -302,7 +286,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_DENSE,
         read=read_olmo2,
         write=olmo3.write_olmo3,
-        kinds=olmo3.olmo3_kinds,
     )._replace(token_classifier=None),
     "ministral3": family_of(
         "Ministral3",
@@ -310,7 +293,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_DENSE | _ONE_WINDOW,
         read=ministral3.read_ministral3,
         write=write_window,
-        kinds=all_layers,
         rope_types=("yarn",),
     ),
     "gemma": family_of(
@@ -324,7 +306,6 @@ FAMILIES: Mapping[str, HFFamily] = {
         supported=_GEMMA_SUPPORTED,
         read=read_gemma2,
         write=write_gemma2,
-        kinds=gemma2_kinds,
     ),
     "gemma3_text": _GEMMA3._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
     "gemma3": seeing(_GEMMA3, "Gemma3", siglip.GEMMA3_VISION),

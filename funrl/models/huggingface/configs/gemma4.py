@@ -48,19 +48,13 @@ _STACKED = {
 }
 
 
-def _kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL for i in range(layers)]
-
-
 def _read(got: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Config` of a config.json with all its defaults.
 
     Raises:
       ModelError: a field has a value that is not supported.
     """
-    layers = got["num_hidden_layers"]
-    kinds = got.get("layer_types") or _kinds(got, layers)
+    kinds = got["layer_types"]
     if kinds[-1:] != [FULL]:
         raise ModelError(f"layer_types ends with {kinds[-1]!r}, the last layer must be {FULL!r}")
     rows = got["vocab_size_per_layer_input"]
@@ -249,7 +243,6 @@ GEMMA4: HFFamily = family_of(
     supported=_SUPPORTED,
     read=_read,
     write=_write,
-    kinds=_kinds,
     rope_types=(),
     names=_NAMES,
     stacked=_STACKED,

@@ -10,8 +10,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.decoder.routing import ClampedGate
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.family_fields import (
-    FULL,
-    SLIDING,
     experts_of,
     read_bias,
     read_experts,
@@ -36,11 +34,6 @@ GPT_OSS_WOVEN = {
     "mlp.experts.gate_up_proj_bias": [f"mlp.experts.{name}_proj_bias" for name in ("gate", "up")],
     "mlp.experts.down_proj": ["mlp.experts.down_proj.rows"],
 }
-
-
-def gpt_oss_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [FULL if i % 2 else SLIDING for i in range(layers)]
 
 
 def read_gpt_oss(got: Mapping[str, Any]) -> dict[str, Any]:

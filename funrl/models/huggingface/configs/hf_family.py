@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.family_fields import upper_layers
+from funrl.models.huggingface.family_fields import FULL, SLIDING
 from funrl.models.model import Model
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
@@ -42,6 +42,35 @@ def class_defaults(model_type: str, part: str = "") -> Mapping[str, Any]:
         elif field.default_factory is not dataclasses.MISSING:
             values[field.name] = field.default_factory()
     return values
+
+
+# Fields by which a class of transformers derives the kinds of layers.
+_KIND_FIELDS = (
+    *("num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"),
+    *("full_attention_interval", "no_rope_layers", "no_rope_layer_interval"),
+)
+
+
+def kinds_of_layers(model_type: str, got: Mapping[str, Any]) -> list[str]:
+    """The kind of each layer of a config.json without layer_types.
+
+    Args:
+      model_type: of the class.
+      got: fields with their defaults.
+
+    Raises:
+      ModelError: the class of transformers refuses them.
+    """
+    import transformers
+
+    fields = {name: got[name] for name in _KIND_FIELDS if name in got}
+    if "layer_types" in class_defaults(model_type):
+        try:
+            return list(transformers.CONFIG_MAPPING[model_type](**fields).layer_types)
+        except Exception as error:  # of its own checks
+            raise ModelError(f"there are no layer_types, which do not follow from {fields}: {error}") from error
+    windows = "sliding_window" in class_defaults(model_type) and got.get("use_sliding_window", True)
+    return [SLIDING if windows and got.get("sliding_window") else FULL] * got["num_hidden_layers"]
 
 
 def _nothing(_: object) -> dict[str, Any]:
@@ -87,7 +116,6 @@ class HFFamily(NamedTuple):
       supported: further values that a field may have; any other is refused.
       read: fields of config.json -> fields of `Config` that only some families have.
       write: the config -> fields of config.json for them.
-      kinds: (fields, layers) -> the kind of each layer, where config.json has no layer_types.
       rope_types: ways of stretching rotary frequencies; (): `read` makes mixers that know theirs.
       mixers: further kinds that layers may have, which `read` makes mixers of.
       partial_rotary: the rotated part of a head is any.
@@ -110,7 +138,6 @@ class HFFamily(NamedTuple):
     supported: Mapping[str, Sequence[Any]] = {}
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
     write: Callable[[Config], dict[str, Any]] = _nothing
-    kinds: Callable[[Mapping[str, Any], int], list[str]] = upper_layers
     rope_types: Sequence[str] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     mixers: Sequence[str] = ()
     partial_rotary: bool = False

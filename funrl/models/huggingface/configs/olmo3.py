@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import FULL, SLIDING, write_bias, write_layer_windows
-
-
-def olmo3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [SLIDING if (i + 1) % 4 else FULL for i in range(layers)]
 
 
 def write_olmo3(config: Config) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import (
-    FULL,
-    SLIDING,
     experts_of,
     layer_types,
     read_experts,
@@ -22,13 +20,6 @@ SHARED_EXPERT_NAMES = {
     "shared_down": "mlp.shared_expert.down_proj.weight",
     "shared_router": "mlp.shared_expert_gate.weight",
 }
-
-
-def qwen2_moe_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    windows = got["use_sliding_window"] and got.get("sliding_window")
-    below = got["max_window_layers"]
-    return [SLIDING if windows and i < below and i % 2 == 0 else FULL for i in range(layers)]
 
 
 def read_qwen2_moe(got: Mapping[str, Any]) -> dict[str, Any]:
