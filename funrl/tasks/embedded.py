@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from funrl.tasks.task import EmbeddedTask
 
-# The second is the first, for a decoder with experts, and the third has pictures; the others have environments.
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "shapes", "calculator", "retry", "programs", "search", "guessing")
+# The second is the first, for a decoder with experts, the third has pictures, and the last an environment.
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "shapes", "calculator")
 
 
 @functools.cache

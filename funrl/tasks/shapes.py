@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
 SHAPE_NAMES = ("squares", "triangles")
 COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
-CELL, SIDE = 16, 2  # pixels of a cell's side, cells of a picture's side
+CELL = 16  # pixels of a cell's side
+SIDE = 2  # cells of a picture's side
 CELLS = SIDE**2
 MERGE = 2  # patches of a cell's side
 STAMP = 12  # pixels of a shape's side

@@ -21,7 +21,7 @@ class ExampleSettings:
 
     task: str = flag(
         "arithmetic",
-        "the embedded task, unless --prompts or --data is given; docs/built_in_environments.md describes them",
+        "the embedded task, unless --prompts or --data is given",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )

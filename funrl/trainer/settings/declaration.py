@@ -194,10 +194,10 @@ class Flag(NamedTuple):
             return f"{WANTED[self.type]} is needed"
         if isinstance(value, float) and not math.isfinite(value):
             return "a finite number is needed"
-        if all(bound.holds(value) for bound in self.bounds):
-            return ""
         if successor := successor_of_value(self.name, str(value)):
             return f"not a value any more; {successor}"
+        if all(bound.holds(value) for bound in self.bounds):
+            return ""
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
     def help(self) -> str:

@@ -83,7 +83,7 @@ class EnvironmentSettings:
 
     env: str | None = flag(
         None,
-        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as textarena:GAME",
+        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID",
         kinds=RL,
     )
     env_args: str | None = flag(

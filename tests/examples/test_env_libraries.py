@@ -10,6 +10,8 @@ from funrl.data.prompts import Example
 from funrl.environments.builtin.load import load_environment
 from funrl.loading import LoadError
 
+GAME = "examples/env_textarena.py:textarena_game"
+TASK = "examples/env_reasoning_gym.py:reasoning_task"
 NOT_INSTALLED = "it is not installed: pip install 'funrl[environments]'"
 
 
@@ -29,15 +31,8 @@ def reasoning_gym():
     )
 
 
-def test_a_missing_package_is_named_once(monkeypatch):
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(LoadError) as refused:
-        load_environment("textarena:GuessTheNumber-v0")
-    assert str(refused.value).count("--env=") == 1 and "pip install 'funrl[environments]'" in str(refused.value)
-
-
 def test_a_game_of_one_player(textarena):
-    environment = load_environment("textarena:GuessTheNumber-v0")
+    environment = load_environment(GAME, {"name": "GuessTheNumber-v0"})
     policy = Scripted(policy=[f"[{n}]" for n in range(1, 21)])
     episode = play(environment, policy)
     assert episode.rewards["policy"] <= 1 and "between 1 and 20" in policy.heard[0][1]
@@ -49,7 +44,7 @@ def test_a_game_of_one_player(textarena):
 
 
 def test_a_game_of_two_players(textarena):
-    environment = load_environment("textarena:TicTacToe-v0", {"players": 2})
+    environment = load_environment(GAME, {"name": "TicTacToe-v0", "players": 2})
     policy = Scripted(policy=["[0]", "[1]", "[2]"], player1=["[4]", "[5]"])
     episode = play(environment, policy)
     assert episode.rewards == {"policy": 1.0, "player1": -1.0} and environment.agents == ("policy", "player1")
@@ -58,7 +53,7 @@ def test_a_game_of_two_players(textarena):
 
 
 def test_concurrent_games_draw_apart(textarena):
-    environment = load_environment("textarena:GuessTheNumber-v0", {"games": 4})
+    environment = load_environment(GAME, {"name": "GuessTheNumber-v0", "games": 4})
     assert len({record["seed"] for seed in (0, 1) for record in environment.prompts(seed)}) == 8
 
     async def games():
@@ -74,7 +69,7 @@ def test_concurrent_games_draw_apart(textarena):
 
 
 def test_a_task_of_reasoning_gym(reasoning_gym):
-    environment = load_environment("reasoning_gym:chain_sum", {"size": 5, "max_terms": 2, "attempts": 2})
+    environment = load_environment(TASK, {"name": "chain_sum", "size": 5, "max_terms": 2, "attempts": 2})
     records = environment.prompts(3)
     assert len(records) == 5 and records == environment.prompts(3) != environment.prompts(4)
     fields = {"entry": records[0]["entry"]}
@@ -96,7 +91,7 @@ def test_a_task_of_reasoning_gym(reasoning_gym):
     ],
 )
 def test_an_answer_that_a_scorer_cannot_read_is_wrong(reasoning_gym, name, reply):
-    environment = load_environment(f"reasoning_gym:{name}", {"size": 1})
+    environment = load_environment(TASK, {"name": name, "size": 1})
     (record,) = environment.prompts(0)
     with pytest.raises(Exception, match=r".*"):  # of the library
         reasoning_gym.create_dataset(name, size=1, seed=0).score_answer(reply, record["entry"])
@@ -105,18 +100,18 @@ def test_an_answer_that_a_scorer_cannot_read_is_wrong(reasoning_gym, name, reply
 
 def test_what_cannot_work_is_refused(textarena, reasoning_gym):
     for text, arguments, message in (
-        ("textarena:Absent-v0", {}, "env=textarena:Absent-v0: .*Absent-v0"),
-        ("textarena:GuessTheNumber-v0", {"players": 2}, "has to be 1, received 2"),
-        ("textarena:GuessTheNumber-v0", {"colour": 2}, "takes no argument 'colour', only players, games"),
-        ("reasoning_gym:absent", {}, "env=reasoning_gym:absent"),
-        ("reasoning_gym:chain_sum", {"colour": 2}, "colour"),
+        (GAME, {"name": "Absent-v0"}, "env=examples/env_textarena.py:textarena_game: .*Absent-v0"),
+        (GAME, {"name": "GuessTheNumber-v0", "players": 2}, "has to be 1, received 2"),
+        (GAME, {"name": "TicTacToe-v0", "colour": 2}, "takes no argument 'colour', only name, players, games"),
+        (TASK, {"name": "absent"}, "env=examples/env_reasoning_gym.py:reasoning_task: .*absent"),
+        (TASK, {"name": "chain_sum", "colour": 2}, "colour"),
     ):
         with pytest.raises(LoadError, match=message):
             load_environment(text, arguments)
 
 
-@pytest.mark.parametrize("text,package", [("textarena:Any-v0", "textarena"), ("reasoning_gym:any", "reasoning_gym")])
+@pytest.mark.parametrize("text,package", [(GAME, "textarena"), (TASK, "reasoning_gym")])
 def test_a_library_that_is_not_installed(monkeypatch, text, package):
-    monkeypatch.setitem(__import__("sys").modules, package, None)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(LoadError, match=r"pip install 'funrl\[environments\]'"):
-        load_environment(text)
+        load_environment(text, {"name": "any"})

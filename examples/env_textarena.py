@@ -1,4 +1,7 @@
-"""Games of the library textarena, of one or several players: --env=textarena:GuessTheNumber-v0."""
+"""Games of the library textarena, of one or several players.
+
+funrl grpo --model=DIR --env=examples/env_textarena.py:textarena_game --env_args=name:GuessTheNumber-v0
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Tasks of the library reasoning-gym: --env=reasoning_gym:chain_sum."""
+"""Tasks of the library reasoning-gym: --env=examples/env_reasoning_gym.py:reasoning_task --env_args=name:chain_sum."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from env_retry import VERDICT, Retry, ScoredAnswer
+
 from funrl.data.prompts import Example
 from funrl.environments.adapters import message_environment
-from funrl.environments.builtin.retry import VERDICT, Retry, ScoredAnswer
 from funrl.environments.environment import Environment
 from funrl.loading import LoadError
 from funrl.rollout.episodes import Episode

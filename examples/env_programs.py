@@ -1,9 +1,14 @@
-"""An embedded task of programs in several attempts: functions of three numbers, of which one value is shown.
+"""Programs in several attempts: what a failed test says goes back to the policy, which writes the program again.
+
+`programs` is for any model and records with tests. `functions` is a task for a small decoder: functions of three
+numbers, of which one value is shown.
 
     user       f([7,2,5])==5
     assistant  f=lambda x:x[2]
     user       f([1,8,4]) gives 4, not 8        (from the sandbox)
     assistant  f=lambda x:sorted(x)[1]
+
+    python examples/env_programs.py PROGRAMS   # writes its files; docs/example_environments.md has what follows
 
 One value has two explanations, a place and a rank; a failed test leaves one. The demonstrator mostly writes its program
 again, and often one that does not even explain the value. The sandbox runs each different program once, on all lists
@@ -12,38 +17,29 @@ that tests may have, for to start an interpreter takes longer than anything else
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import os
 import re
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
+from env_retry import Retry, ScoredAnswer
+from small_chats import CONVERSATIONS, Task, demonstrated, write_files
 
-from funrl.data.prompts import Prompt
-from funrl.environments.builtin.programs import ProgramOutcome, program_attempts, program_environment
-from funrl.rewards.sandbox import run_program
+from funrl.data.prompts import Example, Prompt
+from funrl.environments.adapters import message_environment
+from funrl.environments.environment import Environment
+from funrl.rewards.sandbox import check_platform, run_program
+from funrl.rewards.unit_tests import check_tests, program_of, read_tests
+from funrl.rollout.episodes import Message
 from funrl.tasks.arithmetic import Split
-from funrl.tasks.conversations import (
-    CONVERSATIONS,
-    IMITATION_FLAGS,
-    IMITATION_STEPS,
-    chat_model,
-    chat_tokenizer,
-    demonstrated,
-    has_chat_tokenizer,
-    user_prompt,
-)
-from funrl.tasks.task import EmbeddedTask
-
-if TYPE_CHECKING:
-    from funrl.environments.environment import Environment
-    from funrl.rollout.episodes import Message
 
 PROGRAM_BEGIN = "f=lambda x:"
 FUNCTIONS = {  # program -> its value
@@ -75,6 +71,118 @@ for _x in itertools.permutations(range(10), 3):
     print(*_x, _value[:{LONGEST_VALUE}])
 """
 _SHOWN = re.compile(r"f\(\[(\d),(\d),(\d)\]\)")
+LONGEST_REPORT = 1000  # characters
+_processes = threading.Semaphore(os.cpu_count() or 1)  # more at once would run into their limits of time
+
+
+class ProgramOutcome(NamedTuple):
+    """Outcome of a program's tests.
+
+    Attributes:
+      passed: whether all of them pass.
+      report: of the first one that fails, or of what ended the program; "" if all pass.
+    """
+
+    passed: bool
+    report: str
+
+
+RunTests = Callable[[str, Sequence[str]], ProgramOutcome]  # (program, source texts of its tests)
+
+
+def programs(attempts: int = 3) -> Environment:
+    """An environment in which the policy writes a program, and again after a failed test, whose report it reads.
+
+    The tests are source texts in a record's field, as for --reward=code: ["assert f(2) == 4", ...]. They run in the
+    sandbox. The reward of an episode is 1 if all tests pass at last, else 0.
+
+    Args:
+      attempts: programs that the policy may write, at least 1.
+
+    Raises:
+      ValueError: there is no attempt.
+      SandboxError: programs cannot be confined on this machine.
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts={attempts}: the policy needs at least 1")
+    check_platform()
+    return program_environment(run_tests, attempts)
+
+
+def program_environment(run: RunTests, attempts: int) -> Environment:
+    """As `programs`, whose tests a function runs."""
+    return message_environment(lambda: program_attempts(run, attempts))
+
+
+def program_attempts(run: RunTests, attempts: int) -> Retry:
+    """The other side of one episode."""
+
+    def verify(example: Example, answer: str) -> ScoredAnswer:
+        check_tests(example.fields)
+        sources = read_tests(example.fields).sources
+        if not sources:
+            raise ValueError("tests of a program's episodes are source texts, such as 'assert f(2) == 4'")
+        tested = run(program_of(example.text, answer, example.fields), sources)
+        return ScoredAnswer(float(tested.passed), tested.report)
+
+    return Retry(verify, attempts)
+
+
+def run_tests(program: str, sources: Sequence[str]) -> ProgramOutcome:
+    """Run a program's tests in the sandbox.
+
+    >>> run_tests("double = lambda x: x * x", ["assert double(2) == 4", "assert double(3) == 6"]).report
+    'double(3) gives 9, not 6'
+    """
+    with _processes:
+        ended = run_program(program, [_reporting(n, source) for n, source in enumerate(sources)])
+    failed = next((n for n in range(len(sources)) if n not in ended.passed), None)
+    if failed is None:
+        return ProgramOutcome(True, "")
+    mark = _mark(failed)
+    reports = [line.removeprefix(mark) for line in ended.stdout.splitlines() if line.startswith(mark)]
+    errors = ended.stderr.strip().splitlines()
+    report = reports[-1] if reports else errors[-1] if errors else ended.problem or f"{sources[failed]} fails"
+    return ProgramOutcome(False, report[:LONGEST_REPORT])
+
+
+def _mark(number: int) -> str:
+    return f"test {number}: "
+
+
+def _reporting(number: int, source: str) -> str:
+    """A test that also prints what is wrong: of an equality both sides, of another one its source text."""
+    sides = _sides(source)
+    if sides is None:
+        indented = "".join(f"    {line}\n" for line in source.splitlines())
+        what = source.strip()
+        body = f"try:\n{indented}except AssertionError:\n    print({_mark(number) + what!r}, 'fails')\n    raise\n"
+    else:
+        what, right = sides
+        body = (
+            f"_given = ({what})\n_wanted = ({right})\n"
+            "if _given != _wanted:\n"
+            f"    print({_mark(number) + what!r}, 'gives', repr(_given) + ', not', repr(_wanted))\n"
+            "    raise AssertionError\n"
+        )
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    return (
+        f"try:\n{indented}except AssertionError:\n    raise\nexcept Exception as _error:\n"
+        f"    print({_mark(number) + what!r}, 'raises', repr(_error))\n    raise\n"
+    )
+
+
+def _sides(source: str) -> tuple[str, str] | None:
+    """Source texts of the two sides of a test such as "assert f(2) == 4" on one line; None: it is another one."""
+    statements = ast.parse(source).body
+    if len(statements) != 1 or "\n" in source.strip():
+        return None
+    match statements[0]:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            given = ast.get_source_segment(source, left)
+            wanted = ast.get_source_segment(source, right)
+            return None if given is None or wanted is None else (given, wanted)
+    return None
 
 
 def problems_of_programs(seed: int, count: int, split: Split = "train") -> list[Prompt]:
@@ -180,30 +288,8 @@ def program_conversations(seed: int, count: int) -> list[dict[str, Any]]:
     return records
 
 
-def programs_task() -> EmbeddedTask:
-    """Programs in several attempts."""
-    return EmbeddedTask(
-        name="programs",
-        training_prompts=lambda seed: problems_of_programs(seed, PROBLEMS),
-        heldout_prompts=_heldout_prompts,
-        reward=None,
-        demonstrations=program_conversations,
-        texts={"demonstrations": _right_texts},
-        tokenizer=lambda: chat_tokenizer(PROGRAM_ALPHABET, PROGRAM_WORDS),
-        is_its_tokenizer=_has_tokenizer,
-        model_config=lambda head: chat_model(head, vocab=32, positions=128),  # 29 are used
-        max_new_tokens=8,
-        warmstart_steps=IMITATION_STEPS,
-        warmstart_demonstrations=CONVERSATIONS,
-        warmstart_flags=IMITATION_FLAGS,
-        demonstration_field="program",
-        readable=None,
-        environment=_environment,
-    )
-
-
-def _environment() -> Environment:
-    """Programs in at most `PROGRAM_ATTEMPTS` attempts, of which as many run at a time as there are cores."""
+def functions() -> Environment:
+    """Functions in at most `PROGRAM_ATTEMPTS` attempts, of which as many run at a time as there are cores."""
     cache = SandboxCache(os.cpu_count() or 1)
     return program_environment(lambda program, tests: tested(cache.values(program), tests), PROGRAM_ATTEMPTS)
 
@@ -212,21 +298,28 @@ def _problem(lists: Sequence[Sequence[int]], program: str) -> Prompt:
     """The value of a program for the first list, to explain."""
     values = [FUNCTIONS[program](x) for x in lists]
     tests = [f"assert {_call(x)} == {value}" for x, value in zip(lists, values, strict=True)]
-    return user_prompt(f"{_call(lists[0])}=={values[0]}", tests=tests, program=program)
+    return Prompt(
+        [{"role": "user", "content": f"{_call(lists[0])}=={values[0]}"}], {"tests": tests, "program": program}
+    )
 
 
 def _call(numbers: Sequence[Any]) -> str:
     return f"f([{','.join(map(str, numbers))}])"
 
 
-def _heldout_prompts(count: int) -> list[Prompt]:
-    prompts = {str(prompt.prompt): prompt for prompt in problems_of_programs(0, 4 * count, "heldout")}
-    return list(prompts.values())[:count]
+def task(conversations: int = CONVERSATIONS) -> Task:
+    """The task of functions."""
+    heldout = {str(prompt.prompt): prompt for prompt in problems_of_programs(0, 1024, "heldout")}
+    return Task(
+        PROGRAM_ALPHABET,
+        PROGRAM_WORDS,
+        vocab=32,  # 29 are used
+        positions=128,
+        prompts=problems_of_programs(0, PROBLEMS),
+        heldout=list(heldout.values()),
+        demonstrations=program_conversations(0, conversations),
+    )
 
 
-def _right_texts(seed: int, count: int, split: Split = "train") -> list[tuple[Any, str]]:
-    return [(prompt.prompt, prompt.fields["program"]) for prompt in problems_of_programs(seed, count, split)]
-
-
-def _has_tokenizer(folder: str | Path) -> bool:
-    return has_chat_tokenizer(folder, PROGRAM_ALPHABET, PROGRAM_WORDS)
+if __name__ == "__main__":
+    write_files(task(), sys.argv[1])
