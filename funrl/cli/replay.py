@@ -38,7 +38,6 @@ from funrl.mesh.text import parse, text
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.checkpoints.saved_pictures import missing_picture
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
@@ -99,8 +98,6 @@ def replay_command(argv: Sequence[str]) -> int:
     command = recorded_command(run, mesh, last)
     _check_one_start(command, run, step, mesh=mesh)
     logged = _logged(command, run) if not line.values["rows"] else None
-    if logged is None and (problem := missing_picture(Path(run) / ROLLOUTS)):
-        raise SettingsError(problem)
     timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
     job = _job(command, run, logged)
     try:

@@ -23,7 +23,6 @@ from funrl.rollout.certificate import first_copy
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, load, recorded, state_layouts
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
-from funrl.trainer.checkpoints.saved_pictures import picture_reader
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, saved_steps, stage_fields
 from funrl.trainer.checkpoints.snapshot import held_rows
 from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
@@ -77,10 +76,8 @@ def replay_source(folder: str | Path) -> MakeSource:
     """
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Any) -> Source:
-        read = picture_reader(job.tokenizer)
-
         def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-            saved = open_rows(folder, step, job.algorithm.fields, read)
+            saved = open_rows(folder, step, job.algorithm.fields)
             return read_rows(saved, parts.mesh), state, saved.record["metrics"]["drawn"]
 
         return Source(lambda: (), next_rows, lambda states, step: {})
@@ -145,7 +142,7 @@ def replay(
             state = sync(trainer.parts, state._replace(version=version), frozen=trainer.frozen)
         repeated = []
         for number in range(state.step + 1, last + 1):
-            saved = open_rows(folder, number, job.algorithm.fields, picture_reader(job.tokenizer))
+            saved = open_rows(folder, number, job.algorithm.fields)
             torch.set_num_threads(saved.record.get("threads", threads))  # which products and sums depend on
             if environment is not None:
                 environment.open(read_episodes(folder, number))
