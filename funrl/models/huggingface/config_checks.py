@@ -13,7 +13,7 @@ from funrl.models.huggingface.families import FAMILIES
 from funrl.models.model import MOST_LAYERS
 
 # The largest whole numbers that are taken for real: a larger one would take all memory before its mistake is found.
-LARGEST = {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**26, "max_position_embeddings": 2**40}
+LARGEST_SIZES = {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**26, "max_position_embeddings": 2**40}
 LARGEST_OF_OTHERS = 2**24
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
 POSITIVE = (
@@ -86,7 +86,7 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
     for field in (field for field in raw if field not in ruled):
         value = raw[field]
         default = defaults.get(field)
-        most = LARGEST.get(field, LARGEST_OF_OTHERS)
+        most = LARGEST_SIZES.get(field, LARGEST_OF_OTHERS)
         if value is None and (field in MAY_BE_NULL or default is None or isinstance(default, bool)):
             continue
         if isinstance(default, bool) and not isinstance(value, bool):

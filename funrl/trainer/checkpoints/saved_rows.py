@@ -96,26 +96,17 @@ class SavedRows(NamedTuple):
             rows[name] = []
             for number in numbers:
                 rank = int(owner[number])
-                if rank not in opened:
-                    opened[rank] = self._open(rank)
                 begin = int(begins[number])
-                rows[name].append(self._part(opened[rank], f"{stage}/{name}", begin, begin + int(counts[number])))
+                try:
+                    if rank not in opened:
+                        opened[rank] = safe_open(self.path / rows_file(rank), framework="pt")
+                    part = opened[rank].get_slice(f"{stage}/{name}")[begin : begin + int(counts[number])]
+                except (OSError, SafetensorError) as error:
+                    raise DamagedError(f"{self.path / rows_file(rank)}: it cannot be read: {error}") from error
+                if len(part) != counts[number]:
+                    raise DamagedError(f"{self.path}: {name} has fewer lines than the table says")
+                rows[name].append(part)
         return rows
-
-    def _open(self, rank: int) -> Any:
-        try:
-            return safe_open(self.path / rows_file(rank), framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{self.path / rows_file(rank)}: it cannot be read: {error}") from error
-
-    def _part(self, file: Any, name: str, begin: int, end: int) -> Tensor:
-        try:
-            part = file.get_slice(name)[begin:end]
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{self.path}: {name} cannot be read: {error}") from error
-        if len(part) != end - begin:
-            raise DamagedError(f"{self.path}: {name} has fewer lines than the table says")
-        return part
 
 
 def rows_file(rank: int) -> str:
@@ -161,7 +152,8 @@ def save_rows(
     draft = draft_folder(folder, record["step"])
     problem = ""
     nbytes = 0
-    stages = _stages(drawn, scored)
+    fields = stage_fields(drawn, scored)
+    stages = {stage: _stage(rows, fields[stage]) for stage, rows in zip(STAGES, (drawn, scored), strict=True)}
     try:
         draft.mkdir(parents=True, exist_ok=True)
         nbytes = _write_own(draft, stages, record)
@@ -191,12 +183,6 @@ class _Stage(NamedTuple):
     rows: Rows
     table: dict[str, Tensor]
     lines: dict[str, Tensor]
-
-
-def _stages(drawn: Rows, scored: Rows) -> dict[str, _Stage]:
-    """Both stages; collective."""
-    fields = stage_fields(drawn, scored)
-    return {stage: _stage(rows, fields[stage]) for stage, rows in zip(STAGES, (drawn, scored), strict=True)}
 
 
 def _stage(rows: Rows, fields: Mapping[str, Value]) -> _Stage:
@@ -229,22 +215,16 @@ def _write_own(beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, 
         nbytes += (beside / rows_file(rows.index)).write_bytes(save(lines))
     if mesh.rank == 0:
         table = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.table.items()}
-        names = {stage: _line_shapes(written.lines) for stage, written in stages.items()}
-        facts = {"mesh": str(mesh), "fields": names, "declared": _declared(schema_of(stages["scored"].rows.batch))}
+        shapes = {  # by which a rank without rows reads them
+            stage: {name: [str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for name, x in written.lines.items()}
+            for stage, written in stages.items()
+        }
+        further = {name: x for name, x in schema_of(stages["scored"].rows.batch).items() if name not in FIELDS}
+        declared = {name: [field.kind.name, field.writer, field.text, field.dtype] for name, field in further.items()}
+        facts = {"mesh": str(mesh), "fields": shapes, "declared": declared}
         nbytes += (beside / "table.safetensors").write_bytes(save(table))
         nbytes += (beside / "record.json").write_text(json.dumps({"format": ROWS_FORMAT, **record, **facts}))
     return nbytes
-
-
-def _line_shapes(lines: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The dtype and further dims of a stage's fields, which a rank without rows reads them by."""
-    return {name: [str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for name, x in lines.items()}
-
-
-def _declared(schema: Schema) -> dict[str, list[str]]:
-    """Kind, writer, text and dtype of the fields that a batch does not have from the start."""
-    further = {name: field for name, field in schema.items() if name not in FIELDS}
-    return {name: [field.kind.name, field.writer, field.text, field.dtype] for name, field in further.items()}
 
 
 def saved_steps(folder: str | Path) -> dict[int, Path]:
