@@ -68,7 +68,7 @@ def kinds_of_layers(model_type: str, got: Mapping[str, Any]) -> list[str]:
         try:
             return list(transformers.CONFIG_MAPPING[model_type](**fields).layer_types)
         except Exception as error:  # of its own checks
-            raise ModelError(f"there are no layer_types, which do not follow from {fields}: {error}") from error
+            raise ModelError(f"layer_types is missing, and transformers derives none from {fields}: {error}") from error
     windows = "sliding_window" in class_defaults(model_type) and got.get("use_sliding_window", True)
     return [SLIDING if windows and got.get("sliding_window") else FULL] * got["num_hidden_layers"]
 
