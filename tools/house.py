@@ -72,7 +72,6 @@ INSIDE = {
     "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
     "rewards": ("mathematics", OWN),
     "environments": ("forms", OWN, "hosting", "builtin"),
-    "xla": ("operators", OWN),
     "trainer": (
         "settings",
         "steps",
@@ -102,8 +101,6 @@ UPWARDS = {
 }
 # Only these may import torch.distributed. The dry run makes its fake process group in cost/tracing/estimate.py.
 DISTRIBUTED = ("mesh", "processes", "cost/tracing/estimate.py")
-# `Loss.reads` runs a piece on a recording batch, and what runs it has to know a Loss.
-CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.explanation", "funrl.algos.reading"}),)
 # Public names that two modules may define, as they are the field's word in both and are read with their module's name.
 SHARED_DEFINITIONS = {
     **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
@@ -113,7 +110,6 @@ SHARED_DEFINITIONS = {
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
     "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
-    "Node": ("algos.explanation", "rollout.episodes"),
     "function_tool": ("foreign.verl_modules", "serve.asks"),  # once by the name that verl has
     "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
@@ -276,7 +272,7 @@ def problems(house: House) -> list[str]:
             if order.index(other) > order.index(inner):
                 after = f"{importer}.{other}" if other else f"{importer}'s own files"
                 found.append(f"{where}: {after} comes after {importer}.{inner}")
-    found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house) if one not in CIRCLES]
+    found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house)]
     return found + absent_arrows(house) + unordered(house) + shared_definitions(house) + distributed(house)
 
 

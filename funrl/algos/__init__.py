@@ -11,7 +11,7 @@ from typing import Any
 from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
-    "core": "Advantage Algorithm Divergence Loss RankError Reads Reduction Signal add chain check_rank reduce"
+    "core": "Advantage Algorithm Divergence Loss RankError Reduction Signal add chain check_rank reduce"
     " run_piece scale stateless sum_losses weighted",
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
@@ -20,7 +20,7 @@ _PIECES = {
     " to_own_tokens total where_masked",
     "checking": "check check_order",
     "guarding": "described name_of",
-    "reading": "CountError reads run_advantage run_function",
+    "reading": "CountError Reads reads run_advantage run_function",
     "explanation": "explain_algorithm",
     "compose": "corrected filtered kl_controller with_regularizers",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"

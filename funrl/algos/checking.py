@@ -80,7 +80,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in as_dict(some).items()}
     for role, loss in algorithm.losses.items():
         _check_loss(role, loss, rows, in_step=rows._replace(**moving), given=given)
-    reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
+    reading = any("divergence" in reads(loss).required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
             "a loss reads batch.divergence, but Algorithm.divergence is not set: give Divergence(beta)"

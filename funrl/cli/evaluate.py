@@ -9,14 +9,13 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import html
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from funrl.api.arguments import (
     GivenEnvironment,
@@ -28,9 +27,7 @@ from funrl.api.arguments import (
     mesh_text,
     with_keywords,
 )
-from funrl.api.keywords import EvaluateKeywords
 from funrl.api.python import RECORDS
-from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.flags.foreign.meaning import NameContext
 from funrl.mesh.launch import WaitLimits, launch
@@ -62,6 +59,9 @@ from funrl.trainer.settings.settings import Settings, flag_values, settings_flag
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
 
+if TYPE_CHECKING:
+    from funrl.api.keywords import EvaluateKeywords  # pyright: ignore[reportMissingModuleSource]
+
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
 RESULT = "evaluation.json"
@@ -89,14 +89,7 @@ class Evaluation:
         return list(read_lines(RunDirectory(Path(self.directory)).eval_samples))
 
     def __repr__(self) -> str:
-        return evaluation_summary(self.metrics, self.prompts, self.samples, self.directory)
-
-    def __str__(self) -> str:
         return evaluation_text(self)
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class InferenceTask(NamedTuple):
@@ -107,7 +100,7 @@ class InferenceTask(NamedTuple):
     seed: int
 
 
-@with_keywords(EvaluateKeywords, inference_flags("evaluate"))
+@with_keywords("EvaluateKeywords", inference_flags("evaluate"))
 def evaluate(
     model: str | Path,
     *,

@@ -35,6 +35,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse, text
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -44,7 +45,6 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.loop import MakeSource
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
@@ -52,6 +52,7 @@ from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.startup import MakeSource
 
 SHARDING = {  # on another mesh
     "fsdp": False,
@@ -60,7 +61,6 @@ SHARDING = {  # on another mesh
     "grad_reduce_dtype": "auto",
     "generate_mesh": None,
 }
-VLLM = ("vllm", "vllm_server")  # engines
 HERE = {
     "run_dir": None,
     "resume": False,
@@ -136,8 +136,8 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
-    if engine in VLLM and flags.get("place") is not None:
-        problem = f"the bits of what vLLM samples depend on the rows beside (--engine={engine})"
+    if not ENGINES[engine].repeats and flags.get("place") is not None:
+        problem = f"the bits of what the engine samples depend on the rows beside (--engine={engine})"
     elif tokens is not None and episodes:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
     elif groups is None and flags.get("keep_cache"):
@@ -224,8 +224,9 @@ def _job(command: Command, run: str, logged: LoggedEnvironment | MakeSource | No
     """The job of a run, without what is not asked again: a log is in place of its environment, which is not loaded."""
     settings = command.settings
     given = Given()
-    if logged is None and settings.engines.engine in VLLM:  # neither vLLM nor a server of it has to be here
-        model = first_model(settings, given)[0] if settings.models.model is None else None  # its heads are for vLLM
+    abilities = settings.engines.abilities
+    if logged is None and not (abilities.repeats or abilities.unpaged):  # neither it nor a server of it has to be here
+        model = first_model(settings, given)[0] if settings.models.model is None else None  # by its heads
         given = Given(model=model)
         idle = ("engine", "engine_url", "engine_timeout", "kv_cache_gb")
         settings = with_flags(settings, **{name: settings_flags()[name].default for name in idle})

@@ -38,12 +38,12 @@ from funrl.models.vision.inputs import (
 )
 from funrl.rollout.requests import Request
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.datasets import embedded_texts
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import form_of_pictures
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
+from funrl.trainer.steps.parts import Parts
 
 TASK_PROMPTS = 64  # of the embedded task that are read
 MOVED_COPIES = 4  # of its rows that a rank holds in a move: those before, those after, and what it sends and receives
@@ -233,7 +233,7 @@ def with_assumed_pictures(job: Job, parts: Parts, tokens: int) -> Parts:
     if job.model.owned is None or (not grids and isinstance(job, RLJob)):  # texts have the fields, if only empty ones
         return parts
     roles = {name: role._replace(placed=_assuming(role.placed, grids)) for name, role in parts.roles.items()}
-    return parts._replace(roles=roles)
+    return dataclasses.replace(parts, roles=roles)
 
 
 def _assuming(placed: Placed, grids: tuple[Grid, ...]) -> Placed:

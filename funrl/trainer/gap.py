@@ -15,8 +15,8 @@ from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.packed import BITS, FIXED_PARTS, parts_of
 from funrl.mesh.collectives import gather_objects
 from funrl.models.decoder.sequence_parallel import is_ring
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class GapError(RuntimeError):
 
 def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck | None:
     """The check of a run's steps; None: engine and trainer may differ by rounding."""
-    if parts.generator is None:
+    if not isinstance(parts, GeneratingParts):
         return None
     if problem := gap_problem(job, parts):
         _log.info("engine and trainer may differ by rounding: %s", problem)
@@ -37,7 +37,7 @@ def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck |
     return GapCheck(job.settings.engines.on_gap == "stop", note)
 
 
-def gap_problem(job: Job, parts: Parts) -> str | None:
+def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
     """The reason why engine and trainer may differ by rounding; None: their log-probabilities have the same bits.
 
     Args:
@@ -46,7 +46,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
     """
     settings = job.settings
     policy = parts.roles[job.main_role].placed
-    assert parts.generator is not None
     sums = policy.model.abilities.exact_sums
     sizes = policy.mesh.sizes
     if policy.mesh.device.type != "cpu":
@@ -55,7 +54,7 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
-    if settings.engines.engine != "native":
+    if not settings.engines.abilities.own_steps:
         return f"--engine={settings.engines.engine} has kernels of its own"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"

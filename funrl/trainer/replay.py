@@ -38,25 +38,18 @@ from funrl.trainer.differences import (
     row_place,
     unequal,
 )
-from funrl.trainer.jobs.build import Parts, sync
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.row_source import make_source
-from funrl.trainer.loop import (
-    MakeSource,
-    Trainer,
-    begin_run,
-    draw_batch,
-    learn_batch,
-    one_step,
-    score_batch,
-    skipped_batch,
-)
+from funrl.trainer.loop import one_step
+from funrl.trainer.phases import Trainer, draw_batch, learn_batch, score_batch, skip_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
+from funrl.trainer.startup import MakeSource, begin_run, make_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.sync import sync
 from funrl.trainer.storage.shard_server import DamagedError
 from funrl.trainer.storage.shards import ShardServer
 
@@ -120,8 +113,7 @@ def replay(
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None:  # an engine costs nothing as long as it has no weights
-            engine = "hf" if job.settings.engines.engine == "hf" else "native"
-            job = dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
+            job = dataclasses.replace(job, settings=with_flags(job.settings, engine="native"))
         trainer, state = begin_run(job, mesh, observer, source)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)
@@ -166,7 +158,8 @@ def _train_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trai
     drawn, state, source_metrics = draw_batch(trainer, state)
     learned = {}
     if is_skipped(source_metrics):
-        scored, state, metrics = skipped_batch(trainer, state, drawn)
+        scored = drawn
+        state, metrics = skip_batch(trainer, state, drawn)
     else:
         scored, state, metrics = score_batch(trainer, state, drawn)
         state, learned = learn_batch(trainer, state, scored)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.xla.errors import XlaError
-from funrl.xla.operators.table import LOWERINGS
+from funrl.xla.operators import LOWERINGS
 
 _aten = torch.ops.aten
 _NOT_THE_PROGRAM = ("/torch/", "/funrl/xla/")  # parts of the paths of files whose lines say nothing
@@ -84,14 +85,16 @@ def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> f
     with mode:
         core = make_fx(pure, decomposition_table=_decompositions())(*fakes)
     core.graph.eliminate_dead_code()
-    unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}
+    rows = ((node, row) for node, row in operators_of(core) if not row.startswith("funrl_xla."))  # layers have programs
+    unknown = {row: node for node, row in rows if row not in LOWERINGS}
     if unknown:
-        raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown, mode)}")
+        with mode:
+            raise XlaError(f"{name}: {_problem_of(fn, fakes, unknown)}")
     return core
 
 
-def results_without_numbers(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> list[Tensor]:
-    """The results of a function as `core_graph` takes it, as tensors of their shapes and dtypes."""
+def results_without_numbers(fn: Callable[..., trees.Tree], leaves: Sequence[Tensor], name: str) -> trees.Tree:
+    """The results of a function of tensors, as tensors that have only shapes and dtypes."""
     mode, fakes = _without_numbers(leaves)
     with _errors_of_host_reads(name), mode:
         return fn(*fakes)
@@ -108,10 +111,11 @@ def _errors_of_host_reads(name: str) -> Iterator[None]:
     """Name the operator and the line of a program that depends on numbers."""
     try:
         yield
-    except DataDependentOutputException as error:
-        raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
-    except DynamicOutputShapeException as error:
-        raise XlaError(f"{name}: a shape depends on numbers, by {error.func}. {_own_line(error)}") from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        reads = isinstance(error, DataDependentOutputException)
+        reason = "the host reads a number of the device" if reads else "a shape depends on numbers,"
+        line = _own_line(traceback.extract_tb(error.__traceback__))
+        raise XlaError(f"{name}: {reason} by {error.func}. {line}") from error
 
 
 @functools.cache
@@ -120,49 +124,29 @@ def _decompositions() -> Any:
     return core_aten_decompositions()
 
 
-def _is_unknown(name: str) -> bool:
-    """True of an operator that is in no table; layers have programs of their own."""
-    return name not in LOWERINGS and not name.startswith("funrl_xla.")
-
-
-def _without_row(unknown: dict[str, fx.Node]) -> str:
-    """Text about operators that the table lacks."""
+def _problem_of(fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node]) -> str:
+    """Text about operators that the table lacks; the function is run once more to find the line of the first."""
     node = next(iter(unknown.values()))
     others = ", ".join([*unknown][1:])
     more = f", nor have {others}" if others else ""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     hint = "; random numbers are arguments of a program" if random else ""
-    return f"{node.target} has no row in funrl.xla.operators{more}{hint}"
+    with _LineOfCall(str(node.meta.get("original_aten", node.target))) as call:
+        fn(*leaves)
+    return f"{node.target} has no row in funrl.xla.operators{more}{hint}. {call.line}"
 
 
-def _line_of_call(
-    fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node], mode: FakeTensorMode
-) -> str:
-    """The line of a function that calls the first of some operators: the function is run once more to find it."""
-    node = next(iter(unknown.values()))
-    called = node.meta.get("original_aten", node.target)
-    try:
-        with mode, _Stop(str(called)):
-            fn(*leaves)
-    except _Found as call:
-        return _own_line(call)
-    return ""
-
-
-class _Found(BaseException):
-    """An operator was called; no error, and nothing may catch it as one."""
-
-
-class _Stop(TorchDispatchMode):
-    """A mode in which a call of one operator raises `_Found`."""
+class _LineOfCall(TorchDispatchMode):
+    """A mode that records the line that first calls an operator."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.line = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func) == self.name:
-            raise _Found
+            self.line = self.line or _own_line(traceback.extract_stack())
         return func(*args, **(kwargs or {}))
 
 
@@ -183,13 +167,7 @@ def operator_name(node: fx.Node) -> str:
     return name if name in LOWERINGS else name.removesuffix("_copy")
 
 
-def _own_line(error: BaseException) -> str:
-    """The innermost line of an exception's traceback that is the program's."""
-    line = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not any(part in code.co_filename for part in _NOT_THE_PROGRAM):
-            line = f'File "{code.co_filename}", line {traceback.tb_lineno}, in {code.co_name}'
-        traceback = traceback.tb_next
-    return line
+def _own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is the program's."""
+    own = (frame for frame in reversed(frames) if not any(part in frame.filename for part in _NOT_THE_PROGRAM))
+    return next((f'File "{x.filename}", line {x.lineno}, in {x.name}' for x in own), "")

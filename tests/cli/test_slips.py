@@ -14,8 +14,8 @@ from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.models import decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
+from funrl.trainer.jobs.datasets import remarks_on_template
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.prompts import remarks_on_template
 from funrl.trainer.settings.declaration import RUN_KINDS
 from funrl.trainer.settings.settings import settings_flags, settings_of
 

@@ -9,10 +9,8 @@ from selection import quick
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from funrl.cost import device_calls as calls_of_devices
 from funrl.cost import dry_run
 from funrl.cost.descriptions import left_out
-from funrl.cost.device_calls import ENCODE, PICTURES, device_calls
 from funrl.cost.full_rows import full_rows
 from funrl.cost.row_pictures import (
     assumed_prompt,
@@ -26,7 +24,6 @@ from funrl.cost.row_pictures import (
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single
-from funrl.models.vision import inputs as vision_inputs
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tiles import NO_TILES
@@ -323,33 +320,6 @@ def test_pictures_of_the_task_are_its_own(algorithm, monkeypatch):
     job = plain(algorithm, task="shapes", seed=16, eval_prompts=2)  # no other test keeps texts of this seed
     tokens = {"grpo": 11, "sft": 13}[algorithm]
     assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((4, 4),)
-
-
-@pytest.mark.slow
-def test_device_calls_have_the_launches_of_a_prompts_pictures_and_the_bytes_of_patches():
-    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
-    blind, seeing = (device_calls(plain("grpo", **flags, **more), 11) for more in ({"assume_pictures": 0}, {}))
-    row = 16 * 3 * 8 * 8 + 2 * 8
-    assert seeing[PICTURES].to_device == 16 * row and PICTURES not in blind and ENCODE not in blind
-    tower = seeing[ENCODE].launches
-    assert tower > 50 and seeing[ENCODE].to_device > 16 * 3 * 8 * 8
-
-
-@pytest.mark.slow
-def test_micro_batches_launch_the_tower_as_those_of_rows_with_pictures_do(monkeypatch):
-    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
-    job = plain("grpo", **flags, freeze="none")
-    assumed, frozen = device_calls(job, 11), device_calls(plain("grpo", **flags), 11)
-    without = device_calls(plain("grpo", **flags, freeze="none", assume_pictures=0), 11)
-    monkeypatch.setattr(calls_of_devices, "with_assumed_pictures", lambda job, parts, tokens: parts)
-    monkeypatch.setattr(calls_of_devices, "full_rows", seen_rows)
-    monkeypatch.setattr(vision_inputs, "grids_of", lambda sizes_P2: row_grids(job, 11) * len(sizes_P2))  # read as ones
-    real = device_calls(job, 11)
-    update = "update_policy: a micro-batch"
-    for name in ("score_reference: a micro-batch", update):
-        assert assumed[name].launches == pytest.approx(real[name].launches, rel=0.02)
-        assert assumed[name].launches > without[name].launches + real[ENCODE].launches
-    assert assumed[update].launches > frozen[update].launches + real[ENCODE].launches  # of the backward pass
 
 
 def test_what_is_not_counted_is_said():

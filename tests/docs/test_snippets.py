@@ -70,7 +70,7 @@ PAGES = [
 SLOW_PAGES = ("docs/mesh.md", "docs/foreign_environments.md")
 ELSEWHERE = {
     "docs/algorithms.md": "tests/algos/test_algorithms_doc.py",
-    "docs/resharding.md": "tests/cost/test_resharding_docs.py",
+    "docs/resharding.md": "tests/mesh/test_resharding_docs.py",
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}  # this checkout, whichever is installed

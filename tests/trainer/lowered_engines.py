@@ -16,7 +16,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 from funrl.xla import meshes
 from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
 
@@ -85,7 +85,7 @@ def differences(dtype, text):
     model = decoder_model(decoder_config(**SIZES | more))
     second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
     wanted, _ = completions(model, dtype, None, adapters, second)
-    found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)
+    found, peaks = completions(model, dtype, partial(XlaBackend, EngineDevices(sizes, sizes)), adapters, second)
     gap, same = gap_of(found, wanted)
     rounding = 0.0
     if dtype == torch.bfloat16:

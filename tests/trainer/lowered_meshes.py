@@ -17,7 +17,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step import fields_of, gradient
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import DeviceCopies, MeshProgram, devices_of_mesh, spec_of, traced_mesh
+from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh, spec_of, traced_mesh
 
 TOKENS, SEQUENCES = 48, 5
 SIZES = {"vocab": 16, "embed": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 12, "qk_norm": "head"}
@@ -91,9 +91,10 @@ def difference(text):
     layouts = place(model, mesh, stored, COMPUTE, torch.float64).stored
     specs = trees.map(spec_of, layouts)
     whole = tuple(PartitionSpec() for _ in denominators)
-    program = MeshProgram(
-        make, DeviceCopies(devices_of_mesh(sizes)), lambda *_: (specs, given, whole), lambda _: (specs, PartitionSpec())
-    )
+    function = ShardedFunction("gradient", make, lambda *_: (specs, given, whole), lambda *_: (specs, PartitionSpec()))
+    program = MeshProgram(function, DeviceCopies(devices_of_mesh(sizes)))
     tree, loss = program(params, fields, denominators)
     gaps = [(x - y).abs().max().item() for x, y in zip(trees.leaves(tree), trees.leaves(want.tree), strict=True)]
-    return max(*gaps, abs(loss - want.loss).item()), set(re.findall(COLLECTIVES, program.texts[0]))
+    return max(*gaps, abs(loss - want.loss).item()), set(
+        re.findall(COLLECTIVES, next(iter(program.compiled.values())).run.as_text())
+    )

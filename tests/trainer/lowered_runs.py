@@ -41,8 +41,8 @@ def metrics_of(job, mesh, steps):
         metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
     for role in run.parts.roles.values():
         if role.loss is not None and role.programs is not None:  # the devices' state is updated where it is
-            (text,) = role.programs._programs["update"].texts
-            assert "input_output_alias" in text
+            (update,) = role.programs.programs["update"].compiled.values()
+            assert "input_output_alias" in update.run.as_text()
     return metrics
 
 

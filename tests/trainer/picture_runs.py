@@ -20,8 +20,8 @@ from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.model import with_vision
 from funrl.models.vision.tiles import NO_TILES, Tiles
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import sync
+from funrl.trainer import phases
+from funrl.trainer.steps.sync import sync
 
 TOKENS = 16  # of the embedded task's tokenizer
 PLACEHOLDER = TOKENS
@@ -204,13 +204,13 @@ def picture_steps(job, steps, with_gradients=False):
         run, state = begin(job, mesh)
         batches, grads, metrics, counts = [], [], [], []
         for _ in range(steps):
-            batch, state, drawn = loop.draw_batch(run, state)
-            batch, state, scored = loop.score_batch(run, state, batch)
+            batch, state, drawn = phases.draw_batch(run, state)
+            batch, state, scored = phases.score_batch(run, state, batch)
             counts.append(len(batch.batch.grids.values))
             batches.append(whole_batch(batch.with_fields(patches=None, grids=None)))
             if with_gradients:
                 grads.append(gradients(run, state, batch))
-            state, learned = loop.learn_batch(run, state, batch)
+            state, learned = phases.learn_batch(run, state, batch)
             state = sync(run.parts, state, frozen=run.frozen)
             metrics.append(drawn | scored | learned)
         weights = whole_weights(run, state)

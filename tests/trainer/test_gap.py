@@ -11,8 +11,8 @@ from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
 from funrl.models.decoder import dense
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_problem
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch, update_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch, update_batch
+from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 

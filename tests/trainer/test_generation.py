@@ -20,8 +20,8 @@ from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.requests import Completion, RequestGroups, requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer import loop
-from funrl.trainer.loop import draw_batch, learn_batch
+from funrl.trainer import phases
+from funrl.trainer.phases import draw_batch, learn_batch
 from funrl.trainer.sources.generation import (
     RewardedEngine,
     Rollout,
@@ -287,7 +287,7 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
     for cut in (False, True):
         rows, state, _ = draw_batch(run, state)
         rows = rows.with_fields(truncated=torch.full_like(rows.batch.truncated, cut))
-        rows, state, scored = loop.score_batch(run, state, rows)
+        rows, state, scored = phases.score_batch(run, state, rows)
         before = trees.clone(state.roles)
         state, learned = learn_batch(run, state, rows)
         same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(state.roles), strict=True))

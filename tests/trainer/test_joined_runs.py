@@ -30,7 +30,7 @@ from funrl.processes.connections import Addresses, PeerError, write_addresses
 from funrl.rewards.call import RewardError
 from funrl.rollout.joined.generator import Counts, NotJoinedError
 from funrl.rollout.joined.office import PROGRAM_REQUESTS, Office
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.ahead import rows as rows_ahead
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -165,7 +165,7 @@ WAIT_S = 120.0  # for a step that does not come, as the evaluation waits for it
 def learned_and_evaluated(monkeypatch):
     """A list of the steps that a run learns from and evaluates; an evaluation begins once the next step has learned."""
     events = []
-    learn, write, evaluate = loop.learn_batch, HeldoutWriter.write, HeldoutWriter.evaluate
+    learn, write, evaluate = phases.learn_batch, HeldoutWriter.write, HeldoutWriter.evaluate
 
     def learning(*given):
         state, metrics = learn(*given)
@@ -184,7 +184,7 @@ def learned_and_evaluated(monkeypatch):
         events.append(("evaluated", writer._step))
         return evaluate(writer, *given)
 
-    monkeypatch.setattr(loop, "learn_batch", learning)
+    monkeypatch.setattr(phases, "learn_batch", learning)
     monkeypatch.setattr(HeldoutWriter, "write", writing)
     monkeypatch.setattr(HeldoutWriter, "evaluate", evaluating)
     return events

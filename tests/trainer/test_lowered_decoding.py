@@ -1,5 +1,7 @@
 """The engine whose passes run in JAX."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("jax")
@@ -15,7 +17,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.lowered.decoding import XlaBackend
+from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 
 pytestmark = pytest.mark.xla
 
@@ -35,7 +37,8 @@ def engines(model, dtype, **options):
     """An engine in torch, and one in JAX."""
     options = {"max_rows": 4, "cache_bytes": 1 << 20} | options
     torch_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, packed=False))
-    jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=XlaBackend))
+    make_backend = functools.partial(XlaBackend, EngineDevices(SINGLE.sizes, SINGLE.sizes))
+    jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=make_backend))
     for engine in (torch_engine, jax_engine):
         engine.load(trees.named(weights(model, dtype)))
     return torch_engine, jax_engine

@@ -98,7 +98,7 @@ def test_the_engine_of_one_device_decodes_in_jax():
     from funrl.trainer.lowered.decoding import XlaBackend
 
     settings = settings_of(backend="xla", compile="on")
-    assert backend.make_engine_backend(settings, settings.devices.train.chosen) is XlaBackend
+    assert backend.make_engine_backend(settings, settings.devices.train.chosen).func is XlaBackend
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_layers_of_other_code_are_refused():
 
 
 def test_jax_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"--backend=xla needs jax, .* pip install 'funrl\[xla\]'"):
         small_job(GRPO, backend="xla")
 
@@ -155,7 +155,7 @@ def test_torch_xla_is_named_where_it_is_missing():
     ids=["tensor", "fsdp", "remat", "jax"],
 )
 def test_flags_that_devices_of_torch_xla_lack_are_refused(flags, says, monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(backend, "find_spec", lambda name: True)
     with pytest.raises(SettingsError, match=says):
         small_job(GRPO, device="xla", **flags)
 

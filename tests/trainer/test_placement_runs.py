@@ -246,9 +246,9 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
     [
         (
             {"engine": "vllm", "staleness": 1, "clock": "tokens"},
-            "--clock=tokens with --engine=vllm: what vLLM",
+            "--clock=tokens with --engine=vllm: what it",
         ),
-        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: vLLM computes keys"),
+        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: it computes keys"),
         (
             {"engine": "vllm", "place": "generate:join"},
             "generators that join have the native engine",

@@ -1,5 +1,6 @@
 """Steps on a device of torch_xla, the one of PJRT for CPUs, against those in torch."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,14 +14,14 @@ from small_runs import GRPO, MEASURED, PPO, begin, gradients, one_step, relative
 
 from funrl.cli import main as cli
 from funrl.mesh.mesh import single
-from funrl.trainer.lowered.xla_device import TorchXlaPrograms
+from funrl.trainer.lowered.programs import with_programs
+from funrl.trainer.lowered.torch_xla_steps import torch_xla_device
 
 
 def on_device(run, state):
     """The run with its steps on the device."""
-    programs = TorchXlaPrograms()
-    roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
-    return run._replace(parts=run.parts._replace(roles=roles)), state
+    roles = with_programs(run.parts.roles, torch_xla_device(run.parts.roles))
+    return run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state
 
 
 def steps_of(run, state):

@@ -61,6 +61,8 @@ def smoothed(logit: Tensor, smoothing: float) -> Tensor:
 def sigmoid_pairs(beta: float = 0.1, smoothing: float = 0.0, margin: float = 0.0) -> PairLoss:
     """DPO; with `smoothing` cDPO; with `margin` and per-token likelihoods SimPO (its gamma).
 
+    -(1 - smoothing) log s(beta d - margin) - smoothing log s(-(beta d - margin)), d = chosen - rejected.
+
     Args:
       smoothing: probability that a label is wrong, in [0, 1/2).
       margin: the target for beta d.
@@ -70,19 +72,28 @@ def sigmoid_pairs(beta: float = 0.1, smoothing: float = 0.0, margin: float = 0.0
 
 
 def hinge_pairs(beta: float = 0.1) -> PairLoss:
-    """SLiC's and RSO's hinge."""
+    """SLiC's and RSO's hinge.
+
+    max(0, 1 - beta d), d = chosen - rejected.
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: torch.relu(1 - beta * (chosen - rejected)))
 
 
 def ipo_pairs(beta: float = 0.1) -> PairLoss:
-    """IPO's square, for per-token rewards, as in its authors' code and TRL."""
+    """IPO's square, for per-token rewards, as in its authors' code and TRL.
+
+    (d - 1 / (2 beta))^2, d = chosen - rejected.
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: (chosen - rejected - 1 / (2 * beta)).square())
 
 
 def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
-    """DPO made unbiased for labels that are wrong with probability `smoothing` < 1/2."""
+    """DPO made unbiased for labels that are wrong with probability `smoothing` < 1/2.
+
+    (-(1 - smoothing) log s(beta d) + smoothing log s(-beta d)) / (1 - 2 smoothing), d = chosen - rejected.
+    """
     check_beta(beta)
     if not 0 <= smoothing < 0.5:
         raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1/2")
@@ -95,7 +106,10 @@ def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
 
 
 def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
-    """EXO's reverse divergence; `smoothing` in (0, 1) is the target probability of the rejected completion."""
+    """EXO's reverse divergence; `smoothing` in (0, 1) is the target probability of the rejected completion.
+
+    p log(p / (1 - smoothing)) + (1 - p) log((1 - p) / smoothing), p = s(beta (chosen - rejected)).
+    """
     check_beta(beta)
     if not 0 < smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}: it must be in (0, 1)")
@@ -109,7 +123,10 @@ def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
 
 
 def nca_pairs(beta: float = 0.1) -> PairLoss:
-    """NCA, which keeps the likelihood of the chosen completion from falling."""
+    """NCA, which keeps the likelihood of the chosen completion from falling.
+
+    -log s(beta chosen) - (log s(-beta chosen) + log s(-beta rejected)) / 2.
+    """
     check_beta(beta)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -119,26 +136,38 @@ def nca_pairs(beta: float = 0.1) -> PairLoss:
 
 
 def bco_pairs(beta: float = 0.1) -> PairLoss:
-    """BCO on pairs, without its running mean of rewards, as TRL's bco_pair."""
+    """BCO on pairs, without its running mean of rewards, as TRL's bco_pair.
+
+    -log s(beta chosen) - log s(-beta rejected).
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: -logsigmoid(beta * chosen) - logsigmoid(-beta * rejected))
 
 
 def sppo_pairs(beta: float = 0.1) -> PairLoss:
-    """SPPO with win rates of 1 and 0."""
+    """SPPO with win rates of 1 and 0.
+
+    (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2.
+    """
     check_beta(beta)
     half = 1 / (2 * beta)
     return PairLoss(beta, lambda chosen, rejected: (chosen - half).square() + (rejected + half).square())
 
 
 def apo_zero_pairs(beta: float = 0.1) -> PairLoss:
-    """APO for chosen completions better than the policy's: chosen up, rejected down."""
+    """APO for chosen completions better than the policy's: chosen up, rejected down.
+
+    1 - s(beta chosen) + s(beta rejected).
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected))
 
 
 def apo_down_pairs(beta: float = 0.1) -> PairLoss:
-    """APO for chosen completions worse than the policy's: both down, rejected further."""
+    """APO for chosen completions worse than the policy's: both down, rejected further.
+
+    s(beta chosen) + 1 - s(beta d), d = chosen - rejected.
+    """
     check_beta(beta)
     return PairLoss(
         beta, lambda chosen, rejected: torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
@@ -147,6 +176,8 @@ def apo_down_pairs(beta: float = 0.1) -> PairLoss:
 
 def discopop_pairs(beta: float = 0.1, tau: float = 0.05) -> PairLoss:
     """DiscoPOP's log-ratio modulated blend; exp(-beta d) is clamped to exp(20).
+
+    -(1 - g) log s(beta d) + g exp(-beta d), g = s(beta d / tau), d = chosen - rejected.
 
     Args:
       tau: width of the blend's transition, in units of beta d.

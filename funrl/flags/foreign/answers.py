@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.flags.arguments import recipes_with
-from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, different, meaning_of
+from funrl.flags.foreign.meaning import Meaning, NameContext
 from funrl.flags.foreign.trl import TRL
 from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import Flag, SettingsError
@@ -39,19 +39,18 @@ class NameAnswer(NamedTuple):
     meaning: Meaning
 
     @property
-    def works(self) -> bool:
-        """True if this library has an equivalent."""
-        return self.meaning.effect is Effect.SAME
-
-    @property
     def flags(self) -> dict[str, str]:
         """Flags to write instead, texts by name."""
-        return {name: text for name, text in self.meaning.flags.items() if self.works and name != "experiment"}
+        return {name: text for name, text in self._same.items() if name != "experiment"}
 
     @property
     def recipe(self) -> str:
         """The recipe that the value names; "" if it names none."""
-        return self.meaning.flags.get("experiment", "") if self.works else ""
+        return self._same.get("experiment", "")
+
+    @property
+    def _same(self) -> Mapping[str, str]:
+        return {} if self.meaning.differs else self.meaning.flags
 
 
 def flag_in(text: str) -> str:
@@ -104,7 +103,7 @@ def check_names(
     answers = [answer for answer in answers_to(unknown, context) if _is_of_use(answer, known)]
     if answers:
         lines = [_line(answer, known, python) for answer in answers]
-        if len(answers) > 1 and all(answer.works for answer in answers):
+        if len(answers) > 1 and not any(answer.meaning.differs for answer in answers):
             together = {name: text for answer in answers for name, text in answer.flags.items()}
             lines += [f"together: {_written(together, known, python)}"] if together else []
         raise SettingsError("\n".join(lines))
@@ -120,24 +119,26 @@ def check_names(
 
 def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[NameAnswer]:
     """Answers to the names of other libraries."""
-    of_trl = context._replace(theirs=unknown)
+    ours = context.ours
+    sizes = {"num_generations": str(ours["samples_per_prompt"]), "num_iterations": str(ours["epochs"])}
+    of_trl = context._replace(theirs=sizes | dict(unknown))
     given = {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
-    of_verl = context._replace(theirs={"data.train_batch_size": str(context.ours["batch_prompts"])} | given)
-    no_dots = different("flags have no dots; `funrl import FILE` reads a configuration of verl")
+    of_verl = context._replace(theirs={"data.train_batch_size": str(ours["batch_prompts"])} | given)
     for name, text in unknown.items():
-        if name in TRL:
-            yield NameAnswer(name, text, "TRL", meaning_of(TRL[name], text, of_trl))
+        if name in TRL.rows:
+            yield NameAnswer(name, text, "TRL", TRL.meaning(name, text, of_trl))
         elif full := _name_of_verl(name):
-            yield NameAnswer(name, text, "verl", meaning_of(VERL[full], text, of_verl))
+            yield NameAnswer(name, text, "verl", VERL.meaning(full, text, of_verl))
         elif "." in name:
-            yield NameAnswer(name, text, "", meaning_of(no_dots, text, of_verl))
+            reason = "flags have no dots; `funrl import FILE` reads a configuration of verl"
+            yield NameAnswer(name, text, "", Meaning({}, reason, differs=True))
 
 
 def _name_of_verl(name: str) -> str:
     """verl's full name for a name or its last part; "" if there is none, or a recipe has an argument of this name."""
-    if name in VERL or "." in name:
-        return name if name in VERL else ""
-    full = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
+    if name in VERL.rows or "." in name:
+        return name if name in VERL.rows else ""
+    full = next((full for full in VERL.rows if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
     return "" if full and recipes_with(name) else full
 
 
@@ -155,11 +156,11 @@ def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) ->
     if refused := _refused(answer.flags, known):
         return f"{shown}{whose}, and its value is none of ours: {'' if python else '--'}{refused}"
     instead = [recipe] * bool(answer.recipe) + [_written(answer.flags, known, python)] * bool(answer.flags)
-    difference = answer.meaning.difference
+    reason = answer.meaning.reason
     action = f"write {' with '.join(instead)}" if instead else "leave it out"
-    text = f"{action} ({difference})" if difference else action
-    if not instead and (not answer.works or "leave it out" in difference):
-        text = difference
+    text = f"{action} ({reason})" if reason else action
+    if not instead and (answer.meaning.differs or "leave it out" in reason):
+        text = reason
     return f"{shown}{whose}: {re.sub(r'--(?=[a-z])', '', text) if python else text}"
 
 
@@ -186,7 +187,7 @@ def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameC
     if "steps" in known and (recipes := recipes_with(name)):
         more = ", ..." * (len(recipes) > MOST_RECIPES)
         return f"; it is an argument of {', '.join(recipes[:MOST_RECIPES])}{more}, and {context.recipe} has none"
-    for near in difflib.get_close_matches(name.lower(), [*known, *TRL] if "steps" in known else list(known)):
+    for near in difflib.get_close_matches(name.lower(), [*known, *TRL.rows] if "steps" in known else list(known)):
         if near in known:
             return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`
         (answer,) = answers_to({near: text}, context)

@@ -18,12 +18,12 @@ from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.ahead.side_thread import SideThread
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -86,7 +86,7 @@ class RowsAhead:
 
 
 def source_ahead(
-    job: RLJob, parts: Parts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+    job: RLJob, parts: GeneratingParts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
     """The source of a job, which with --staleness lets generators write rows of later steps and evaluations meanwhile.
 

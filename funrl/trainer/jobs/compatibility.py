@@ -12,14 +12,10 @@ from funrl.asynchrony.behaviour import StaleLossError, check_behaviour
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
-from funrl.mesh.mesh import Mesh
 from funrl.models import Model
-from funrl.models.errors import ModelError
-from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import ROLES, SCORING_ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
-from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
@@ -30,7 +26,7 @@ from funrl.trainer.jobs.sharding import (
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import (
     JUDGE,
     NO_OBJECTS,
@@ -39,7 +35,7 @@ from funrl.trainer.settings.scorers import (
     has_environment,
     scorers_of,
 )
-from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
+from funrl.trainer.settings.settings import Settings, flag_value, given_flag, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
 
@@ -107,10 +103,11 @@ def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: s
     elif "greedy_score" in reads(algorithm).required:
         problem = "greedy completions: these are scored with the batch, and replaced ones are not"
     if problem is not None:
-        raise SettingsError(
-            f"--max_refills={settings.sampling.max_refills} with --staleness={settings.asynchrony.staleness}, "
-            f"--{scorer} and {problem}; give --max_refills=1, with which a batch has fewer prompts where a filter "
-            "drops some"
+        raise settings.refusal(
+            "{max_refills} with {staleness}, --{scorer} and {problem}; give --max_refills=1, with which a batch has "
+            "fewer prompts where a filter drops some",
+            scorer=scorer,
+            problem=problem,
         )
 
 
@@ -276,10 +273,11 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
             raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
         if name == generates:
             _check_states(settings, model)
-        if name == generates and not model.pages and settings.engines.engine != "hf":
+        if name == generates and not model.pages and not settings.engines.abilities.unpaged:
             code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
             raise SettingsError(
-                f"--engine={settings.engines.engine}{code}: {what}, which has no pages of keys; give --engine=hf"
+                f"{given_flag(settings, 'engine')}{code}: {what}, which has no pages of keys; give "
+                f"--engine={engines_that('unpaged')}"
             )
 
 
@@ -309,12 +307,12 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
         return
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
-        raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+        raise settings.refusal("{model}: {what}, and its placeholders are in no divergence", what=what)
     blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
     if blind:
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
-        "engine": (settings.engines.engine not in ("native", "vllm"), "give --engine=native or vllm"),
+        "engine": (not settings.engines.abilities.pictures, f"give --engine={engines_that('pictures')}"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),
@@ -325,50 +323,6 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     for name, (present, way_out) in {**refused, **scoring}.items():
         if present:
             raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
-
-
-def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
-    """Check that the engine of a flag can generate with the model.
-
-    Args:
-      mesh: the generate mesh.
-      sampling, eval_sampling: of the completions to train on, and of those to evaluate.
-
-    Raises:
-      SettingsError: it cannot, or is not installed.
-    """
-    if settings.engines.engine == "vllm_server":
-        given = len(parts(settings.engines.engine_url))
-        replicas = mesh.size(mesh.row_axes)
-        if given != replicas or mesh.size("tensor") > 1:
-            raise SettingsError(
-                f"--engine_url={settings.engines.engine_url}: {given} servers, which hold whole "
-                "models, for the generate mesh "
-                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
-            )
-        return  # the rest is for the server to say, which may have another device
-    if settings.engines.engine == "hf":
-        if settings.models.dtype == "float64":
-            raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
-        if settings.sampling.new_tokens_per_step is not None:
-            raise SettingsError(
-                f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}: --engine=hf "
-                "writes whole completions only"
-            )
-        penalties = {sampling.repetition_penalty, eval_sampling.repetition_penalty} - {1.0}
-        if penalties:
-            raise SettingsError(
-                f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "
-                "leave it out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
-            )
-        if mesh.size("tensor") > 1:
-            raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
-        return
-    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
-    try:
-        check_vllm(model, mesh.device.type, TORCH_DTYPES[settings.models.dtype], mesh.size("tensor"), cache_bytes)
-    except (ModelError, ImportError) as error:
-        raise SettingsError(f"--engine={settings.engines.engine}: {error}") from error
 
 
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:

@@ -26,14 +26,11 @@ from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
-from funrl.rollout.engine import awake
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.datasets import has_workers
+from funrl.trainer.jobs.datasets import has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
-from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
@@ -61,6 +58,7 @@ from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, RowSelection, Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
 from funrl.trainer.steps.roles import Role
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
@@ -118,24 +116,29 @@ def share_of_cores(job: Job) -> int:
 
 
 def replicas_here(job: Job) -> float:
-    """Replicas of the engine on this machine; where some ranks generate, on a machine with as many of them as fit."""
+    """Engine replicas per machine; with a placement, assume machines full of generators."""
     generating = Mesh(job.generate_sizes).world
     return min(generating, local_ranks(Mesh(job.launched).world)) / job.generate_sizes["tensor"]
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of the rows that a job trains on."""
-    if isinstance(job, RLJob):
-        return source_of_prompts(job, parts, frozen, clock, show)
-    return source_of_texts(job, parts, frozen, clock, show)
+    if isinstance(job, TextJob):
+        return source_of_texts(job, parts, frozen, clock, show)
+    assert isinstance(parts, GeneratingParts)
+    return source_of_prompts(job, parts, frozen, clock, show)
 
 
-def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+def source_of_prompts(
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Source:
     """The source of a job that learns from completions."""
     return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
 
 
-def source_of_generation(job: RLJob, parts: Parts, generation: Generation, clock: Clock, show: Show) -> Source:
+def source_of_generation(
+    job: RLJob, parts: GeneratingParts, generation: Generation, clock: Clock, show: Show
+) -> Source:
     """The source of a job whose generation is known."""
     if job.settings.sampling.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
@@ -143,13 +146,11 @@ def source_of_generation(job: RLJob, parts: Parts, generation: Generation, clock
         source = partial_source(generation, job.settings.sampling.new_tokens_per_step, clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
-    assert parts.generator is not None
-    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
-    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
+    return source
 
 
 def remarked_generation(
-    job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Generation:
     """`generation_of`, after remarks on the prompts and flags of the job."""
     settings = job.settings
@@ -234,7 +235,9 @@ def remarks_on_sampling(job: RLJob, prefix: str) -> list[str]:
     return [remark] if taken else []
 
 
-def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
+def generation_of(
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Generation:
     """Everything that the source of a job's prompts needs."""
     settings = job.settings
     task = job.task
@@ -303,9 +306,8 @@ def chat_of(job: RLJob) -> TemplateChat:
     return TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments), options)
 
 
-def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
+def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedEngine:
     """The engine of a job with the rewards of its task."""
-    assert parts.generator is not None
     generator = parts.generator
     rewards = job.task.rewards
     return RewardedEngine(
@@ -342,10 +344,11 @@ def filter_of(job: Job) -> Filter | None:
     return rewarded() if filter is None else every(rewarded(), filter)
 
 
-def rescoring(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Rescore | None:
-    """A function that adds to rows what models say of them; None where other ranks do, or the run has no such model."""
+def rescoring(
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Rescore | None:
+    """A function that adds the scores of models to rows; None if other ranks add them, or there is no such model."""
     names = scorers_of(job.settings)
-    assert parts.generator is not None
     if not names or not parts.generator.mesh.here:
         return None
     asked = asked_scorers(parts, show)
@@ -353,9 +356,9 @@ def rescoring(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     return scored_in_order(scorers, clock)
 
 
-def asked_scorers(parts: Parts, show: Show) -> dict[str, Scorer]:
+def asked_scorers(parts: GeneratingParts, show: Show) -> dict[str, Scorer]:
     """Scores by models of other ranks, by name."""
-    return {name: functools.partial(model.rewarded, note=show.note) for name, model in parts.rewarding.items()}
+    return {name: functools.partial(model.rewarded, note=show.note) for name, model in parts.remote_rewards.items()}
 
 
 def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, show: Show) -> Scorer:
@@ -366,14 +369,13 @@ def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, s
     """
     weights = job.task.weights[len(job.task.rewards) :]
     weight = weights[scorers_of(job.settings).index(name)]
-    if name == JUDGE:
-        return verdict_scorer(job, parts, weight, show)
+    if name == JUDGE and parts.judge is not None:
+        return verdict_scorer(job, parts.judge, weight, show)
     return model_scorer(job, parts.roles[name], name, params, weight)
 
 
-def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Scorer:
+def verdict_scorer(job: RLJob, judge: Judge, weight: float, show: Show) -> Scorer:
     """Scores by the verdicts of a judge, the first of which is shown."""
-    assert parts.judge is not None
     shown: list[str] = []
 
     def note(text: str) -> None:
@@ -382,7 +384,7 @@ def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Score
         shown.append(text)
 
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    return functools.partial(with_verdicts, judge=parts.judge, weight=weight, decode=decode, note=note)
+    return functools.partial(with_verdicts, judge=judge, weight=weight, decode=decode, note=note)
 
 
 def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:

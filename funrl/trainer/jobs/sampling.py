@@ -69,9 +69,8 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
             f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
         )
     if greedy and settings.evaluation.eval_samples > 1:
-        raise SettingsError(
-            f"--eval_samples={settings.evaluation.eval_samples}: evaluation is greedy, so all would be the same; give "
-            "--eval_temperature too"
+        raise settings.refusal(
+            "{eval_samples}: evaluation is greedy, so all would be the same; give --eval_temperature too"
         )
     try:
         numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0}
@@ -128,8 +127,11 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"
         flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
-        raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and {what} "
-            f"may have {tokens} tokens, "
-            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller {flag}"
+        raise settings.refusal(
+            "{kv_cache_gb}: the longest prompt and {what} may have {tokens} tokens, whose keys and values take "
+            "{needed:.2g} GB on a rank; give it more, or a smaller {flag}",
+            what=what,
+            tokens=tokens,
+            needed=needed,
+            flag=flag,
         )

@@ -19,6 +19,7 @@ from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.models.lora import decoder_of
 from funrl.models.placed import Placed
 from funrl.role_kinds import ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
@@ -69,15 +70,13 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
             )
     _check_biases(settings, models)
     if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
-        raise SettingsError(
-            "--router_replay: with "
-            f"--new_tokens_per_step={settings.sampling.new_tokens_per_step} the engine computes what is "
-            "begun again, with other weights, and its choices are lost; leave one out"
+        raise settings.refusal(
+            "--router_replay: with {new_tokens_per_step} the engine computes what is begun again, with other weights, "
+            "and its choices are lost; leave one out"
         )
-    if experts and settings.engines.engine != "native":
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: the policy has experts, which --engine=native generates with"
-        )
+    if experts and not settings.engines.abilities.routes:
+        engines = engines_that("routes")
+        raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)
 
 
 def _check_biases(settings: Settings, models: Collection[Model]) -> None:
@@ -178,7 +177,7 @@ def check_divided(where: str, role: str, model: Model, rules: Rules, sizes: Mapp
                 )
 
 
-def relaid(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
+def replace_layouts(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
     """A model on another mesh, in the layouts of the flags.
 
     Args:

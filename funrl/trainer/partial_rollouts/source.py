@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.rollout.engine import onload_engine
 from funrl.trainer.partial_rollouts.begun import (
     Examined,
     HeldT,
@@ -99,6 +100,7 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
     schedule = generation.schedule
     weighing = schedule.weighing
 
+    @onload_engine(generation.engine.engine)
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["curriculum"], step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,9 +28,7 @@ from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadReque
 from funrl.rollout.resident import set_aside
 from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.jobs.agents import load_directories
-from funrl.trainer.jobs.build import build
-from funrl.trainer.jobs.generator import Generator
+from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
@@ -58,6 +57,7 @@ from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Generator
 from funrl.trainer.steps.step_rows import Rows, join_rows, take
 
 
@@ -232,8 +232,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     """
     show = Shown()
     with heartbeat.phase("load"):
-        parts = build(job, training, show.note)._replace(pool=pool)
-        assert parts.generator is not None
+        parts = dataclasses.replace(build(job, training, show.note), pool=pool)
         load_directories(parts.generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
     rank = GeneratingRank(generation, parts.generator, training, show, group)

@@ -96,7 +96,7 @@ def _numbered(prompt: Example, place: int) -> NumberedExample:
 
 
 class Generators:
-    """The ranks that generate, as those that train see them; an `Elsewhere`.
+    """The ranks that generate, as those that train see them; a `RemoteGenerators`.
 
     Attributes:
       step: that the next rows are for.
@@ -127,7 +127,7 @@ class Generators:
         self.serve_until: Callable[[Requests, int, str], None] | None = None  # see `RewardsOfTrainers`
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
+        """Rows of prompts; see `RemoteGenerators`. Unless `early`, they are on the ranks that wrote them.
 
         Raises:
           RewardError: as `rollout` raises it.
@@ -202,27 +202,27 @@ class Generators:
         """End what goes on between steps."""
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts whose rows come next: those that were taken; see `Elsewhere`."""
+        """Places of the prompts whose rows come next: those that were taken; see `RemoteGenerators`."""
         return places
 
     def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that were replaced for the newest rows; see `Elsewhere`."""
+        """Prompts that were replaced for the newest rows; see `RemoteGenerators`."""
         return []
 
     def keep(self, prompts: np.ndarray) -> None:
-        """Do nothing: further prompts are asked for as others are; see `Elsewhere`."""
+        """Do nothing: further prompts are asked for as others are; see `RemoteGenerators`."""
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
+        """None: greedy completions are asked for as other rows are; see `RemoteGenerators`."""
         return None
 
     def samples(self, count: int) -> dict[int, ShownSample]:
-        """Samples of the newest rows; see `Elsewhere`."""
+        """Samples of the newest rows; see `RemoteGenerators`."""
         shown = self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
         return dict(enumerate(shown))
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Metrics of an evaluation; see `Elsewhere`."""
+        """Metrics of an evaluation; see `RemoteGenerators`."""
         return self._evaluated(EvaluateRequest(step, self.engine.version or 0), step, show)
 
     def _evaluated(self, request: EvaluateRequest | EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:

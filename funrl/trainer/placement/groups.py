@@ -65,7 +65,7 @@ def admission_rule(job: RLJob) -> AdmissionRule:
 
 
 class GroupGenerators(Generators):
-    """The ranks that write groups, as those that train see them; an `Elsewhere`.
+    """The ranks that write groups, as those that train see them; a `RemoteGenerators`.
 
     Attributes:
       plan: of the groups; None: before the first step.
@@ -216,7 +216,7 @@ class GroupGenerators(Generators):
         return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
+        """Places [P] of the prompts of the next batch, once its groups have ended; see `RemoteGenerators`. Collective.
 
         Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
         dropped ones.
@@ -246,13 +246,13 @@ class GroupGenerators(Generators):
         return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has taken; see `Elsewhere`."""
+        """Rows of the groups that `order` has taken; see `RemoteGenerators`."""
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
         return done, self._moved_early(rows) if self.early else rows
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """Rows of the greedy completions or episodes of some groups of the batch; see `Elsewhere`."""
+        """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
         written = []
         for number, group in (self._taken[place] for place in groups.tolist()):
             assert group.written is not None
@@ -267,11 +267,11 @@ class GroupGenerators(Generators):
         return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
 
     def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
+        """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
         return [] if self.late else [prompt for _, group in self._taken for prompt in group.dropped]
 
     def keep(self, prompts: np.ndarray) -> None:
-        """Note which of the newest groups the filter keeps; see `Elsewhere`."""
+        """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
         kept = set(prompts.tolist())
         self._kept_groups += [group for place, (_, group) in enumerate(self._taken) if place in kept]
         self._lost += [taken for place, taken in enumerate(self._taken) if place not in kept]
@@ -283,7 +283,7 @@ class GroupGenerators(Generators):
         return [*self._kept_groups, *(group for _, group in self._lost)]
 
     def samples(self, count: int) -> dict[int, ShownSample]:
-        """The first samples of the batch; see `Elsewhere`. Groups that belong to a batch without samples have none."""
+        """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
         shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
         return dict(shown[:count])
 
@@ -294,7 +294,7 @@ class GroupGenerators(Generators):
         return stale_bT | older_b1 if self.keeps_cache else stale_bT
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Evaluate on the replicas; see `Elsewhere`. By the engines' clock at fixed iterations, once a plan is open."""
+        """Evaluate on the replicas, at fixed iterations of the engines' clock; see `RemoteGenerators`."""
         if self.paced and self.plan is not None:
             return self.begin_evaluation(step)()
         return super().evaluate(step, show)

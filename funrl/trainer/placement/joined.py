@@ -28,13 +28,14 @@ from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, NotJoinedError, serve_run
 from funrl.trainer.ahead.rows import source_ahead
 from funrl.trainer.checkpoints.saver import shared_folder
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 
 ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
@@ -71,7 +72,7 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
     doors: list[Door] = []
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
-        assert isinstance(job, RLJob) and parts.generator is not None
+        assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
         engine: object = parts.generator.engine
         assert isinstance(engine, JoinedEngine)
         source = source_ahead(job, parts, engine, frozen, clock, show)
@@ -130,7 +131,6 @@ def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], 
       ValueError: the run has another model.
     """
     parts = build(job, mesh, note)
-    assert parts.generator is not None
     engine = parts.generator.whole
     file = Path(run_dir) / ADDRESSES
     deadline = time.monotonic() + wait_s

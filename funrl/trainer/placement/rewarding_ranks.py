@@ -19,13 +19,14 @@ from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
-from funrl.trainer.jobs.build import Parts, build, first_weights
+from funrl.trainer.jobs.build import build, first_weights
 from funrl.trainer.jobs.job import RLJob, scoring_pools
 from funrl.trainer.jobs.row_source import completion_scorer
 from funrl.trainer.placement.generate import Shown
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import Scorer
 from funrl.trainer.sources.observing import Show
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.remote_scores import RewardedRows, RewardRequest, first_request, row_field_kinds
 from funrl.trainer.steps.step_rows import rows_of
 

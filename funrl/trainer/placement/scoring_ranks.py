@@ -15,10 +15,11 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
-from funrl.trainer.jobs.build import Parts, build, first_weights
+from funrl.trainer.jobs.build import build, first_weights
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.remote_scores import (
     RemoteScorer,
     ScoredFields,

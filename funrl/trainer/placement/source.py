@@ -15,7 +15,6 @@ from funrl.algos.reading import reads
 from funrl.fields import FIELDS
 from funrl.mesh.pools.transfer import WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
@@ -30,6 +29,7 @@ from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
 BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
@@ -44,7 +44,7 @@ def placed_source(
       job, parts, frozen, clock, show: as of any source.
       group: of `transfer_group`.
     """
-    assert isinstance(job, RLJob) and parts.generator is not None
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
     engine: Any = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
@@ -79,7 +79,7 @@ def placed_source(
         own = own._replace(schedule=as_chosen(schedule))
     if rewards.scorers:
         generators.serve_until = rewards.serve_until
-    source = prompt_source(own._replace(elsewhere=generators), clock, show)
+    source = prompt_source(own._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows

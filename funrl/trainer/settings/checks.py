@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,18 +12,10 @@ from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.loading import locate
-from funrl.mesh.text import devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.mesh_checks import (
-    check_pools,
-    check_sequence_parallel,
-    check_sharding,
-    check_split_residual,
-)
-from funrl.trainer.settings.outputs import PROFILE
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.refusals import ALWAYS, check_agents
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
     NO_OBJECTS,
@@ -37,14 +28,7 @@ from funrl.trainer.settings.scorers import (
     scorers_of,
     weights_by_name,
 )
-from funrl.trainer.settings.settings import (
-    Settings,
-    check_values,
-    flag_value,
-    mesh_sizes,
-    refuse_beside,
-    settings_flags,
-)
+from funrl.trainer.settings.settings import Settings, check_values, flag_value, settings_flags
 
 LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
@@ -76,7 +60,6 @@ def check_settings(
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
-    _check_task(settings)
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -90,26 +73,13 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
     Raises:
       SettingsError: as `check_settings`.
     """
-    for check in (
-        _check_requirements,
-        _check_engine,
-        _check_sampling,
-        _check_checkpoints,
-        _check_schedule,
-        _check_critic_warmup,
-        _check_minibatches,
-        check_pools,
-        check_sharding,
-        check_sequence_parallel,
-        check_split_residual,
-        check_adapter_flags,
-        _check_reward_timeout,
-        _check_trackers,
-        _check_difficulty,
-        _check_profile,
-    ):
+    for check in ALWAYS:
         check(settings)
+    if settings.examples.difficulty is not None:
+        difficulty_of(settings.examples.difficulty)
     check_environment_flags(settings, given)
+    if has_environment(settings, given):
+        check_agents(settings)
 
 
 def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
@@ -121,26 +91,22 @@ def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects
     if settings.examples.prompts is None and own_environment(settings, given) is None:
         refuse_idle_data(settings)
         if settings.rewards.reward is not None:
-            raise SettingsError(f"--reward={settings.rewards.reward} needs --prompts=FILE.jsonl")
+            raise settings.refusal("{reward} needs --prompts=FILE.jsonl")
         if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
-            raise SettingsError(f"--model={settings.models.model} needs --prompts=FILE.jsonl{reward}")
+            raise settings.refusal("{model} needs --prompts=FILE.jsonl{reward}", reward=reward)
     elif (
         rewarded and settings.rewards.reward is None and not (scorers_of(settings) or has_environment(settings, given))
     ):
-        raise SettingsError(
-            f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
-        )
+        raise settings.refusal("{prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     # The embedded task has one.
     functions = 1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
     if settings.rewards.on_reward_error != "stop" and not functions:
-        raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
+        raise settings.refusal("{on_reward_error} does nothing without --reward")
     if not has_environment(settings, given):
         weights_of_rewards(settings, functions)
     if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
-        raise SettingsError(
-            f"--step_separator={settings.formatting.step_separator} does nothing without --process_reward_model=DIR"
-        )
+        raise settings.refusal("{step_separator} does nothing without --process_reward_model=DIR")
 
 
 def _completes_embedded_task(model: str) -> bool:
@@ -158,7 +124,7 @@ def check_data(settings: Settings) -> None:
         and settings.examples.data is None
         and not _completes_embedded_task(settings.models.model)
     ):
-        raise SettingsError(f"--model={settings.models.model} needs --data=FILE.jsonl")
+        raise settings.refusal("{model} needs --data=FILE.jsonl")
     if settings.examples.data is None:
         refuse_idle_data(settings)
 
@@ -274,177 +240,3 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     if not any(weights):  # one negative weight is a penalty, which a policy can learn from
         raise SettingsError(f"{flag}={given}: every score would be 0; give one that is not")
     return weights
-
-
-def _check_requirements(settings: Settings) -> None:
-    for name, flag in settings_flags().items():
-        value = flag_value(settings, name)
-        if flag.requires and value != flag.default and not flag_value(settings, flag.requires):
-            given = f"--{name}" if value is True else f"--{name}={value}"
-            raise SettingsError(f"{given} does nothing without --{flag.requires}; give --{flag.requires} too")
-        if value not in (flag.default, 0):
-            refuse_beside(name, value, settings)
-    if settings.run.resume and settings.run.overwrite:
-        raise SettingsError("--overwrite starts over and --resume continues; leave one of them out")
-
-
-def _check_checkpoints(settings: Settings) -> None:
-    keep = settings.run.keep_checkpoints
-    if keep != settings_flags()["keep_checkpoints"].default and not any(save_interval(settings.run.save_every)):
-        raise SettingsError(
-            f"--keep_checkpoints={keep} does nothing with --save_every={settings.run.save_every}, which writes no "
-            "checkpoints"
-        )
-
-
-def _check_task(settings: Settings) -> None:
-    if settings.examples.task != settings_flags()["task"].default and settings.models.model is not None:
-        raise SettingsError(
-            f"--task={settings.examples.task} with --model={settings.models.model}: the task trains its own decoder, "
-            "but --model gives another; leave one of them out"
-        )
-
-
-def _check_engine(settings: Settings) -> None:
-    if settings.engines.engine != "native" and settings.estimate.dry_run:
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: --dry_run counts the native engine; leave one of them out"
-        )
-    if settings.engines.engine != "native" and settings.engines.speculate:
-        raise SettingsError(
-            f"--speculate={settings.engines.speculate} does nothing with "
-            f"--engine={settings.engines.engine}; leave it out"
-        )
-    if settings.engines.engine_url is not None and settings.engines.engine != "vllm_server":
-        raise SettingsError(f"--engine_url={settings.engines.engine_url} does nothing without --engine=vllm_server")
-    if settings.engines.engine_url is None and settings.engines.engine == "vllm_server":
-        raise SettingsError("--engine=vllm_server needs --engine_url=http://HOST:PORT, which vllm_server prints")
-    for url in parts(settings.engines.engine_url):
-        if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
-            raise SettingsError(f"--engine_url={settings.engines.engine_url}: {url} is not http://HOST:PORT")
-
-
-def _check_sampling(settings: Settings) -> None:
-    # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
-    # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
-    names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    given = [name for name in names if flag_value(settings, name) != settings_flags()[name].default]
-    if given and settings.sampling.temperature != 1:
-        flags = " ".join(f"--{name}={flag_value(settings, name)}" for name in given)
-        raise SettingsError(
-            f"--temperature={settings.sampling.temperature} with {flags}: the trainer needs the "
-            "engine's log-probabilities "
-            f"before {' and '.join(given)}, which it reports at temperature 1; use either a temperature, or "
-            f"{' and '.join(given)} at temperature 1"
-        )
-
-
-def _check_schedule(settings: Settings) -> None:
-    # The policy's schedule is the shorter one: it decays over the updates after the critic's warm-up.
-    updates = (
-        (settings.run.steps - settings.optimization.critic_warmup_steps)
-        * settings.updates.epochs
-        * settings.updates.minibatches
-    )
-    if settings.optimization.lr_schedule != "constant" and settings.optimization.lr_warmup_steps >= max(updates, 1):
-        raise SettingsError(
-            f"--lr_warmup_steps={settings.optimization.lr_warmup_steps}: the run makes {updates} "
-            "updates (steps x epochs x "
-            f"minibatches) and --lr_schedule={settings.optimization.lr_schedule} needs some "
-            "after the warm-up; use fewer"
-        )
-
-
-def _check_critic_warmup(settings: Settings) -> None:
-    if settings.optimization.critic_warmup_steps >= settings.run.steps:
-        raise SettingsError(
-            f"--critic_warmup_steps={settings.optimization.critic_warmup_steps}: the policy "
-            "would never learn; use fewer than "
-            f"--steps={settings.run.steps}"
-        )
-
-
-def _check_minibatches(settings: Settings) -> None:
-    rows = settings.run.batch_prompts * settings.sampling.samples_per_prompt
-    if settings.updates.minibatches > rows:
-        raise SettingsError(
-            f"--minibatches={settings.updates.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
-            f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
-        )
-
-
-def check_adapter_flags(settings: Settings) -> None:
-    """Check what cannot be with adapters. Raises: SettingsError."""
-    if settings.adapters.lora_rank is None:
-        return
-    if settings.optimization.optimizer == "muon":
-        raise SettingsError(
-            f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon orthogonalises updates of whole "
-            "matrices, not of low-rank factors; use --optimizer=adamw"
-        )
-    if settings.routers.router_bias_rate:
-        raise SettingsError(
-            f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
-            "the biases belong to the base, which is frozen; leave one out"
-        )
-    if settings.sharding.fsdp_models is not None:
-        raise SettingsError(
-            f"--fsdp_models={settings.sharding.fsdp_models} with --lora_rank={settings.adapters.lora_rank}: all models "
-            "share one base, which is sharded as a whole; leave it out"
-        )
-
-
-def _check_difficulty(settings: Settings) -> None:
-    if settings.examples.difficulty is not None:
-        difficulty_of(settings.examples.difficulty)
-
-
-class ProfileWindow(NamedTuple):
-    """Steps that --profile traces: `count` steps from `first` on."""
-
-    first: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """The last step."""
-        return self.first + self.count - 1
-
-
-def profile_window(settings: Settings) -> ProfileWindow | None:
-    """The steps of --profile; None: no profile."""
-    match = re.fullmatch(PROFILE, settings.outputs.profile) if settings.outputs.profile else None
-    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
-
-
-def _check_profile(settings: Settings) -> None:
-    window = profile_window(settings)
-    if window is not None and window.last > settings.run.steps:
-        raise SettingsError(
-            f"--profile={settings.outputs.profile}: the trace would end with step {window.last}, but "
-            f"--steps={settings.run.steps}; give steps of the run"
-        )
-    ranks = () if settings.outputs.profile_ranks == "all" else parts(settings.outputs.profile_ranks)
-    world = devices(mesh_sizes(settings))
-    if beyond := [rank for rank in ranks if int(rank) >= world]:
-        raise SettingsError(
-            f"--profile_ranks={settings.outputs.profile_ranks}: the mesh {settings.devices.mesh} "
-            f"has the ranks 0 to {world - 1}, not {beyond[0]}"
-        )
-
-
-def _check_reward_timeout(settings: Settings) -> None:
-    seconds = settings.rewards.reward_timeout
-    if seconds is not None and seconds >= 60 * settings.waiting.timeout and devices(mesh_sizes(settings)) > 1:
-        raise SettingsError(
-            f"--reward_timeout={seconds:g}: the other ranks wait only {settings.waiting.timeout} minutes for a "
-            "rank's rewards; give a longer --timeout, in minutes"
-        )
-
-
-def _check_trackers(settings: Settings) -> None:
-    for name in () if settings.estimate.dry_run else parts(settings.outputs.report_to):
-        if importlib.util.find_spec(name) is None:
-            raise SettingsError(
-                f"--report_to={settings.outputs.report_to}: {name} is not installed; pip install {name}"
-            )

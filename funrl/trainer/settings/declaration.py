@@ -207,7 +207,10 @@ class Flag(NamedTuple):
 
 
 class FlagOptions(TypedDict, total=False):
-    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`."""
+    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`.
+
+    `SHARED` of a record has those of all its fields, which a field may set otherwise.
+    """
 
     chosen: str
     kinds: tuple[str, ...]

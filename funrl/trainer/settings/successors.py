@@ -19,13 +19,16 @@ class RemovedFlag(NamedTuple):
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+    "latex": RemovedFlag("False", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
+    "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
 }
 EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"
 # By flag: values that it no longer takes; one that ends with a colon stands for all that begin so.
 REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "report_to": dict.fromkeys(("trackio", "swanlab"), "use wandb or mlflow, or read metrics.jsonl of the run"),
     "task": {name: EXAMPLE.format(name) for name in ("retry", "programs", "search", "guessing")},
     "env": {
         "textarena:": "use --env=examples/env_textarena.py:textarena_game --env_args=name:GAME",

@@ -139,9 +139,14 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    owned = [example.owned for example in examples]
-    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
+    groups = request_groups(examples, sampling, seed)
     return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
+
+
+def request_groups(examples: Sequence[Example], sampling: Sampling, seed: int) -> RequestGroups:
+    """The requests of prompts, a group for each; the arguments are those of `rollout`."""
+    owned = [example.owned for example in examples]
+    return RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
 
 
 def run_requests(
@@ -154,6 +159,8 @@ def run_requests(
 ) -> Rollout:
     """Complete requests and reward the finished completions. A paused completion has no reward yet.
 
+    The proof of the engine's weights ends meanwhile.
+
     Args:
       engine: engine and rewards.
       groups: groups of requests of all replicas, shared out by the queue.
@@ -165,9 +172,27 @@ def run_requests(
       RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
+    mesh = engine.mesh
     pending = pending_rewards(engine, examples, rows // len(examples))
     begin = time.perf_counter()
-    completions = _complete_proved(engine, groups, own, finished=None if pending is None else pending.add)
+    callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
+    if engine.proof is not None:
+        callbacks = callbacks._replace(iterated=engine.proof.iterated)
+    try:
+        if engine.queue == "tickets":
+            completions = complete_shared(
+                engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own
+            )
+        else:
+            share = own_range(len(groups), mesh, mesh.row_axes)
+            requests = [request for group in groups[share.start : share.stop] for request in group]
+            completions = complete(engine.engine, [*own, *requests], callbacks)
+    except FloatingPointError:
+        if engine.proof is not None:
+            engine.proof.settle()  # wrong weights explain logits that are not finite
+        raise
+    if engine.proof is not None:
+        engine.proof.settle()
     return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
 
 
@@ -262,38 +287,6 @@ def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending:
     collected.scores[ended] = np.array(rewards.scores, dtype=np.float64).reshape(-1, count)
     collected.failed[ended] = rewards.failed
     return collected._replace(problem=rewards.problem, entries=rewards.entries)
-
-
-def _complete_proved(
-    engine: RewardedEngine,
-    groups: Sequence[Sequence[Request]],
-    own: Sequence[Request],
-    finished: Callable[[Completion], None] | None,
-) -> list[Completion]:
-    """Complete this replica's requests and its share of the groups, and settle the proof of the weights meanwhile."""
-    callbacks = NO_CALLBACKS if finished is None else Callbacks(finished=finished)
-    proof = engine.proof
-    if proof is None:
-        return _complete(engine, groups, own, callbacks=callbacks)
-    try:
-        completions = _complete(engine, groups, own, callbacks=callbacks._replace(iterated=proof.iterated))
-    except FloatingPointError:
-        proof.settle()  # wrong weights explain logits that are not finite
-        raise
-    proof.settle()
-    return completions
-
-
-def _complete(
-    engine: RewardedEngine, groups: Sequence[Sequence[Request]], own: Sequence[Request], callbacks: Callbacks
-) -> list[Completion]:
-    """Complete this replica's requests and its share of the groups."""
-    mesh = engine.mesh
-    if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own)
-    share = own_range(len(groups), mesh, mesh.row_axes)
-    requests = [request for group in groups[share.start : share.stop] for request in group]
-    return complete(engine.engine, [*own, *requests], callbacks)
 
 
 def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:

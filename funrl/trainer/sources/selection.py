@@ -113,8 +113,8 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
     """
     wanted = generation.schedule.batch
     if kept < wanted and generation.selection.filter is not None:
-        elsewhere = generation.elsewhere
-        fixed = elsewhere is not None and elsewhere.refills and generation.rescore is not None  # --max_refills=1
+        remote = generation.remote
+        fixed = remote is not None and remote.refills and generation.rescore is not None  # --max_refills=1
         advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
         show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 

@@ -89,7 +89,7 @@ class DroppedPrompt(NamedTuple):
     episodes: Totals
 
 
-class Elsewhere(Protocol):
+class RemoteGenerators(Protocol):
     """Ranks that generate and reward, as a rank sees them that does not. All methods are collective.
 
     Attributes:
@@ -156,7 +156,7 @@ class Generation(NamedTuple):
       evaluation: on held-out prompts.
       selection: which rows are trained on.
       rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
-        phase for each model); None: there are none, or ranks `elsewhere` have added them.
+        phase for each model); None: there are none, or `remote` ranks have added them.
       demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
       reward_names: names of the columns of `scores`.
       greedy_baseline: whether rows get the score of a greedy completion of their prompt.
@@ -165,7 +165,7 @@ class Generation(NamedTuple):
       choices: experts recorded for each token; 0: none.
       episodes: how prompts become episodes; None: each is completed once.
       versions: whether rows have the versions of the weights that sampled their tokens.
-      elsewhere: other ranks, which generate and reward; None: this one does.
+      remote: other ranks, which generate and reward; None: this one does.
     """
 
     engine: RewardedEngine
@@ -182,7 +182,7 @@ class Generation(NamedTuple):
     choices: int = 0
     episodes: EpisodeSetup | None = None
     versions: bool = False
-    elsewhere: Elsewhere | None = None
+    remote: RemoteGenerators | None = None
 
 
 @contextlib.contextmanager

@@ -104,7 +104,7 @@ def learn(
     return states, means(values)
 
 
-def learn_apart(
+def learn_per_agent(
     roles: Mapping[str, Role],
     states: Mapping[str, RoleState],
     rows: Rows,
@@ -112,9 +112,9 @@ def learn_apart(
     agents: Mapping[str, Collection[int]],
     **options: Any,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
-    """Update roles of which some see only some agents' rows: each role by itself, on its own mini-batches.
+    """Update each role by itself, on mini-batches of the rows that its agents wrote.
 
-    A role of which no agent has a row stays what it is.
+    A role whose agents have no row stays as it is.
 
     Args:
       roles, states, rows, plan, **options: as in `learn`.

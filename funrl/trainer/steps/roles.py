@@ -190,13 +190,13 @@ def weights_of(
 
 def row_fields_of(loss: Loss) -> tuple[str, ...]:
     """The fields per row that a loss reads, which its micro-batches are to have."""
-    read = loss.reads
+    read = reads(loss)
     return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in read.required | read.optional)
 
 
 def sums_over_episodes(losses: Collection[Loss]) -> bool:
     """True if a loss has sums over whole episodes, whose rows must be in one micro-batch."""
-    return any("unit" in loss.reads.required | loss.reads.optional for loss in losses)
+    return any("unit" in reads(loss).required | reads(loss).optional for loss in losses)
 
 
 def fields_read(algorithm: Algorithm) -> frozenset[str]:

@@ -240,3 +240,23 @@ def _chosen(rows: Rows, numbers: np.ndarray, own: np.ndarray) -> Batch:
     everywhere = torch.from_numpy(np.asarray(numbers))
     here = torch.from_numpy(rows.local(own))
     return map_kinds(lambda kind, x: kind.select(x, everywhere if kind.everywhere else here), rows.batch)
+
+
+class StepRecord(NamedTuple):
+    """Rows and metrics of one step.
+
+    Attributes:
+      drawn, rows: before and after scoring.
+      stages: metrics of "drawn", "scored" and "learned" rows.
+      engine: metrics of the engine after the sync.
+    """
+
+    drawn: Rows
+    rows: Rows
+    stages: Mapping[str, dict[str, float]]
+    engine: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step."""
+        return {name: value for part in (*self.stages.values(), self.engine) for name, value in part.items()}
