@@ -1,4 +1,4 @@
-"""Numbers of two runs compared by their bits: how many differ, by how much, and where."""
+"""Comparison of two runs by their bits: how many numbers differ, by how much, and where."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _compare_rows(rows: Rows, fields: Mapping[str, Value], saved: SavedRows, sta
 def own_differences(
     rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str = "scored"
 ) -> list[Difference]:
-    """Compare fields of this rank's rows with those that were saved.
+    """Compare fields of this rank's rows with the saved ones.
 
     Args:
       fields: of the rows, by name.

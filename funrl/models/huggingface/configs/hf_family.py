@@ -88,7 +88,7 @@ class VisionFamily(NamedTuple):
       make: config -> the model.
       prefix: how the names of the text model's tensors begin.
       unembed: name of its unembedding.
-      other_prefixes: beginnings of names -> those that some files have instead.
+      other_prefixes: beginning of a name -> its other beginnings in some files.
       text_type: model_type of the text model; "": that of the family and "_text".
       modules: beginnings of names -> those of the modules of transformers, by which PEFT names adapters.
     """

@@ -1,7 +1,7 @@
 """The config.json and the names of Qwen2.5-VL and Qwen3-VL: a Qwen with three positions a token, and a tower.
 
 Most layers of the tower of Qwen2.5-VL see windows of a picture. States of some layers of the tower of Qwen3-VL are
-added behind the first layers of the decoder, which may have experts.
+added after the first layers of the decoder, which may have experts.
 """
 
 from __future__ import annotations
@@ -165,7 +165,11 @@ def tower_of_qwen_vl(raw: Mapping[str, Any], config: Config) -> VisionLanguageCo
 
 
 def nest_qwen_vl(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The fields of config.json, of which `flat` are those of the text model.
+    """The fields of config.json with a tower.
+
+    Args:
+      flat: fields of the text model.
+      config: with a tower.
 
     Raises:
       ModelError: the config has no tower.

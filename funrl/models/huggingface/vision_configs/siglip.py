@@ -48,7 +48,7 @@ _OUTER = ("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embed
 _TOWER = "vision_tower.vision_model."
 _PROJECTOR = "multi_modal_projector."
 _TEXT_PREFIX = "language_model.model."
-_OTHER_PREFIXES = {  # beginnings of names, and those that other versions of transformers write instead
+_OTHER_PREFIXES = {  # beginning of a name -> beginnings in files of other versions of transformers
     _TEXT_PREFIX: ("model.language_model.",),
     f"language_model.{UNEMBED}": (UNEMBED,),
     _TOWER: ("vision_tower.", "model.vision_tower.vision_model.", "model.vision_tower."),
@@ -208,7 +208,7 @@ def tower_of_llava_onevision(raw: Mapping[str, Any], config: Config) -> VisionLa
 
 
 def _nested(flat: Mapping[str, Any], tower: TowerConfig, text_type: str, pixels: int, **fields: Any) -> dict[str, Any]:
-    """The fields of config.json, of which `flat` are those of the text model and `fields` some of its own."""
+    """The fields of config.json: `flat` of the text model, the tower's, and further ones."""
     vision = {theirs: getattr(tower, ours) for ours, theirs in _SIZES.items()}
     return {
         **{name: flat[name] for name in _OUTER},
@@ -222,7 +222,11 @@ def _nested(flat: Mapping[str, Any], tower: TowerConfig, text_type: str, pixels:
 
 
 def nest_gemma3(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The fields of config.json, of which `flat` are those of the text model.
+    """The fields of config.json with a tower.
+
+    Args:
+      flat: fields of the text model.
+      config: with a tower.
 
     Raises:
       ModelError: the config has no tower, or one of another form.
@@ -237,7 +241,11 @@ def nest_gemma3(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def nest_llava_onevision(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The fields of config.json, of which `flat` are those of the text model.
+    """The fields of config.json with a tower.
+
+    Args:
+      flat: fields of the text model.
+      config: with a tower.
 
     Raises:
       ModelError: the config has no tower, or one that sees no tiles.
