@@ -23,8 +23,7 @@ def write_seed_oss(config: Config) -> dict[str, Any]:
     attention = config.attention
     return {"attention_bias": attention.bias, "attention_out_bias": attention.output_bias}
 '''
-ENTRY = """    "seed_oss": family_of(
-        "SeedOss",
+ENTRY = """    "seed_oss": HFFamily(
         supported=_DENSE | {"mlp_bias": (False, None)},
         read=seed_oss.read_seed_oss,
         write=seed_oss.write_seed_oss,

@@ -14,7 +14,13 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.configs.hf_family import GIVEN_SIZES, HFFamily, class_defaults, kinds_of_layers
+from funrl.models.huggingface.configs.hf_family import (
+    GIVEN_SIZES,
+    HFFamily,
+    class_defaults,
+    class_name,
+    kinds_of_layers,
+)
 from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
 from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
@@ -59,9 +65,12 @@ class ModuleConfig(ModelConfig):
         return json.loads(self.raw)
 
 
-def architecture(config: ModuleConfig) -> str:
-    """The name in transformers of the class of a model."""
-    return (json.loads(config.raw).get("architectures") or [config.source.family])[0]
+def architecture(config: ModelConfig) -> str:
+    """The name in transformers of the class of a model without a value head."""
+    family = config.source.family
+    if isinstance(config, ModuleConfig):
+        return (json.loads(config.raw).get("architectures") or [family])[0]
+    return class_name(family, "CAUSAL_LM" if FAMILIES[family].vision is None else "IMAGE_TEXT_TO_TEXT") or family
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -142,7 +151,7 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
     family = FAMILIES[config.source.family]
     eos = config.special_tokens.eos
     raw: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [architecture(config)],
         "model_type": config.source.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,

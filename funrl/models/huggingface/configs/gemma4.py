@@ -15,7 +15,7 @@ from funrl.models.decoder.gemma4 import DenseBesideExperts, LayerVectors, Lendin
 from funrl.models.decoder.layers import Norm, Rope
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import HFFamily, family_of
+from funrl.models.huggingface.configs.hf_family import HFFamily
 from funrl.models.huggingface.family_fields import FULL, GELU, SLIDING, layer_types
 
 _ROTARY = {
@@ -237,8 +237,7 @@ def _rotary_of(mixer: LendingAttention) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": mixer.rope.theta}
 
 
-GEMMA4: HFFamily = family_of(
-    "Gemma4",
+GEMMA4: HFFamily = HFFamily(
     defaults=_DEFAULTS,
     supported=_SUPPORTED,
     read=_read,
@@ -246,4 +245,4 @@ GEMMA4: HFFamily = family_of(
     rope_types=(),
     names=_NAMES,
     stacked=_STACKED,
-)._replace(classifier=None, token_classifier=None)
+)

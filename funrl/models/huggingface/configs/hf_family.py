@@ -73,6 +73,19 @@ def kinds_of_layers(model_type: str, got: Mapping[str, Any]) -> list[str]:
     return [SLIDING if windows and got.get("sliding_window") else FULL] * got["num_hidden_layers"]
 
 
+def class_name(model_type: str, kind: str) -> str | None:
+    """Name of a class of transformers; None: it has none for these models.
+
+    Args:
+      model_type: of the models.
+      kind: "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQUENCE_CLASSIFICATION" or "TOKEN_CLASSIFICATION".
+    """
+    from transformers.models.auto import modeling_auto
+
+    name = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").get(model_type)
+    return name if name is None or isinstance(name, str) else name[0]
+
+
 def _nothing(_: object) -> dict[str, Any]:
     return {}
 
@@ -109,9 +122,6 @@ class HFFamily(NamedTuple):
     """A family of models in transformers.
 
     Attributes:
-      architecture: the class of its causal language models.
-      classifier: the class of its sequence classifiers; None: it has none.
-      token_classifier: the same of its token classifiers.
       defaults: values of fields that config.json lacks, where `class_defaults` has none or another one.
       supported: further values that a field may have; any other is refused.
       read: fields of config.json -> fields of `Config` that only some families have.
@@ -131,9 +141,6 @@ class HFFamily(NamedTuple):
       vision: what it has of its own where it sees pictures; None: it reads text only.
     """
 
-    architecture: str
-    classifier: str | None
-    token_classifier: str | None
     defaults: Mapping[str, Any] = {}
     supported: Mapping[str, Sequence[Any]] = {}
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
@@ -149,17 +156,3 @@ class HFFamily(NamedTuple):
     abreast: Mapping[str, Sequence[str]] = {}
     stacked: Mapping[str, Sequence[str]] = {}
     vision: VisionFamily | None = None
-
-
-def seeing(family: HFFamily, name: str, vision: VisionFamily) -> HFFamily:
-    """The family of models that see pictures, whose text model is one of `family`; their class begins with `name`."""
-    architecture = f"{name}ForConditionalGeneration"
-    return family._replace(architecture=architecture, classifier=None, token_classifier=None, vision=vision)
-
-
-def family_of(name: str, **more: Any) -> HFFamily:
-    """A family whose classes begin with `name`."""
-    causal, sequence, token = (
-        f"{name}For{task}" for task in ("CausalLM", "SequenceClassification", "TokenClassification")
-    )
-    return HFFamily(causal, sequence, token, **more)
