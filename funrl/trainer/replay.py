@@ -112,7 +112,7 @@ def replay(
         source = make_source if isinstance(logged, LoggedEnvironment) else logged
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
-        if logged is None:  # an engine costs nothing as long as it has no weights
+        if logged is None and not job.settings.engines.abilities.unpaged:  # without weights an engine costs nothing
             job = dataclasses.replace(job, settings=with_flags(job.settings, engine="native"))
         trainer, state = begin_run(job, mesh, observer, source)
         layouts = state_layouts(trainer.parts, state)
