@@ -407,10 +407,37 @@ class Model:
         """True if it decodes with a cache of pages."""
         return self.init_cache is not None
 
+    @property
+    def lora(self) -> Lora:
+        """The form of its adapters. Raises: TypeError, it has none."""
+        if self.adapters is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no adapters")
+        return self.adapters.lora
+
+    @property
+    def values(self) -> OwnedValues:
+        """What it does with values that tokens own. Raises: TypeError, it reads none."""
+        if self.owned is None:
+            raise TypeError(f"{type(self.config).__name__}: the model reads tokens alone")
+        return self.owned
+
+    def unembedding(self, params: trees.Tree) -> Tensor:
+        """`unembed` of its weights. Raises: TypeError, it has no logits."""
+        if self.unembed is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no logits")
+        return self.unembed(params)
+
+    def empty_cache(
+        self, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device, *, cells: int = 0
+    ) -> ModelCache:
+        """`init_cache` of its weights. Raises: TypeError, it has no cache of pages."""
+        if self.init_cache is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no cache of pages")
+        return self.init_cache(mesh, pages, page_tokens, dtype, device, *([cells] if cells else []))
+
     def page_bytes(self, mesh: Mesh, page_tokens: int, dtype: torch.dtype) -> int:
         """Bytes of a page of its cache on a rank, all layers together."""
-        assert self.init_cache is not None
-        return trees.nbytes(self.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        return trees.nbytes(self.empty_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
 
     def cell_bytes(self, mesh: Mesh, dtype: torch.dtype) -> int:
         """Bytes of a cell of its cache on a rank, all layers together; 0: it has no cells."""

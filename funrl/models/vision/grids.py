@@ -128,8 +128,7 @@ def arranged_states(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarr
 
     Returns: int64 and float64 [M, 4]; a negative entry is the newline.
     """
-    tiles = tower.layout.tiles
-    assert tiles is not None
+    tiles = tower.layout.tiling
     entries: list[np.ndarray] = []
     shares: list[np.ndarray] = []
     begin = 0

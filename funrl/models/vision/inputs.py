@@ -97,8 +97,7 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
 
 def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of the tokens of each picture of a prompt; all are of one size."""
-    assert tower.layout.side is not None
-    count = picture_tokens((tower.layout.side, tower.layout.side), tower)
+    count = picture_tokens((tower.layout.square, tower.layout.square), tower)
     places = [place for place, token in enumerate(tokens) if token == tower.placeholder]
     return [(first, first + count) for first in places[::count]]
 

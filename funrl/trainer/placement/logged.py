@@ -350,8 +350,7 @@ def sampled_nodes(episode: Episode) -> dict[Node, str]:
 
 def switches_of(turn: Node) -> list[tuple[int, int]]:
     """(First token, version) pairs of a turn."""
-    assert turn.versions is not None
-    versions = turn.versions.numpy()
+    versions = turn.numbers.versions.numpy()
     return [(begin, int(versions[begin])) for begin in np.flatnonzero(np.diff(versions, prepend=-1)).tolist()]
 
 

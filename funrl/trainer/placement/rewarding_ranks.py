@@ -27,7 +27,7 @@ from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import Scorer
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.remote_scores import RewardedRows, RewardRequest, first_request, row_field_kinds
+from funrl.trainer.steps.remote_scores import RewardedRows, RewardProblem, RewardRequest, first_request, row_field_kinds
 from funrl.trainer.steps.step_rows import rows_of
 
 
@@ -66,7 +66,7 @@ class RewardingSide(NamedTuple):
             with heartbeat.phase("reward"):
                 rows = self.scorer(rows, request.examples)
         except RewardError as error:  # on every rank of the model
-            self.answers.answer(RewardedRows(notes=self.show.taken().notes, problem=str(error)))
+            self.answers.answer(RewardProblem(self.show.taken().notes, str(error)))
             return
         batch = rows.batch
         written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *like, "score", "scores"}}

@@ -153,7 +153,8 @@ class Interval(NamedTuple):
 def save_interval(text: str) -> Interval:
     """The interval that a text such as "50", "90s" or "10m" means."""
     match = INTERVAL.fullmatch(text)
-    assert match is not None, text
+    if match is None:
+        raise ValueError(f"{text!r} is not an interval such as 50, 90s or 10m")
     number = int(match[1])
     unit = match[2]
     return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, episode_fields, units_of
+from funrl.algos.advantages.units import by_unit, episode_fields, episode_units
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
@@ -235,8 +235,7 @@ def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
       filter: sees one number for each agent of an episode; None: it keeps all.
     """
     kept_E = np.zeros(count, dtype=bool)
-    units = units_of(rows.batch)
-    assert units is not None
+    units = episode_units(rows.batch)
     if not len(units.first):
         return kept_E
     episode_U = rows.batch.episode[units.first].numpy()
@@ -326,8 +325,7 @@ def rows_of_episodes(
     )
     owned = [joined_lines([node.owned for node in path.nodes]) for _, path in flat]
     rows = with_owned(rows_of(batch, owner_B, mesh), owned, form.owned)
-    units = units_of(rows.batch)
-    assert units is not None
+    units = episode_units(rows.batch)
     return rows.with_fields(**episode_fields(rows.batch, units)), table
 
 
@@ -411,10 +409,10 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 turns += 1
                 replied = True
             if node in path.trained:
-                assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
+                numbers = node.numbers
                 mask[row, here] = True
-                rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
-                version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
+                rollout_logp[row, here] = numbers.raw_logp if form.raw else numbers.sampling_logp
+                version[row, here] = torch.as_tensor(numbers.versions, dtype=TOKEN_INT)
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
                 state[row, here] = _digest(episode.states.get(node, context))

@@ -75,14 +75,13 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
         return rows, {**state, "examples_consumed": consumed + batch}, tokens
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        assert role.loss is not None
         with clock.phase("eval"):
             rows = held
             if chain is not None:
                 scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget=token_budget)
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
-            fields = row_fields_of(role.loss)
+            fields = row_fields_of(role.training_loss)
             pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(

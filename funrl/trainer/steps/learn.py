@@ -85,7 +85,7 @@ def learn(
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
     first = True  # later updates compute with other weights than those that sampled the rows
-    whole = sums_over_episodes([role.loss for role in learning.values() if role.loss is not None])
+    whole = sums_over_episodes([role.training_loss for role in learning.values()])
     units = rows.units(whole)
     for number in range(plan.epochs):
         epoch = epoch_of(rows, plan, number, units)
@@ -165,8 +165,7 @@ class MiniBatch(NamedTuple):
 
     def batches(self, role: Role) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
-        assert role.loss is not None
-        fields = row_fields_of(role.loss)
+        fields = row_fields_of(role.training_loss)
         for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
             yield piece.batch
 
@@ -227,10 +226,9 @@ def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarr
         own = part[rows.owner[part] == rows.index]
         spread = {mask: with_rows_spread(own_batch(some, own)) for mask, some in counted.items()}
         for role in roles.values():
-            assert role.loss is not None
             here = spread[role.mask]
             masked = here._replace(mask=getattr(here, role.mask))
-            sums = [*role.loss.denominators(masked), masked.mask.count_nonzero()]
+            sums = [*role.training_loss.denominators(masked), masked.mask.count_nonzero()]
             mine += [x.double().reshape(()) for x in sums]
             counts.append(len(sums))
     summed = psum(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).split(counts)

@@ -67,7 +67,7 @@ class ScoredFields(NamedTuple):
 
 
 class RewardRequest(NamedTuple):
-    """Reward rows that follow. Its answer is `RewardedRows`, after which their fields follow.
+    """Reward rows that follow. The answer is a `RewardProblem`, or `RewardedRows`, after which their fields follow.
 
     Attributes:
       examples: the prompts, each with the same number of rows.
@@ -94,15 +94,25 @@ class RewardedRows(NamedTuple):
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
       tokens: dtype and trailing shape of each field per token that it has written.
       notes: remarks.
-      problem: message of the `RewardError` that ends the run; None without one, and only then the rest holds.
     """
 
-    column: torch.Tensor | None = None
-    part: torch.Tensor | None = None
-    owner: np.ndarray | None = None
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    notes: Sequence[str] = ()
-    problem: str | None = None
+    column: torch.Tensor
+    part: torch.Tensor
+    owner: np.ndarray
+    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    notes: Sequence[str]
+
+
+class RewardProblem(NamedTuple):
+    """The `RewardError` that ends the run instead of rewards.
+
+    Attributes:
+      notes: remarks.
+      message: of the error.
+    """
+
+    notes: Sequence[str]
+    message: str
 
 
 class RemoteRewards:
@@ -146,13 +156,11 @@ class RemoteRewards:
         number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, shapes))
         kinds = row_field_kinds(schema_of(batch), fields)
         send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.asking, target=self.mesh))
-        answer: RewardedRows = self.requests.answer(number, f"the {self.name}'s scores")
+        answer: RewardedRows | RewardProblem = self.requests.answer(number, f"the {self.name}'s scores")
         for line in answer.notes:
             note(line)
-        if answer.problem is not None:
-            raise RewardError(answer.problem)
-        assert answer.column is not None
-        assert answer.part is not None
+        if isinstance(answer, RewardProblem):
+            raise RewardError(answer.message)
         column_B1 = answer.column.to(self.asking.device)
         part_B = answer.part.to(self.asking.device)
         before = batch.get("score")
@@ -165,7 +173,6 @@ class RemoteRewards:
 
     def _with_written(self, rows: Rows, answer: RewardedRows) -> Rows:
         """The rows with fields per token, which arrive."""
-        assert answer.owner is not None
         way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.asking)
         device = self.asking.device
         like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}

@@ -134,6 +134,13 @@ class Role(NamedTuple):
         return self.metric.split("/")[0]
 
     @property
+    def training_loss(self) -> Loss:
+        """Its loss. Raises: TypeError, it is frozen."""
+        if self.loss is None:
+            raise TypeError("a frozen role has no loss")
+        return self.loss
+
+    @property
     def stored(self) -> trees.Tree:
         """Layouts of its own weights, which are those in `RoleState`, between steps."""
         return trained_part(self.placed.model, self.placed.stored)
