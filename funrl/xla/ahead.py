@@ -110,7 +110,7 @@ def struct_of(x: Tensor | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: jax.s
     return jax.ShapeDtypeStruct(tuple(x.shape), dtype, sharding=NamedSharding(mesh, spec))
 
 
-def compile_ahead(
+def compile_for_chips(
     function: ShardedFunction,
     args: tuple[trees.Tree, ...],
     mesh: jax.sharding.Mesh,

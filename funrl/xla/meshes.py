@@ -30,7 +30,7 @@ from funrl.mesh.rules import Layout
 from funrl.xla.copies import HostCopies, version
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
-from funrl.xla.operators import GROUP_SEPARATOR, TORCH_DTYPES
+from funrl.xla.operators import GROUP_SEPARATOR, HOST_DTYPES
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class DeviceCopies(HostCopies):
 
         def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
             changes, _, copy = copies.get((x.data_ptr(), x.shape, x.stride()), (-1, None, None))
-            same = changes == version(x) and TORCH_DTYPES[copy.dtype] == x.dtype
+            same = changes == version(x) and HOST_DTYPES[copy.dtype] == x.dtype
             return self._put(copy if same else to_jax(x), mesh, spec)
 
         return trees.map(place, tree, specs)
@@ -202,7 +202,7 @@ class ShardedFunction(NamedTuple):
         specs = tuple(self.given(*args))
         given = tuple(spec for _, spec in trees.named(specs))
         shards = [
-            torch.empty(shard_shape(x.shape, spec, sizes), dtype=TORCH_DTYPES.get(x.dtype, x.dtype))
+            torch.empty(shard_shape(x.shape, spec, sizes), dtype=HOST_DTYPES.get(x.dtype, x.dtype))
             for x, spec in zip(trees.leaves(args), given, strict=True)
         ]
         place = {axis: torch.zeros((), dtype=torch.int64) for axis in AXES}

@@ -26,7 +26,7 @@ Pair = tuple[JaxArray, JaxArray]
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 JAX_DTYPES: dict[torch.dtype, jnp.dtype] = {getattr(torch, name): jnp.dtype(name) for name in _DTYPES}
-TORCH_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
+HOST_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
 GROUP_SEPARATOR = ","  # between the axes in the name of a group over some axes of a mesh
 
 
@@ -83,7 +83,7 @@ def _comparison(fn: Callable[[Any, Any], JaxArray]) -> Lowering:
     """Comparisons of operands in one dtype, as torch promotes them."""
 
     def row(result: OperatorResult, *xs: Any) -> JaxArray:
-        forms = [torch.empty((1,) * x.ndim, dtype=TORCH_DTYPES[x.dtype]) if is_array(x) else x for x in xs]
+        forms = [torch.empty((1,) * x.ndim, dtype=HOST_DTYPES[x.dtype]) if is_array(x) else x for x in xs]
         dtype = JAX_DTYPES[torch.result_type(*forms)]
         return fn(*(as_dtype(x, dtype) for x in xs))
 
@@ -519,8 +519,8 @@ LOWERINGS: dict[str, Lowering] = {
     "funrl.chunk_states": _chunk_states,
     "funrl.chunk_states_backward": _chunk_states_backward,
     "funrl.continued_states": _continued_states,
-    "funrl.segment_attention": tpu_kernels.segment_attention,
-    "funrl.segment_attention_backward": tpu_kernels.segment_attention_backward,
+    "funrl.segment_attention": tpu_kernels.splash_attention,
+    "funrl.segment_attention_backward": tpu_kernels.splash_attention_backward,
     # lists of tensors, which optimizers have
     "aten._foreach_addcmul": _each(_sum_with_product),
     # between the devices of a mesh, under `shard_map`: the name of a group says itself which axes it goes over

@@ -35,9 +35,9 @@ from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import Parts, build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.lowered.decoding import NO_CACHE, EnginePrograms, pass_places
+from funrl.trainer.lowered.decoding import EMPTY_STACKS, EnginePrograms, pass_places
 from funrl.trainer.lowered.jax_steps import jax_devices, origin_of, stored_layouts
-from funrl.trainer.lowered.programs import Program, RolePrograms
+from funrl.trainer.lowered.programs import RolePrograms, StepProgram
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
@@ -45,9 +45,9 @@ from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, weights_of
 from funrl.trainer.steps.router_losses import Choices, token_count
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.step_rows import Rows
-from funrl.xla.ahead import AheadProgram, compile_ahead, struct_of
+from funrl.xla.ahead import AheadProgram, compile_for_chips, struct_of
 from funrl.xla.meshes import ShardedFunction, spec_of
-from funrl.xla.operators import TORCH_DTYPES
+from funrl.xla.operators import HOST_DTYPES
 
 
 class CompiledSteps(NamedTuple):
@@ -73,15 +73,15 @@ def compile_steps(
       rows_of: (job of one process, its parts) -> rows of which each chip has a micro-batch.
       note: receives lines about what was done.
     """
-    compiled: dict[Program, AheadProgram] = {}
+    compiled: dict[StepProgram, AheadProgram] = {}
 
-    def program(purpose: str, function: ShardedFunction) -> Program:
+    def program(purpose: str, function: ShardedFunction) -> StepProgram:
         """Compile at a call; the results have no meaning."""
 
         def run(*args: trees.Tree) -> trees.Tree:
-            compiled[run], results = compile_ahead(function, args, mesh, note)
+            compiled[run], results = compile_for_chips(function, args, mesh, note)
             device = "cpu" if purpose == "scores" else "meta"
-            return trees.map(lambda x: torch.zeros(x.shape, dtype=TORCH_DTYPES[x.dtype], device=device), results)
+            return trees.map(lambda x: torch.zeros(x.shape, dtype=HOST_DTYPES[x.dtype], device=device), results)
 
         return run
 
@@ -285,7 +285,7 @@ def engine_passes(
     prefill = functions.prefill(none)._replace(name=f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens")
     sample = functions.sample(job.sampling)._replace(name="sampling after a prefill")
     decode = functions.decode(none, form, spare)._replace(name="decoding iteration")
-    first = params, {}, NO_CACHE, *map(rows_of_all, (hidden_RD, noise_R)), None
+    first = params, {}, EMPTY_STACKS, *map(rows_of_all, (hidden_RD, noise_R)), None
     return {
         "prefill": [(prefill, (*begin, trees.map(rows_of_all, places))), (sample, first)],
         "decode": [(decode, (*begin, *trees.map(rows_of_all, (state, rows_B))))],

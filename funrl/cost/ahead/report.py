@@ -23,7 +23,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.xla.ahead import ACCELERATORS, AheadProgram, compile_ahead, topology_mesh
+from funrl.xla.ahead import ACCELERATORS, AheadProgram, compile_for_chips, topology_mesh
 from funrl.xla.errors import XlaError
 
 FINDING = 0.15  # share by which compiled steps and the dry run may differ without a remark
@@ -67,7 +67,7 @@ def compile_report(
         plan = decoding_plan(job, tokens, hardware, steps.resident)
         mesh = topology_mesh(target, plan.job.generate_sizes)
         passes = {
-            kind: tuple(compile_ahead(function, args, mesh, note)[0] for function, args in functions)
+            kind: tuple(compile_for_chips(function, args, mesh, note)[0] for function, args in functions)
             for kind, functions in engine_passes(plan, mesh).items()
         }
         generation = plan.text
@@ -76,7 +76,7 @@ def compile_report(
         generation = f"decoding is not compiled: {error}"
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
     head = f"{text(job.sizes)}, {settings.models.dtype}: {what}\n{generation}"
-    return "\n\n".join([head, *tables(phases), "\n".join(differences(phases))])
+    return "\n\n".join([head, *phase_tables(phases), "\n".join(differences(phases))])
 
 
 def rows_of_chips(job: Job, width: int) -> int:
@@ -164,7 +164,7 @@ def phases_of_engine(
     return phases
 
 
-def tables(phases: Mapping[str, CompiledPhase]) -> list[str]:
+def phase_tables(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Tables of the programs; of memory and FLOPs of each phase; and of its collectives by kind and axes.
 
     Those of phases have the dry run's numbers beside the compiled programs'.

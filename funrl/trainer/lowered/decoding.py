@@ -90,7 +90,7 @@ class CacheStacks(NamedTuple):
     cells: tuple[tuple[Any, ...], ...]
 
 
-NO_CACHE = CacheStacks((), ())
+EMPTY_STACKS = CacheStacks((), ())
 
 
 class LayerStacks:
@@ -234,7 +234,7 @@ class EnginePrograms:
         return self._function("decode", scales, run)
 
     def sample(self, sampling: Sampling) -> ShardedFunction:
-        """(weights, {}, NO_CACHE, hidden states [R, D], noise [R], seen [R, V]) -> (results, NO_CACHE)."""
+        """(weights, {}, EMPTY_STACKS, hidden states [R, D], noise [R], seen [R, V]) -> (results, EMPTY_STACKS)."""
 
         def run(inner: TorchBackend, hidden_RD: Tensor, noise_R: Any, seen_RV: Any) -> tuple[trees.Tree, tuple]:
             return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True), ()
@@ -421,7 +421,7 @@ class XlaBackend(TorchBackend):
 
         numbers = [None if x is None else fill_up(x) for x in (output_M[source_R], noise_R, seen_RV)]
         program = self._program(self._functions.sample, sampling)
-        sampled, *_ = program.arrays(self._weights, {}, NO_CACHE, *numbers)
+        sampled, *_ = program.arrays(self._weights, {}, EMPTY_STACKS, *numbers)
         token_R, sampling_logp_R, raw_logp_R = (to_host(x)[:rows] for x in sampled)
         return token_R, sampling_logp_R, raw_logp_R
 

@@ -16,7 +16,7 @@ from funrl.mesh.mesh import ROW_AXES, Mesh
 from funrl.models.lora import trained_part
 from funrl.models.placed import Placed
 from funrl.optim import Transformation, layouts_of
-from funrl.trainer.lowered.programs import MakeRankFunction, Program, StepDevices
+from funrl.trainer.lowered.programs import MakeRankFunction, StepDevices, StepProgram
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.xla.layers import as_one_operator
 from funrl.xla.meshes import ShardedFunction, spec_of, traced_mesh, whole_on_all
@@ -30,7 +30,7 @@ def jax_devices(
     place: Callable[[str, Mesh], Placed],
     optimize: Callable[[str, Placed], Transformation],
     remat: str,
-    program: Callable[[str, ShardedFunction], Program],
+    program: Callable[[str, ShardedFunction], StepProgram],
 ) -> StepDevices:
     """A mesh of JAX's devices for the steps of a run.
 
@@ -48,7 +48,7 @@ def jax_devices(
         placed = place(name, rank_mesh)
         return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, remat, kernels))
 
-    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> Program:
+    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> StepProgram:
         origin = origin_of(sizes)
         role = role_on(origin)
         own = trees.map(spec_of, role.stored)
