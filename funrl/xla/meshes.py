@@ -39,14 +39,15 @@ _log = logging.getLogger(__name__)
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
-def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor]) -> Mesh:
+def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor] | None = None) -> Mesh:
     """The mesh that a program sees: its groups are named by their axes, and its place is an argument.
 
     Args:
       sizes: of `AXES`.
-      indices: place on each axis.
+      indices: place on each axis; None: at the origin.
     """
     sizes = dict(sizes)
+    indices = indices or {axis: torch.zeros((), dtype=torch.int64) for axis in sizes}
     groups = {axes: GROUP_SEPARATOR.join(axes) for axes in combinations(sizes)}
     return Mesh(sizes, rank=0, groups=groups, indices=dict(indices))
 

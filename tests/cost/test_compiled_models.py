@@ -11,8 +11,7 @@ import jax
 from dry_jobs import plain
 
 from funrl.cli import main as cli
-from funrl.cost.ahead.programs import compile_steps, decoding_plan, engine_passes
-from funrl.cost.ahead.report import rows_of_chips, short
+from funrl.cost.ahead.report import compile_steps, decoding_plan, engine_passes, rows_of_chips, short
 from funrl.cost.full_rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse

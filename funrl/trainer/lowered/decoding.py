@@ -123,15 +123,6 @@ class LayerStacks:
         layers = tuple(trees.map(lambda x, k=k: x[k], stacked["layers"][i]) for i, k in places)
         return {**stacked, "layers": layers}
 
-    def stack_cache(self, cache: Any) -> CacheStacks:
-        """The form of a cache in stacks, without memory, of that of `Model.init_cache`."""
-
-        def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
-            firsts = ((len(numbers), layers[numbers[0]]) for numbers in self.numbers)
-            return tuple(tuple(x.new_empty(count, *x.shape, device="meta") for x in xs) for count, xs in firsts)
-
-        return CacheStacks(stacked(cache.pages), stacked(cache.cells))
-
 
 class StackedCache:
     """The cache of a program that is traced, and the layers that write to it."""
@@ -247,9 +238,11 @@ class EnginePrograms:
         def make(mesh: Mesh) -> Callable[..., trees.Tree]:
             def call(params: trees.Tree, factors: dict[str, trees.Tree], cache: CacheStacks, *rest: Any) -> trees.Tree:
                 stacked = StackedCache(self.stacks, cache)
-                inner = TracedBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
-                adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
-                inner.take(self.stacks.unstack(params), params, stacked.numbers, adapters)
+                inner = TorchBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
+                inner._params = self.stacks.unstack(params)
+                inner._unembed_VD = None if self._model.unembed is None else self._model.unembed(params)
+                inner._cache = stacked.numbers
+                inner._adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
                 result, more = run(inner, *rest)
                 return result, stacked.written(), more
 
@@ -275,20 +268,13 @@ class EnginePrograms:
         assert self._model.init_cache is not None
         sizes = spare.page + 1, self._page_tokens, self._dtype, torch.device("meta")
         own = self._model.init_cache(self.chips, *sizes, 0 if spare.cell is None else spare.cell + 1)
-        stacks = self.stacks.stack_cache(own)
-        return trees.map(lambda x: x.new_empty(x.shape[0], x.shape[1] * self.chips.world, *x.shape[2:]), stacks)
+        chips = self.chips.world
 
+        def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
+            firsts = ((len(numbers), layers[numbers[0]]) for numbers in self.stacks.numbers)
+            return tuple(tuple(x.new_empty(n, chips * len(x), *x.shape[1:]) for x in xs) for n, xs in firsts)
 
-class TracedBackend(TorchBackend):
-    """The training model in a program that is traced."""
-
-    def take(self, layers: trees.Tree, stacked: trees.Tree, cache: Any, adapters: dict[int, Adapter]) -> None:
-        """Take weights, also with stacked layers, a cache and adapters."""
-        assert self.model.unembed is not None
-        self._params = layers
-        self._unembed_VD = self.model.unembed(stacked)
-        self._cache = cache
-        self._adapters = adapters
+        return CacheStacks(stacked(own.pages), stacked(own.cells))
 
 
 class XlaBackend(TorchBackend):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import torch
 from jax.sharding import PartitionSpec
 from torch import Tensor
 
@@ -49,7 +48,7 @@ def jax_devices(
         return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, remat, kernels))
 
     def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> StepProgram:
-        origin = origin_of(sizes)
+        origin = traced_mesh(sizes)
         role = role_on(origin)
         own = trees.map(spec_of, role.stored)
 
@@ -77,11 +76,6 @@ def jax_devices(
         return program(purpose, function)
 
     return StepDevices(sizes, place_layers, optimize, make_program)
-
-
-def origin_of(sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of a program, as the rank at its origin sees it."""
-    return traced_mesh(sizes, {axis: torch.zeros((), dtype=torch.int64) for axis in sizes})
 
 
 def stored_layouts(placed: Placed) -> trees.Tree:
