@@ -33,12 +33,10 @@ class Program(NamedTuple):
     """A traced function.
 
     Attributes:
-      name: of the function, for messages.
       graph: operators of the core; it takes the leaves of the arguments and gives those of the results.
       results: the tree of the results, with a 0 for each leaf.
     """
 
-    name: str
     graph: fx.GraphModule
     results: trees.Tree
 
@@ -64,7 +62,7 @@ def trace_program(fn: Callable[..., trees.Tree], *args: trees.Tree, name: str = 
         return trees.leaves(results)
 
     graph = core_graph(of_leaves, trees.leaves(args), name)
-    return Program(name, graph, structure[0])
+    return Program(graph, structure[0])
 
 
 def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> fx.GraphModule:

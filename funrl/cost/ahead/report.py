@@ -238,19 +238,14 @@ def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
             pairs[f"bytes over {short(axes)}"] = costs.sent.get(axes, 0), dry.sent.get(axes, 0)
         for what, (compiled, want) in pairs.items():
             if abs(compiled - want) > FINDING * want:
-                show = flops_text if what == "FLOPs" else size
-                share = f" ({compiled / want - 1:+.0%})" if want else ""
-                line = f"finding: {what} of {name}: compiled {show(compiled)}, dry run {show(want)}{share}"
                 attention = sum(x.attention for x in phase.programs)
+                numbers = [f"{x / 1e9:.4g} G" if what == "FLOPs" else size(x) for x in (compiled, want, attention)]
+                share = f" ({compiled / want - 1:+.0%})" if want else ""
+                line = f"finding: {what} of {name}: compiled {numbers[0]}, dry run {numbers[1]}{share}"
                 if what == "FLOPs" and attention:
-                    line += f"; {show(attention)} of the compiled are whole tiles of attention"
+                    line += f"; {numbers[2]} of the compiled are whole tiles of attention"
                 lines.append(line)
     return lines or [f"the dry run agrees within {FINDING:.0%}"]
-
-
-def flops_text(flops: float) -> str:
-    """FLOPs for people."""
-    return f"{flops / 1e9:.4g} G"
 
 
 class CompiledSteps(NamedTuple):

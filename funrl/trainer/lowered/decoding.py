@@ -317,7 +317,7 @@ class XlaBackend(TorchBackend):
         trained = copies_on(tuple(self._devices.trained.items()))
         with jax.enable_x64(True):
             weights = trained.laid_out(params, self._copies.mesh, functions.specs(self.model))
-            self._weights = functions.stacks.stack(weights, _stacked)
+            self._weights = functions.stacks.stack(weights, lambda xs: _join_to(xs[0].sharding)(*xs))
 
     def drop(self) -> None:
         super().drop()
@@ -494,17 +494,11 @@ def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
     return at_N, rows
 
 
-def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
-    """Weights of layers that lie on the devices, in one array that is split as they are."""
-    sharding = layers[0].sharding
-    assert isinstance(sharding, NamedSharding)
-    return _join_to(NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))(*layers)
-
-
 @functools.cache
 def _join_to(sharding: NamedSharding) -> Callable[..., jax.Array]:
-    """The function that stacks arrays, with its result split like this."""
-    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)
+    """The function that stacks weights of layers into one array, split as they are."""
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=stacked)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
