@@ -76,7 +76,7 @@ def _square(plan: Plan, leaf: int, rank: int, x: float, y: float) -> list[str]:
 
 
 def _dims(src: Layout, dst: Layout) -> tuple[int | None, int | None]:
-    """The dims to show downwards and to the right: those that are split, then any."""
+    """The dims to show downwards and to the right: split dims first, then any."""
     split = [dim for dim in range(len(src.shape)) if src.spec[dim] or dst.spec[dim]]
     chosen = sorted((split + [dim for dim in range(len(src.shape)) if dim not in split])[:2])
     first, second, *_ = [*chosen, None, None]

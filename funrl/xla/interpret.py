@@ -98,7 +98,7 @@ def chains_of(graph: fx.GraphModule) -> dict[fx.Node, Chain]:
 
 
 def _linked(turns: Sequence[tuple[fx.Node, ...]]) -> Chain | None:
-    """The chain of the first turns, each of which reads results of the one before; None: the second reads none."""
+    """The chain of the first turns, each reading results of the one before; None: the second reads none."""
     columns = [{(i, k): x for i, call in enumerate(turn) for k, x in enumerate(operands_of(call))} for turn in turns]
     dependents = reachable((user for call in turns[0] for user in call.users), lambda node: node.users)
     first = _links(columns[0], (), turns[0], dependents)

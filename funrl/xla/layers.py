@@ -223,7 +223,7 @@ def _is_worth_saving(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[Any], ends: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """Nodes that some depend on, themselves included, but for those that only `ends` depend on."""
+    """Some nodes and what they depend on; the walk stops at `ends`."""
     begin = (node for node in nodes if isinstance(node, fx.Node))
     return frozenset(reachable(begin, lambda node: [] if node in ends else node.all_input_nodes))
 

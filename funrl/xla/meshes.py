@@ -1,4 +1,4 @@
-"""Programs on a mesh of devices: one program for all of them, each of which computes with its shards.
+"""Programs on a mesh of devices: one program for all of them; each computes with its shards.
 
 A program is traced as the rank at the origin of the mesh sees it. Where it stands is an argument, one number an axis,
 which `shard_map` gives each device; its collectives name the axes they go over. A `Layout` is a `PartitionSpec`. One
@@ -287,7 +287,7 @@ class MeshProgram:
     def _sent(
         self, leaves: Sequence[Any], specs: Sequence[PartitionSpec], donated: Sequence[int] = ()
     ) -> list[jax.Array]:
-        """Leaves on the devices; copies of those that are donated are forgotten."""
+        """Leaves on the devices; the copies of donated leaves are forgotten."""
         return [
             x if isinstance(x, jax.Array) else self.copies.sent(x, spec, keep=i not in donated)
             for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))

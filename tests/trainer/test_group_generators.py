@@ -14,7 +14,7 @@ from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
-from funrl.mesh.pools.transfer import Arrived, WeightTransfer
+from funrl.mesh.pools.transfer import WeightArrival, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
@@ -204,7 +204,7 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return Arrived(WeightTransfer(self.next), self.next, {})
+        return WeightArrival(WeightTransfer(self.next), self.next, {})
 
     def complete(self, number):
         return True

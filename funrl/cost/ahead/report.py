@@ -268,7 +268,7 @@ def compile_steps(
     Args:
       job: of the flags, for the mesh.
       mesh: of the chips; its axes have the sizes of the job's.
-      rows_of: (job of one process, its parts) -> rows of which each chip has a micro-batch.
+      rows_of: (job of one process, its parts) -> rows that give each chip a micro-batch.
       note: receives lines about what was done.
     """
     compiled: dict[StepProgram, AheadProgram] = {}

@@ -1,6 +1,6 @@
 """A backend of the native engine whose passes run in JAX, on all devices of a mesh, which one process drives.
 
-The devices of a row index, those that differ on `tensor` alone, are a lane: they split the weights and heads, and have
+The devices of a row index, which differ on `tensor` alone, are a lane: they split the weights and heads, and have
 pages and sequences of their own. Weights and pages stay on the devices. One program of static shapes computes a pass of
 all lanes. A pass that only decodes is `decode_pass`, traced. In another pass the new tokens of each sequence are in
 rows XX
@@ -40,7 +40,7 @@ from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
-ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers, of which each device has its own
+ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers; each device has its own
 Scales = tuple[tuple[int, float | None], ...]  # adapters of a pass, ascending, with their scales; -1 is none
 
 

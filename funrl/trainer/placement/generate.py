@@ -14,7 +14,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import Arrived, WeightForm, WeightReceiver
+from funrl.mesh.pools.transfer import WeightArrival, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
@@ -145,7 +145,7 @@ class GeneratingRank:
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
 
-    def take(self, arrived: Arrived) -> None:
+    def take(self, arrived: WeightArrival) -> None:
         """Let the engines have weights that have arrived."""
         engine = self.generator.engine
         engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)

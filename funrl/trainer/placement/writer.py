@@ -27,7 +27,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import Arrived, WeightReceiver
+from funrl.mesh.pools.transfer import WeightArrival, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
@@ -93,7 +93,7 @@ class GroupWriter:
         generation: Generation,
         rule: AdmissionRule,
         receiver: WeightReceiver,
-        take_weights: Callable[[Arrived], None],
+        take_weights: Callable[[WeightArrival], None],
     ) -> None:
         """Begin without groups.
 
