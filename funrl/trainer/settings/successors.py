@@ -19,7 +19,7 @@ class RemovedFlag(NamedTuple):
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
-    "latex": RemovedFlag("False", "funrl explain prints the composition, with the formulas of docstrings, as text"),
+    "latex": RemovedFlag("false", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
