@@ -23,18 +23,7 @@ def write_seed_oss(config: Config) -> dict[str, Any]:
     attention = config.attention
     return {"attention_bias": attention.bias, "attention_out_bias": attention.output_bias}
 '''
-ENTRY = """    "seed_oss": family_of(
-        "SeedOss",
-        defaults={
-            "max_position_embeddings": 524288,
-            "head_dim": 128,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-            "pad_token_id": 1,
-            "num_key_value_heads": 8,
-            "attention_bias": True,
-            "attention_out_bias": False,
-        },
+ENTRY = """    "seed_oss": HFFamily(
         supported=_DENSE | {"mlp_bias": (False, None)},
         read=seed_oss.read_seed_oss,
         write=seed_oss.write_seed_oss,

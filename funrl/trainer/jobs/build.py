@@ -93,7 +93,6 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
-            balances=settings.devices.balance_pictures,
         )
 
     begin = placed(job.main_role, job.model)

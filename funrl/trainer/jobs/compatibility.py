@@ -276,9 +276,8 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     """
     seeing = [name for name, model in models.items() if model.owned is not None]
     if not seeing:
-        for name in ("max_pixels", "balance_pictures"):
-            if is_given(settings, name):
-                raise settings.refusal(f"{{{name}}}: the model reads text only; leave it out")
+        if is_given(settings, "max_pixels"):
+            raise settings.refusal("{max_pixels}: the model reads text only; leave it out")
         return
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:

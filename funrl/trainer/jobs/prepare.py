@@ -222,7 +222,7 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     if settings.models.backend != "torch":  # one process drives all devices
         sizes = dict.fromkeys(AXES, 1)
     device = settings.devices.device or device_type()
-    if device == "xla":  # beside the host's tensors; see `TorchXlaPrograms`
+    if device == "xla":  # beside the host's tensors; see `torch_xla_device`
         device = "cpu"
     if device == "cuda" and (problem := gpu_problem()) is not None:
         raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")

@@ -393,8 +393,6 @@ def check_mesh_flags(s: Settings) -> None:
                 f"{{generate_mesh}} has {devices(generating)} devices and {{mesh}} has {world}; both must have the "
                 "same devices"
             )
-    if s.devices.balance_pictures and world == 1:
-        raise s.refusal("--balance_pictures does nothing: {mesh} has one device")
     named = parts(s.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if s.sharding.fsdp and devices(sizes, [SHORT[short] for short in named]) == 1:
         raise s.refusal(
