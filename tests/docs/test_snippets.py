@@ -194,7 +194,6 @@ def commands(page: str) -> list[list[str]]:
 
 BLOCKS = [(page, lines) for page in PAGES for lines in commands(page)]
 PREPARED = {  # how commands begin that are read and checked, but not run here: what runs the like
-    "funrl bisect": "tests/cli/test_replay_command.py",
     "funrl dr_grpo --mesh=dp2": "tests/cli/test_experiments.py",
     "funrl gigpo --task=calculator": "tests/trainer/test_episode_recipes.py",
     "funrl grpo --backend=xla": "tests/trainer/test_lowered_runs.py",

@@ -158,7 +158,7 @@ class BaseJob(JobModels, JobDevices):
 
     @property
     def placement(self) -> Placement | None:
-        """Pools of ranks that train and that generate; None: every rank does both."""
+        """Pools of trainer and generator ranks; None: every rank does both."""
         return self.settings.devices.placement
 
     @property
@@ -261,7 +261,7 @@ def rewards_completions(job: Job, name: str) -> bool:
 def scoring_pools(job: Job) -> dict[str, RankPool]:
     """The ranks of each role, or judge, that ranks of another pool ask, in the order of the pools' numbers.
 
-    Models that reward completions and have no ranks of their own are on those that train.
+    Models that reward completions and have no ranks of their own are on trainer ranks.
     """
     placement = job.placement
     if placement is None:
