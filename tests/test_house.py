@@ -84,6 +84,21 @@ def checkout(folder, files):
             {"trainer/loop.py": "from torch import distributed"},
             "funrl/trainer/loop.py:1 imports torch.distributed, for mesh/ and processes/ only",
         ),
+        (
+            {
+                "trainer/loop.py": "from importlib import import_module\nimport_module('funrl.cli.run')",
+                "cli/run.py": "",
+            },
+            "funrl/trainer/loop.py:2 imports funrl.cli.run: cli comes after trainer",
+        ),
+        (
+            {"mesh/plan.py": "PLAN = 'funrl.models.a:plan'", "models/a.py": ""},
+            "funrl/mesh/plan.py:1 imports funrl.models.a: models comes after mesh",
+        ),
+        (
+            {"api/warm_start.py": ""},
+            "funrl.api.warm_start does not import funrl.experiments.sft, as UPWARDS says",
+        ),
         ({"stray.py": ""}, "funrl/stray: not in the order of tools/house.py"),
     ],
 )
@@ -255,3 +270,21 @@ def test_a_figure_within_its_goal_needs_no_bound(tmp_path):
     functions = "def f():\n    pass\n" * 25
     (tmp_path / "funrl" / "data" / "a.py").write_text("x, y = 1, 2\n" + functions)
     assert measure.over_bounds(measure.by_package(tmp_path), {"funrl/data": {"code": 51}}) == []
+
+
+def test_code_elsewhere_is_counted_where_it_lands(tmp_path):
+    files = {
+        "funrl/a.hpp": "// no code\nint a;\n\n/* nor\nthis */\nint b;\n",
+        "funrl/page.html": "<p>\n{# no\ncode #}\n<!-- nor this -->\n</p>\n",
+        "examples/a.py": '"""No code."""\n\na = 1\n',
+        "tools/typings/a.pyi": "a: int\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    counts = measure.code_lines_elsewhere(tmp_path)
+    assert counts == {"C++ of funrl": 2, "stubs": 1, "templates of funrl": 2, "examples": 1} | dict.fromkeys(
+        ("tools", "tests", "benchmarks"), 0
+    )

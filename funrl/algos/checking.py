@@ -16,6 +16,7 @@ from funrl.algos.core import CARRIED, Advantage, Algorithm, Loss, Signal, run_pi
 from funrl.algos.guarding import defined_at, described, line_of, name_of
 from funrl.algos.metrics import PieceError
 from funrl.algos.reading import on_example, reads, run_advantage
+from funrl.algos.terms import Filter
 from funrl.batch import (
     Batch,
     MissingField,
@@ -69,7 +70,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     in_step = set(schema.by("step"))
     before = example(given.chain - in_step, schema)
     if algorithm.filter is not None:
-        _check_filter(algorithm, example(given.filter - in_step, schema))
+        _check_filter(algorithm.filter, example(given.filter - in_step, schema))
     rows = before
     if algorithm.advantage is not None:
         check_order(algorithm.advantage)
@@ -80,7 +81,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in as_dict(some).items()}
     for role, loss in algorithm.losses.items():
         _check_loss(role, loss, rows, in_step=rows._replace(**moving), given=given)
-    reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
+    reading = any("divergence" in reads(loss).required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
             "a loss reads batch.divergence, but Algorithm.divergence is not set: give Divergence(beta)"
@@ -240,21 +241,20 @@ def _advantage_on(advantage: Advantage, batch: Batch) -> Batch:
         raise PieceError(f"the advantage chain cannot run: {error}") from error
 
 
-def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
-    assert algorithm.filter is not None
+def _check_filter(filter: Filter, batch: Batch) -> None:
     schema = schema_of(batch)
     known = Batch(schema, **{name: x for name, x in as_dict(batch).items() if schema[name].writer == "source"})
-    name = name_of(algorithm.filter)
+    name = name_of(filter)
     try:
-        kept, _ = on_example(f"the filter {name}", algorithm.filter, known)
+        kept, _ = on_example(f"the filter {name}", filter, known)
     except MissingField as error:
         raise PieceError(f"the filter {name} cannot run on what the source gives: {error}") from error
     if callable(kept):
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
-        origin = defined_at(algorithm.filter)
+        origin = defined_at(filter)
         raise PieceError(f"the filter {name} gave {described(kept)}: one bool per row [B] is needed{origin}")
-    _check_across(f"the filter {name}", algorithm.filter, known)
+    _check_across(f"the filter {name}", filter, known)
 
 
 def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch, given: Available) -> None:

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funrl.algos.composition import composition_text
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
 from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
-from funrl.batch import Batch, FieldReads, seen_of
+from funrl.batch import Batch, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
@@ -46,13 +47,6 @@ class Loss(NamedTuple):
     denominators: Callable[[Batch], tuple[Tensor, ...]]
     numerators: Callable[[Tensor, Batch], tuple[tuple[Tensor, ...], dict[str, Metric]]]
     fields: Schema = NO_FIELDS
-
-    @property
-    def reads(self) -> FieldReads:
-        """The fields of the batch that it reads."""
-        from funrl.algos.reading import reads  # avoids an import cycle
-
-        return reads(self)
 
     def __call__(self, x_BT: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """The loss of a whole batch, and its metrics."""
@@ -159,23 +153,8 @@ class Algorithm:
     roles: Mapping[str, RoleKind] = NO_ROLES
 
     def __repr__(self) -> str:
-        """The explanation of the algorithm; if it cannot be run, its roles and the error."""
-        from funrl.algos.explanation import explain_algorithm  # avoids an import cycle
-
-        try:
-            return str(explain_algorithm(self))
-        except ValueError as error:
-            return f"Algorithm(losses for {', '.join(self.losses)}; it cannot be explained: {error})"
-
-    def _repr_markdown_(self) -> str:
-        """Rendering in a notebook: the formulas, then the text."""
-        from funrl.algos.explanation import explain_algorithm
-
-        try:
-            explanation = explain_algorithm(self)
-        except ValueError:
-            return repr(self)
-        return f"$$\n{explanation.latex}\n$$\n\n```text\n{explanation}\n```"
+        """The composition of the algorithm."""
+        return composition_text(self)
 
     def __post_init__(self):
         if self.advantage is not None:

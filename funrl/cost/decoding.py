@@ -34,8 +34,8 @@ from funrl.rollout.native.owned_prompts import MOST_STATE_BYTES
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.steps.parts import Generator
 
 
 class EngineWork(NamedTuple):

@@ -9,8 +9,8 @@ from funrl.data.supervised import TEXT_FIELDS
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.settings.scorers import has_environment
-from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
+from funrl.trainer.steps.parts import JudgeJob
 
 
 def step_text(job: Job, tokens: int) -> str:

@@ -14,8 +14,8 @@ from funrl.cost.tracing.costs import Costs, plus
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.turns import EpisodeCost, turns_of
 from funrl.rollout.native.cache_sizes import FREE_SHARE
-from funrl.trainer.jobs.build import Generator
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.steps.parts import Generator
 
 
 def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:

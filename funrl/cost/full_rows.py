@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -17,17 +18,17 @@ from funrl.cost.tracing.turns import turns_of
 from funrl.data.conversations import Text
 from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer import loop, phases
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.settings.scorers import has_environment
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
-    """Rows of the greatest length as the source makes them, on the ranks that generate.
+    """Rows of the greatest length as the source makes them, on the generator ranks.
 
     Args:
       job: of the run.
@@ -35,7 +36,7 @@ def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
       tokens: of a prompt or text.
       local: rows of each rank that trains.
     """
-    mesh = parts.mesh if parts.generator is None else parts.generator.mesh
+    mesh = parts.generator.mesh if isinstance(parts, GeneratingParts) else parts.mesh
     count = local * parts.mesh.size(parts.mesh.row_axes)
     owner = generating_ranks(count, 1, mesh.size(mesh.row_axes))
     own = int((owner == mesh.index(mesh.row_axes)).sum())
@@ -52,7 +53,7 @@ def rows_to_read(job: Job, rows: Rows) -> Rows:
 
 
 def score_or_fill(
-    trainer: loop.Trainer,
+    trainer: phases.Trainer,
     state: loop.State,
     rows: Rows,
     written: FieldShapes | None,
@@ -68,12 +69,12 @@ def score_or_fill(
     """
     if written is not None:
         silent = {name: role._replace(writes={}) for name, role in trainer.parts.roles.items()}
-        trainer = trainer._replace(parts=trainer.parts._replace(roles=silent))
+        trainer = trainer._replace(parts=dataclasses.replace(trainer.parts, roles=silent))
         shape = rows.batch.tokens.shape
         rows = rows.with_fields(
             **{name: empty((*shape, *more), dtype=dtype) for name, (more, dtype) in written.items()}
         )
-    rows, state, _ = loop.score_batch(trainer, state, rows)
+    rows, state, _ = phases.score_batch(trainer, state, rows)
     return rows, state
 
 

@@ -19,13 +19,13 @@ from funrl.models import Model
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
+from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, read_template
+from funrl.trainer.steps.parts import GeneratingParts, JudgeJob
 
 CHARACTERS = 4  # of a template per token, as no tokenizer is read
 
@@ -71,7 +71,7 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
 
 
 def judging(
-    job: RLJob, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware
+    job: RLJob, judge: JudgeJob, parts: GeneratingParts, prompt_tokens: int, held: float, hardware: Hardware
 ) -> JudgeCost:
     """Cost of verdicts on all completions of a step, greedy baselines included; each reads its whole prompt.
 
@@ -82,7 +82,6 @@ def judging(
     Raises:
       SettingsError: a verdict with its prompt is longer than the judge's positions.
     """
-    assert parts.generator is not None
     read = tokens_to_read(job, judge, prompt_tokens)
     positions = judge.model.config.max_positions
     if read + judge.sampling.max_new_tokens > positions:
@@ -97,7 +96,6 @@ def judging(
         return dataclasses.replace(job, settings=settings, model=model)
 
     def generator_of(shallow: RLJob):
-        assert parts.generator is not None
         engine = native_engine(
             shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
         )

@@ -11,7 +11,7 @@ from funrl import trees
 from funrl.cost.tracing.costs import Costs, plus
 from funrl.cost.tracing.estimate import MOVES
 from funrl.models.weight_dtypes import weight_dtypes
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.roles import Role
 
 

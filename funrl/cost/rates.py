@@ -95,24 +95,3 @@ def _sent(estimate: Estimate, traffic: Mapping[tuple[str, str], Traffic], hardwa
         else:
             seconds += collective_seconds(hardware, op, count, nbytes, len(ranks), near)
     return seconds
-
-
-def duration_text(seconds: float, figures: int = 2) -> str:
-    """Format seconds in the customary unit: "1.2 s", "28 min", "3.5 h".
-
-    Args:
-      seconds: to format.
-      figures: significant digits; integers keep all of theirs.
-    """
-    units = ((1e-6, "us"), (1e-3, "ms"), (1.0, "s"), (60.0, "min"), (3600.0, "h"), (86400.0, "days"))
-    most = {"us": 1000, "ms": 1000, "s": 100, "min": 100, "h": 72}  # largest value in a unit
-    amount = seconds
-    unit = "s"
-    for length, unit in units:
-        amount = seconds / length
-        if unit == "days" or float(f"{amount:.{figures}g}") < most[unit]:
-            break
-    if not seconds:
-        return "0 s"
-    written = f"{amount:,.0f}" if amount >= 10 ** (figures - 1) else f"{amount:.{figures}g}"
-    return f"{written} {unit}"

@@ -20,13 +20,13 @@ from funrl.data.packing import Packing, RowCost, lockstep_work
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer import phases
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 
 WORD = 8  # bytes per number of the row table when it is sent
 
@@ -67,7 +67,7 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     settings = job.settings
     mesh = parts.mesh
     samples = rows_of_step(job) // settings.run.batch_prompts
-    source = mesh if parts.generator is None else parts.generator.mesh
+    source = parts.generator.mesh if isinstance(parts, GeneratingParts) else mesh
     lengths = np.full(settings.run.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
     generating = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
@@ -75,8 +75,8 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     for name in SCORING_ROLES if isinstance(job, RLJob) else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
-    before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
-    plan = loop.update_plan(job, parts, step)
+    before.append(Holders(phases.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
+    plan = phases.update_plan(job, parts, step)
     epochs = [plan_epoch(lengths, mesh, plan, number) for number in range(plan.epochs)]
     return RowPlan(lengths, before, epochs)
 

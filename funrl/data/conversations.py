@@ -242,9 +242,9 @@ class ChatTemplate(NamedTuple):
             return closing, ""
         first = marks[0]
         run = re.compile(f"(?:{markers_of(self.tokenizer).pattern})+").match(closing, first.start())
-        assert run is not None
-        ends_all = followed.startswith(closing[: run.end()]) and not closing[run.end() :].strip()
-        return closing, closing[: run.end() if ends_all else first.end()]
+        end = first.end() if run is None else run.end()
+        ends_all = followed.startswith(closing[:end]) and not closing[end:].strip()
+        return closing, closing[: end if ends_all else first.end()]
 
     def _synthetic(self, messages: Conversation, opens: bool) -> str:
         """Text of synthetic messages without tools, which is kept; "" where the template refuses them."""

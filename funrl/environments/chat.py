@@ -193,7 +193,7 @@ class TemplateChat:
         answers = sum(message.get("role") == "tool" for message in messages)
         names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
         names = names if answers in (0, len(names)) else ("f",) * answers
-        problem: Exception | None = None
+        problem: Exception = DataError("no reply can be rendered")
         for calls in dict.fromkeys((names, ())):  # some templates demand calls where tools answer, others know none
             try:
                 closing = self._closing(calls, tools)
@@ -212,7 +212,6 @@ class TemplateChat:
                 f"and with {rendered.text[begin : begin + len(closing.text)]!r} before {list(messages)!r:.500}; give "
                 "another one (--chat_template=FILE), or start a new trajectory for every turn"
             )
-        assert problem is not None
         raise problem
 
     def _closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:

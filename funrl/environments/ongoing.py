@@ -152,8 +152,7 @@ class _Ongoing:
         """The episode in the record of its group."""
         if self.done is not None:
             return {"done": to_record(self.done)}
-        assert self.policy is not None
-        log = self.policy.log()
+        log = self.log if self.policy is None else self.policy.log()
         calls = to_record(Episode(log.calls, {}))
         return {"done": None, "calls": calls, "answers": log.answers, "failures": self.failures}
 
@@ -165,20 +164,20 @@ class _LiveGroup:
     Attributes:
       group: its example and numbers.
       episodes: in their order.
+      task: runs them.
       allowance: of their policies; see `ResumablePolicy`.
       text: the record after the last rollout.
     """
 
     group: EpisodeGroup
     episodes: list[_Ongoing]
+    task: asyncio.Task[list[tuple[int, Episode]]]
     allowance: int | None = PARKED
     text: str = ""
-    task: asyncio.Task[list[tuple[int, Episode]]] | None = None
 
     @property
     def settled(self) -> bool:
         """True if it has ended, or waits only for parked calls."""
-        assert self.task is not None
         if self.task.done():
             return True
         waiting = [episode for episode in self.episodes if episode.done is None]
@@ -193,7 +192,6 @@ class _LiveGroup:
 
     def record(self) -> GroupRecord:
         """The group as it is now."""
-        assert self.task is not None
         if self.task.done():
             for episode, (_, done) in zip(self.episodes, self.task.result(), strict=True):
                 episode.done = done
@@ -225,7 +223,7 @@ class _OngoingRunner(EpisodeRunner):
             await self.close()
             raise
         for live in running:
-            if live.task is not None and live.task.done():
+            if live.task.done():
                 self._forget(live)
         records.sort(key=lambda record: record.first)
         return OngoingRun(records, len(self._restarted), next(iter(self._restarted), ""))
@@ -284,16 +282,15 @@ class _OngoingRunner(EpisodeRunner):
         """Begin a group, or what its record says of it."""
         entries = [None] * len(group.seeds) if text is None else json.loads(text)
         numbered = zip(enumerate(group.seeds, group.first), entries, strict=True)
-        live = _LiveGroup(group, [_ongoing(number, seed, entry) for (number, seed), entry in numbered], allowance)
+        episodes = [_ongoing(number, seed, entry) for (number, seed), entry in numbered]
+        live = _LiveGroup(group, episodes, self._begin(group), allowance)
         self._live[group.first] = live
         self._episodes |= {episode.number: (live, episode) for episode in live.episodes}
-        live.task = self._begin(group)
         return live
 
     async def _end(self, live: _LiveGroup | None) -> None:
         """End the episodes of a group wherever they are."""
         if live is not None:
-            assert live.task is not None
             live.task.cancel()
             await asyncio.wait({live.task})
             self._forget(live)
@@ -307,9 +304,7 @@ class _OngoingRunner(EpisodeRunner):
         """Run one episode from where its log ends, several times if it fails."""
         live, episode = self._episodes[number]
         while episode.done is None:
-            done = await self._attempt_resumable(example, live, episode)
-            assert episode.policy is not None
-            difference = episode.policy.difference
+            done, difference = await self._attempt_resumable(example, live, episode)
             if difference:
                 self._restarted.append(difference)
             elif done.status == "failed" and episode.failures < self.limits.retries:
@@ -319,14 +314,15 @@ class _OngoingRunner(EpisodeRunner):
             episode.log = EpisodeLog()
         return episode.done
 
-    async def _attempt_resumable(self, example: Example, live: _LiveGroup, episode: _Ongoing) -> Episode:
+    async def _attempt_resumable(self, example: Example, live: _LiveGroup, episode: _Ongoing) -> tuple[Episode, str]:
         clock = EpisodeClock(self.limits.environment_s)
         ask = functools.partial(self._ask, episode.number)
         hooks = CallHooks(ask, clock.policy, functools.partial(self._parked, episode.number))
         policy = ResumablePolicy(hooks, self.setup, episode.seed, self.limits, log=episode.log)
         policy.allowance = live.allowance
         episode.policy = policy
-        return await self._attempted(example, episode.seed, policy, clock)
+        done = await self._attempted(example, episode.seed, policy, clock)
+        return done, policy.difference
 
     async def _ask(self, number: int, request: Request) -> Completion:
         self._beginning.discard(number)

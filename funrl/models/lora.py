@@ -153,9 +153,8 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
       params: the tree of its weights, a rank's shards as they are stored: the factors are split as the weight is, but
         along their rank, which no rule splits.
     """
-    assert model.adapters is not None
     weights = dict(trees.named(params))
-    scale = scale_of(model.adapters.lora)
+    scale = scale_of(model.lora)
     names = merged_weights(model)
     return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
 

@@ -41,6 +41,14 @@ class Endpoint(NamedTuple):
     model: str
 
 
+class SampledNumbers(NamedTuple):
+    """Numbers of tokens that the policy sampled, as in `Node`."""
+
+    raw_logp: Tensor
+    sampling_logp: Tensor
+    versions: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """Tokens that one side added to a trajectory, on the host. Compared and hashed by identity.
@@ -77,6 +85,13 @@ class Node:
     problems: Sequence[str] = ()
     turns_before: int = 0
     owned: OwnedLines | None = None
+
+    @property
+    def numbers(self) -> SampledNumbers:
+        """What the policy gave for its tokens. Raises: ValueError, they were not sampled."""
+        if self.raw_logp is None or self.sampling_logp is None or self.versions is None:
+            raise ValueError("the node is context: no policy sampled its tokens")
+        return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions)
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -282,7 +297,8 @@ def exchange_of(node: Node) -> list[Node]:
     In a cycle of tools only the node and the reply that it follows, as those before have been compared; and tokens that
     the reply had to begin with.
     """
-    assert node.parent is not None
+    if node.parent is None:
+        raise ValueError("a root follows nothing")
     if not any(message.get("role") == "user" for message in node.messages):
         opening = node.parent.parent
         if opening is None or opening.parent is None or opening.sampled or opening.messages:

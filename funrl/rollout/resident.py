@@ -20,7 +20,7 @@ from funrl.kinds import OwnedLines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes.heartbeat import beat
-from funrl.rollout.engine import Engine, awake_step
+from funrl.rollout.engine import Engine, check_running
 from funrl.rollout.requests import Completion, LogitsError, Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -266,7 +266,7 @@ class ResidentEngine:
 
 
 @contextlib.contextmanager
-def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
+def park_requests(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
     """Park unfinished requests inside the context and resume them afterwards. Collective.
 
     Args:
@@ -362,8 +362,10 @@ def _iterations(
 
 def _step(engine: Engine, lasting: bool) -> tuple[list[Completion], LogitsError | None]:
     """The completions of a step, and the error of others that are then cancelled, if the engine is to outlast it."""
+    check_running(engine)
+    beat()
     try:
-        return awake_step(engine), None
+        return engine.step(), None
     except LogitsError as error:
         if not lasting:
             raise

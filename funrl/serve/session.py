@@ -321,8 +321,8 @@ class Session:
 
     def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
         node = end.leaf
-        assert node.parent is not None and node.sampling_logp is not None and node.versions is not None
-        prompt = [token for earlier in node.parent.path() for token in earlier.tokens]
+        numbers = node.numbers
+        prompt = [token for earlier in node.path()[:-1] for token in earlier.tokens]
         tokens = list(node.tokens)
         written = tokens[:-1] if node.finish == "stop" else tokens
         before = prompt[: len(prompt) - len(forced)]
@@ -349,8 +349,8 @@ class Session:
             stop,
             prompt=prompt,
             tokens=tokens,
-            logp=node.sampling_logp,
-            version=int(node.versions[-1]),
+            logp=numbers.sampling_logp,
+            version=int(numbers.versions[-1]),
             thoughts="" if ask.reasoning is False else thoughts,
         )
 

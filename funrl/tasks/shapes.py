@@ -10,10 +10,8 @@ A cell is one token, merged from 4 patches.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
 COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
 SHAPE_NAMES = ("squares", "triangles")
 COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
-CELL, SIDE = 16, 2  # pixels of a cell's side, cells of a picture's side
+CELL = 16  # pixels of a cell's side
+SIDE = 2  # cells of a picture's side
 CELLS = SIDE**2
 MERGE = 2  # patches of a cell's side
 STAMP = 12  # pixels of a shape's side
@@ -178,15 +177,6 @@ def shapes_tokenizer() -> Any:
     return fast
 
 
-def has_shapes_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer."""
-    try:
-        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return vocab == VOCABULARY
-
-
 def shapes_model(head: int = 16) -> VisionLanguageConfig:
     """The small decoder and its tower, in the form of Qwen2.5-VL.
 
@@ -242,7 +232,7 @@ def shapes_task() -> EmbeddedTask:
         demonstrations=picture_demonstrations,
         texts={"demonstrations": right_counts},
         tokenizer=shapes_tokenizer,
-        is_its_tokenizer=has_shapes_tokenizer,
+        tokens=frozenset(VOCABULARY),
         model_config=shapes_model,
         max_new_tokens=COUNT_TOKENS,
         warmstart_steps=DESCRIBING_STEPS,

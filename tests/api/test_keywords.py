@@ -11,7 +11,6 @@ import pytest
 import funrl
 from funrl.algos.recipes import NAMES
 from funrl.api.arguments import python_value
-from funrl.api.keywords import EvaluateKeywords, SamplingKeywords, TrainKeywords
 from funrl.cli.inference_flags import inference_flags
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.rollout.sampling_parameters import Sampling
@@ -52,9 +51,10 @@ def test_the_keywords_are_the_settings_and_the_arguments_of_recipes():
     fields = set(Sampling.__dataclass_fields__)
     assert generate == {*fields, "model", "texts", "seed", "mesh"} and of_model == {*fields, "self", "texts", "seed"}
     assert inspect.signature(funrl.train).parameters["steps"].default == settings_flags()["steps"].default
-    for function, kind in ((funrl.train, TrainKeywords), (funrl.evaluate, EvaluateKeywords)):
-        assert function.__annotations__["settings"] == f"Unpack[{kind.__name__}]"
-    assert funrl.generate.__annotations__["sampling"] == f"Unpack[{SamplingKeywords.__name__}]"
+    for function, keywords in ((funrl.train, "TrainKeywords"), (funrl.evaluate, "EvaluateKeywords")):
+        assert function.__annotations__["settings"] == f"Unpack[{keywords}]"
+    assert funrl.generate.__annotations__["sampling"] == "Unpack[SamplingKeywords]"
+    assert inspect.signature(funrl.train).parameters["steps"].annotation == "WholeValue"
 
 
 @pytest.mark.parametrize(

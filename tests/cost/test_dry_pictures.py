@@ -9,10 +9,8 @@ from selection import quick
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from funrl.cost import device_calls as calls_of_devices
 from funrl.cost import dry_run
 from funrl.cost.descriptions import left_out
-from funrl.cost.device_calls import ENCODE, PICTURES, device_calls
 from funrl.cost.full_rows import full_rows
 from funrl.cost.row_pictures import (
     assumed_prompt,
@@ -26,7 +24,6 @@ from funrl.cost.row_pictures import (
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single
-from funrl.models.vision import inputs as vision_inputs
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tiles import NO_TILES
@@ -257,10 +254,7 @@ def test_a_frozen_tower_has_no_backward_pass(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp2", "sp2"])
 def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
-    """Task pictures of 16 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows.
-
-    With --balance_pictures they share it, and exchange hidden states; ranks with other rows exchange patches too.
-    """
+    """Task pictures of 16 patches of 8 x 8 pixels. Ranks that share a row's tokens compute the tower of whole rows."""
     own = {"dp2": 8, "sp2": 16}[mesh]  # rows of a rank
     row = 16 * 3 * 8 * 8 + 2 * 8
     flags = {"task": "shapes", "dry_run": True, "hardware": "cpu", "batch_prompts": 8, "samples_per_prompt": 2}
@@ -279,12 +273,6 @@ def test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica(mesh):
     ]
     of_tower = seeing["score_reference"].flops - blind["score_reference"].flops
     assert of_tower == pytest.approx(alone[1] - alone[0])
-    job = plain("grpo", **flags, mesh=mesh, balance_pictures=True)
-    shared = dry_run.estimate(job, 11, CPU).phases["score_reference"]
-    assert shared.flops - blind["score_reference"].flops == pytest.approx(of_tower / {"dp2": 1, "sp2": 2}[mesh])
-    more, less = (sum(t.nbytes for t in x.traffic.values()) for x in (shared, seeing["score_reference"]))
-    states = 4 * 4 * job.model.config.embed  # of a picture of 4 tokens
-    assert more - less == own * (states + {"dp2": 16 * 3 * 8 * 8, "sp2": 0}[mesh])
 
 
 @pytest.mark.parametrize("folder", quick(("qwen2_5_vl", "qwen3_vl"), ["qwen2_5_vl"]), indirect=True)
@@ -324,8 +312,6 @@ def test_flags_of_pictures_are_refused_where_the_model_reads_text():
         dry_run.estimate(job, 8, CPU)
     with pytest.raises(SettingsError, match="--max_pixels=4096: the model reads text only"):
         plain("grpo", dry_run=True, max_pixels=4096)
-    with pytest.raises(SettingsError, match="--balance_pictures: the model reads text only; leave it out"):
-        plain("grpo", dry_run=True, balance_pictures=True, mesh="dp2")
 
 
 @pytest.mark.parametrize("algorithm", quick(["grpo", "sft"], ["grpo"]))
@@ -334,33 +320,6 @@ def test_pictures_of_the_task_are_its_own(algorithm, monkeypatch):
     job = plain(algorithm, task="shapes", seed=16, eval_prompts=2)  # no other test keeps texts of this seed
     tokens = {"grpo": 11, "sft": 13}[algorithm]
     assert dry_run.tokens_of(job.settings, job.algorithm) == tokens and row_grids(job, tokens) == ((4, 4),)
-
-
-@pytest.mark.slow
-def test_device_calls_have_the_launches_of_a_prompts_pictures_and_the_bytes_of_patches():
-    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
-    blind, seeing = (device_calls(plain("grpo", **flags, **more), 11) for more in ({"assume_pictures": 0}, {}))
-    row = 16 * 3 * 8 * 8 + 2 * 8
-    assert seeing[PICTURES].to_device == 16 * row and PICTURES not in blind and ENCODE not in blind
-    tower = seeing[ENCODE].launches
-    assert tower > 50 and seeing[ENCODE].to_device > 16 * 3 * 8 * 8
-
-
-@pytest.mark.slow
-def test_micro_batches_launch_the_tower_as_those_of_rows_with_pictures_do(monkeypatch):
-    flags = {"task": "shapes", "dry_run": True, "hardware": "h100"}
-    job = plain("grpo", **flags, freeze="none")
-    assumed, frozen = device_calls(job, 11), device_calls(plain("grpo", **flags), 11)
-    without = device_calls(plain("grpo", **flags, freeze="none", assume_pictures=0), 11)
-    monkeypatch.setattr(calls_of_devices, "with_assumed_pictures", lambda job, parts, tokens: parts)
-    monkeypatch.setattr(calls_of_devices, "full_rows", seen_rows)
-    monkeypatch.setattr(vision_inputs, "grids_of", lambda sizes_P2: row_grids(job, 11) * len(sizes_P2))  # read as ones
-    real = device_calls(job, 11)
-    update = "update_policy: a micro-batch"
-    for name in ("score_reference: a micro-batch", update):
-        assert assumed[name].launches == pytest.approx(real[name].launches, rel=0.02)
-        assert assumed[name].launches > without[name].launches + real[ENCODE].launches
-    assert assumed[update].launches > frozen[update].launches + real[ENCODE].launches  # of the backward pass
 
 
 def test_what_is_not_counted_is_said():

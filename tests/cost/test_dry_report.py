@@ -120,7 +120,6 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
-    monkeypatch.setattr(dry_report, "device_calls", lambda *_: {})  # which take half of the time
     flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5"]
     assert main("grpo", ["grpo", *flags], "grpo") == 0
     said = capsys.readouterr().out
@@ -198,7 +197,6 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
         "peak",
         "suggestions",
         "not_counted",
-        "device_calls",
         "episodes",
     }
     assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)

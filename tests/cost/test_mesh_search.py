@@ -9,7 +9,6 @@ from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cli.run import main
 from funrl.cost import dry_run
-from funrl.cost.rates import duration_text
 from funrl.cost.remedies import Suggestion, Verdict, peak_of
 from funrl.cost.reports import dry_report
 from funrl.cost.reports.search_needs import needs_of
@@ -246,13 +245,6 @@ def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, ca
     assert found["best"]["mesh"] == found["traced"][0]["flags"]["mesh"] and len(found["not_traced"]) == 23
     assert len(found["traced"]) == 5 and not found["needed"] and all(one["sensible"] for one in found["traced"])
     assert all(one["seconds"] for one in found["traced"]) and all(one["reason"] for one in found["not_traced"])
-
-
-def test_durations_are_in_the_unit_that_people_use():
-    seconds = {0: "0 s", 7e-5: "70 us", 0.00152: "1.5 ms", 0.9996: "1 s", 1.23: "1.2 s", 95: "95 s", 1690: "28 min"}
-    seconds |= {5999: "100 min", 6000: "1.7 h", 3.63e6: "42 days"}
-    assert {one: duration_text(one) for one in seconds} == {**seconds, 5999: "1.7 h"}
-    assert duration_text(310, 3) == "5.17 min" and duration_text(1.234, 3) == "1.23 s"
 
 
 def test_a_command_line_keeps_the_flags_that_a_search_does_not_replace():

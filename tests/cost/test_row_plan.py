@@ -15,12 +15,13 @@ from funrl.data.packing import UNIT
 from funrl.mesh import rows as mesh_rows
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import build, sync
+from funrl.trainer import phases, startup
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.micro import row_cost
+from funrl.trainer.steps.sync import sync
 
 
 class Silent:
@@ -65,13 +66,13 @@ def sends(job, mesh):
         return exchange(flat, send, receive, mesh, axes)
 
     mesh_rows.ragged_all_to_all = watched  # in a process that ends with this
-    run, state = loop.begin_run(job, mesh, Silent())
+    run, state = startup.begin_run(job, mesh, Silent())
     state = sync(run.parts, state)
-    rows, state, _ = loop.draw_batch(run, state)
+    rows, state, _ = phases.draw_batch(run, state)
     assert len(set(rows.lengths.tolist())) == 1
     drawn = len(found)
-    rows, state, _ = loop.score_batch(run, state, rows)
-    loop.learn_batch(run, state, rows)
+    rows, state, _ = phases.score_batch(run, state, rows)
+    phases.learn_batch(run, state, rows)
     return gather_objects((found[:drawn], found[drawn:]), mesh)
 
 

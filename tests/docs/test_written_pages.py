@@ -12,7 +12,6 @@ import yaml
 import funrl
 from funrl.cli.run import main
 from funrl.cost.dry_run import PROMPT_TOKENS
-from funrl.cost.reports import dry_report
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # tools/ is not part of the package
@@ -103,7 +102,6 @@ def test_the_dry_run_of_the_largest_preset_is_current(capsys, monkeypatch):
         return [line for line in output.splitlines() if line.startswith(("llama, ", "fits: "))]
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(dry_report, "device_calls", lambda *_: {})  # which take a third of the time
     assert main("grpo", ["grpo", *recipes.arguments(preset)]) == 0
     found = facts(capsys.readouterr().out)
     shown = facts(recipes.shown(recipes.PAGE.read_text(), preset))

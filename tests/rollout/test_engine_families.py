@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from family_configs import DENSE
 from selection import quick
 from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 
@@ -92,6 +93,22 @@ CONFIGS = {
     "gemma4": config_from_hf(GEMMA4_TEXT),
 }
 
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+BY_HAND = {config.source.family for config in CONFIGS.values()}
+FURTHER = {  # families that are switches, by the configurations that are compared with transformers
+    name: config_from_hf(TINY | raw) for name, raw in DENSE.items() if raw["model_type"] not in BY_HAND
+}
 
 EXPERTS = {
     "qwen3_moe": decoder_config(
@@ -119,11 +136,13 @@ EXPERTS = {
 OLDER = ("gemma2", "gemma3", "olmo2", "smollm3", "granite", "phi3", "mistral")
 
 
-@pytest.mark.parametrize("name", quick(CONFIGS, (*OLDER, "ministral3")))
+@pytest.mark.parametrize("name", quick(CONFIGS | FURTHER, (*OLDER, "ministral3")))
 def test_greedy_completions_are_those_of_transformers(name):
-    config = CONFIGS[name]
+    config = (CONFIGS | FURTHER)[name]
     engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=16)
-    assert isinstance(engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend))
+    assert name in FURTHER or isinstance(
+        engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend)
+    )
     peer = load(hf_engine(decoder_model(config)), weights(config))
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 

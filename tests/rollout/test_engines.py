@@ -9,7 +9,7 @@ from small_engines import KINDS, NO_PACKING, NO_VLLM, PROMPTS, assert_same, comp
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model, with_fields
-from funrl.rollout.engine import Callbacks, awake, complete
+from funrl.rollout.engine import Callbacks, complete, onload_engine
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -226,13 +226,13 @@ def a_pause_changes_nothing(kind, mesh):
     engine.resume()
     assert not engine.paused
     assert_same(finish_all(engine), whole, kind.same)
-    with pytest.raises(ValueError, match="empty"), awake(engine):
+    with pytest.raises(ValueError, match="empty"), onload_engine(engine):
         complete(engine, [requests[0]._replace(prompt=[])])
     assert engine.paused
     with pytest.raises(RuntimeError, match="paused: call resume first"):
         complete(engine, requests)
     assert engine.unfinished() == 0
-    with awake(engine):
+    with onload_engine(engine):
         assert_same(complete(engine, requests), whole, kind.same)
 
 

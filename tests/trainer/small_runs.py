@@ -19,9 +19,8 @@ from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
-from funrl.trainer import loop
+from funrl.trainer import phases, startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
@@ -29,6 +28,7 @@ from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
 from funrl.trainer.steps.roles import row_fields_of
 from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.sync import sync
 
 SIZES: dict[str, Any] = {"embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
 SMALL: dict[str, Any] = {
@@ -136,21 +136,21 @@ def uneven(job):
 
 def begin(job, mesh, show=None):
     """A run and its first state on one rank, with weights in the engine."""
-    run, state = loop.begin_run(job, mesh, show or Quiet())
+    run, state = startup.begin_run(job, mesh, show or Quiet())
     return run, sync(run.parts, state, frozen=run.frozen)
 
 
 def scored_batch(run, state):
     """The scored rows of the next step; the state after it; all metrics."""
-    batch, state, drawn = loop.draw_batch(run, state)
-    batch, state, scored = loop.score_batch(run, state, batch)
+    batch, state, drawn = phases.draw_batch(run, state)
+    batch, state, scored = phases.score_batch(run, state, batch)
     return batch, state, drawn | scored
 
 
 def one_step(run, state):
     """The state after a step, and its metrics."""
     batch, state, reported = scored_batch(run, state)
-    state, learned = loop.learn_batch(run, state, batch)
+    state, learned = phases.learn_batch(run, state, batch)
     return sync(run.parts, state, frozen=run.frozen), reported | learned
 
 
@@ -170,7 +170,7 @@ def gradients(run, state, rows, token_budget=None):
             budget = token_budget or run.job.settings.updates.token_budget
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             read = row_fields_of(role.loss)
-            given = {"mask": role.mask, "row_fields": read, "balance": role.placed.balance}
+            given = {"mask": role.mask, "row_fields": read}
             rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, **given)]
             grads, metrics, loss, *_ = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
             whole = unshard(grads, role.stored, run.parts.mesh)
@@ -212,7 +212,7 @@ def steps_of(run, state, steps, with_gradients=True):
         batch, state, reported = scored_batch(run, state)
         batches.append(whole_batch(batch))
         grads.append(gradients(run, state, batch) if with_gradients else {})
-        state, learned = loop.learn_batch(run, state, batch)
+        state, learned = phases.learn_batch(run, state, batch)
         state = sync(run.parts, state, frozen=run.frozen)
         metrics.append(reported | learned)
     return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}

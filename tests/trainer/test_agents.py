@@ -26,7 +26,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.prepare import prepare
@@ -130,7 +130,7 @@ def test_a_map_that_does_not_fit_is_refused_before_the_run(agents, message):
 def test_flags_that_do_not_go_with_frozen_agents_are_refused():
     with pytest.raises(SettingsError, match="--agents=a:frozen does nothing without an environment"):
         prepare(settings_of(**SMALL | {"agents": "a:frozen"}), GRPO)
-    with pytest.raises(SettingsError, match="further models are served by the native engine"):
+    with pytest.raises(SettingsError, match="further models are served by --engine=native"):
         job_of(engine="hf", dtype="float32")
 
 
@@ -210,7 +210,7 @@ class Told(Rivals):
 def answers_of(agents, **settings):
     environment = Told()
     run, state = begin(job_of(environment, agents=agents, **settings), single())
-    loop.draw_batch(run, state)
+    phases.draw_batch(run, state)
     return environment.answers
 
 

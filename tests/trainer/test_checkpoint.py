@@ -12,7 +12,7 @@ from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, s
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import loop
+from funrl.trainer import startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import checkpoint_of, export_checkpoint
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, kept_steps, score_of
@@ -83,7 +83,7 @@ def test_without_a_checkpoint_the_run_begins(tmp_path):
 
 
 def begun(compose=PPO, **settings):
-    return loop.begin_run(small_job(compose, **settings), single(), Quiet())
+    return startup.begin_run(small_job(compose, **settings), single(), Quiet())
 
 
 def saver_of(run, state, folder, **settings):

@@ -20,7 +20,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.pools.transfer import WeightReceiver, WeightSender
 from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeEngine
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.ranks import run_rank
@@ -56,7 +56,7 @@ SLEEPS = (
     (NativeEngine, "step", 0.01),
     (WeightSender, "_attempt", 0.2),
     (WeightReceiver, "_receive_next", 0.2),
-    (loop, "learn_batch", 0.3),
+    (phases, "learn_batch", 0.3),
 )
 
 

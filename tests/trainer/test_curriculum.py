@@ -13,7 +13,7 @@ from funrl.data.prompts import Example
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.loop import draw_batch
+from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.checks import Difficulty, difficulty_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import CurriculumError, names_taken, weighing

@@ -18,7 +18,7 @@ from funrl.mesh.launch import launch
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer.loop import learn_batch
+from funrl.trainer.phases import learn_batch
 
 pytestmark = pytest.mark.gloo
 SPLIT = (  # a row with few tokens or none for a rank; fewer rows than ranks is met on dp2

@@ -18,8 +18,8 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.native.backends import packed_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs.agents import native_options
-from funrl.trainer.loop import draw_batch
+from funrl.trainer.jobs.engines import native_options
+from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import RewardedEngine, rollout

@@ -44,7 +44,7 @@ from funrl.environments.adapters import single_turn
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
+from funrl.trainer import phases
 
 
 class Branching:
@@ -233,7 +233,7 @@ class Breaks:
 def test_a_step_without_useful_rows_is_skipped_though_its_last_refill_failed():
     job = episode_job(dapo, Breaks(), batch_prompts=4, max_refills=2)
     run, state = begin(job, single())
-    _, _, metrics = loop.draw_batch(run, state)
+    _, _, metrics = phases.draw_batch(run, state)
     assert metrics["filter_groups/skipped"] == 1 and metrics["episodes/failed"] == 0.5
 
 

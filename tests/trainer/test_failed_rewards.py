@@ -17,7 +17,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import open_pool
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.sources.generation import RewardedEngine, rollout
 
@@ -111,7 +111,7 @@ def test_partial_rollouts_and_greedy_baselines_leave_out_what_failed(compose, se
         texts = texts_of(job, whole_batch(rows))
         assert texts and not any(map(fails, texts)) and metrics["reward/failed"] > 0
         assert rows.batch.get("failed") is None and rows.batch.score.isfinite().all()
-        state, _ = loop.learn_batch(run, state, rows)
+        state, _ = phases.learn_batch(run, state, rows)
 
 
 def test_several_rewards_are_told_by_their_names():

@@ -15,11 +15,11 @@ from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
-from funrl.rollout.engine import awake, complete
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.requests import Request
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.sync import sync
 
 PARTIAL = {"compose": GRPO, "max_new_tokens": 12, "new_tokens_per_step": 3, "batch_prompts": 3, "minibatches": 1}
 
@@ -55,7 +55,7 @@ def test_with_the_same_weights_a_completion_is_that_of_one_step():
     engine = run.parts.generator.engine
     for place, seed, tokens in begun:
         (prompt,) = prompt_batch(job.task.prompts, 1, 0, place)
-        with awake(engine):
+        with onload_engine(engine):
             (whole,) = complete(engine, [Request(0, prompt.tokens, job.sampling, seed)])
         assert whole.tokens[: len(tokens)].tolist() == tokens
         assert prompt.tokens + whole.tokens.tolist() in found

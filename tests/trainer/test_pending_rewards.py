@@ -19,12 +19,12 @@ from funrl.rewards.views import read_as
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer import loop
+from funrl.trainer import loop, phases, startup
 from funrl.trainer.jobs import row_source as job_source
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.row_source import open_rewards, share_of_cores
 from funrl.trainer.sources.generation import RewardedEngine, rollout
 from funrl.trainer.sources.pending_rewards import PendingRewards
+from funrl.trainer.steps.sync import sync
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
 
@@ -128,9 +128,9 @@ def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own(tmp_pa
 
     job = small_job(reward=waits, batch_prompts=8, samples_per_prompt=8, reward_workers=16)
     with open_rewards(job, 0) as pool:
-        run, state = loop.begin_run(job, single(), Quiet(), pool=pool)
+        run, state = startup.begin_run(job, single(), Quiet(), pool=pool)
         state = sync(run.parts, state)
-        rows, _, _ = loop.draw_batch(run, state)
+        rows, _, _ = phases.draw_batch(run, state)
         run.source.evaluate(state.roles, 0)
     times = run.clock.take()
     assert times["generate"] > 0 and times["reward"] > 0.05 < times["eval"]  # whose rewards are in it
@@ -248,7 +248,7 @@ def test_a_reward_that_takes_longer_than_its_flag_ends_the_run(tmp_path):
 
 def test_a_trainer_without_a_pool_rewards_by_itself():
     job = small_job(reward=lambda prompt, completion, **fields: os.getpid())
-    run, state = loop.begin_run(job, single(), Quiet())
+    run, state = startup.begin_run(job, single(), Quiet())
     rows, _, _ = scored_batch(run, sync(run.parts, state))
     assert run.parts.pool is None and set(rows.batch.score.tolist()) == {os.getpid()}
 

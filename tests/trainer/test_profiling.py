@@ -8,7 +8,7 @@ from small_runs import GRPO, Quiet, small_job
 
 from funrl.mesh.mesh import Mesh, single
 from funrl.processes import heartbeat
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.profiling import is_profiled
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
@@ -49,7 +49,7 @@ def test_a_run_that_ends_early_leaves_what_it_has_and_one_without_the_flag_nothi
         raise NotFiniteError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "learn_batch", fails)
+        patch.setattr(phases, "learn_batch", fails)
         job = small_job(GRPO, **BASE, profile="1:1")
         outcome = loop.train_loop(job, single(), Quiet(str(tmp_path / "cut" / "checkpoints")))
     assert outcome.error == "no more" and heartbeat._mark is None

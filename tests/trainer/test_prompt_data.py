@@ -14,8 +14,7 @@ from funrl.data.text_lengths import fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, flat_fields
-from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, texts_of
-from funrl.trainer.jobs.prompts import split, with_chat_template
+from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, split, texts_of, with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of

@@ -17,7 +17,7 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.data.order import places_in_order
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.placement.ranks import run_rank
@@ -199,7 +199,7 @@ def noted(folder, learn, trainer, state, rows):
 
 
 def noting(job, folder, mesh, pool=None):
-    with mock.patch.object(loop, "learn_batch", functools.partial(noted, folder, loop.learn_batch)):
+    with mock.patch.object(phases, "learn_batch", functools.partial(noted, folder, phases.learn_batch)):
         return run_rank(job, mesh, Quiet(), pool=pool)
 
 

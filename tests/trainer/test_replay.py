@@ -13,7 +13,8 @@ from funrl.algos.recipes.dpo import dpo
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.saved_rows import keep_newest, open_rows, read_rows, saved_steps
-from funrl.trainer.loop import learn_batch, train_loop
+from funrl.trainer.loop import train_loop
+from funrl.trainer.phases import learn_batch
 from funrl.trainer.replay import replay, replay_source
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 

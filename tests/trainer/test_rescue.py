@@ -17,7 +17,7 @@ from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
 from funrl.processes.store import keep_store, listen
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.checkpoints import rescue
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.rescue import replica_of
@@ -33,7 +33,7 @@ SETTINGS = {"steps": 3, "eval_every": 5, "queue": "fixed", "compose": GRPO}
 
 def run(folder, mesh, fail=None, stalled_s=None, **settings):
     """Metrics and weights of a run whose rank `fail` comes to a bad end in its third step."""
-    job, score = small_job(mesh=mesh, **SETTINGS | settings), loop.score_batch
+    job, score = small_job(mesh=mesh, **SETTINGS | settings), phases.score_batch
 
     def program(mesh):
         def failing(trainer, state, rows):
@@ -41,12 +41,12 @@ def run(folder, mesh, fail=None, stalled_s=None, **settings):
                 fail(mesh.rank)
             return score(trainer, state, rows)
 
-        loop.score_batch = failing
+        phases.score_batch = failing
         observer = Quiet(folder)
         try:
             train_loop(job, mesh, observer)
         finally:
-            loop.score_batch = score
+            phases.score_batch = score
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
     return launch(program, job.sizes, "cpu", waiting=WaitLimits(stalled_s=stalled_s))

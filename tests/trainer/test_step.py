@@ -21,7 +21,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.jobs.build import build
-from funrl.trainer.loop import learn_batch
+from funrl.trainer.phases import learn_batch
 from funrl.trainer.steps.micro import mini_batches, own_micro_batches
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role

@@ -1,5 +1,6 @@
 """Steps on a device of torch_xla, the one of PJRT for CPUs, against those in torch."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,7 +21,7 @@ from funrl.trainer.lowered.torch_xla_steps import torch_xla_device
 def on_device(run, state):
     """The run with its steps on the device."""
     roles = with_programs(run.parts.roles, torch_xla_device(run.parts.roles))
-    return run._replace(parts=run.parts._replace(roles=roles)), state
+    return run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state
 
 
 def steps_of(run, state):

@@ -11,7 +11,7 @@ from funrl.mesh.mesh import single
 from funrl.rollout.certificate import SyncDigests
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.sync_proof import READ_AFTER
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 
 WRONG = "layers/1/mlp/up"
 
@@ -110,7 +110,7 @@ def test_no_result_is_read_before_the_engine_has_begun(monkeypatch):
     recorded(NativeEngine, "load", "sync")
     recorded(NativeEngine, "step", "iteration")
     recorded(SyncDigests, "compare", "read")
-    recorded(loop, "score_batch", "score")
+    recorded(phases, "score_batch", "score")
     _, outcome = run(probe_sync_every=0, max_new_tokens=40)
     assert outcome.error is None
     *syncs, last = events_by_sync(events)

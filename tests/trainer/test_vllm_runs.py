@@ -47,7 +47,7 @@ from funrl.processes.workers import can_fork
 from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.settings.declaration import SettingsError
@@ -124,8 +124,8 @@ def weights_amid_rows():
 def scored_by_their_versions(file):
     """Each token that is learned from is scored by the weights that it is said to be of, and noted in a file."""
     weights = {}
-    sync = loop.sync
-    learn = loop.learn_batch
+    sync = phases.sync
+    learn = phases.learn_batch
 
     def synced(parts, state, *rest, **named):
         weights[state.version + 1] = trees.map_named(lambda _, x: x.clone(), state.roles["policy"].params)
@@ -145,7 +145,7 @@ def scored_by_their_versions(file):
                 print(json.dumps(Token(state.step + 1, row, version, gap)), file=lines)
         return learn(trainer, state, rows)
 
-    with mock.patch.object(loop, "sync", synced), mock.patch.object(loop, "learn_batch", learned):
+    with mock.patch.object(loop, "sync", synced), mock.patch.multiple(phases, sync=synced, learn_batch=learned):
         yield
 
 

@@ -47,6 +47,14 @@ def units_of(batch: Batch) -> Units | None:
     return Units(index_B, first_U)
 
 
+def episode_units(batch: Batch) -> Units:
+    """`units_of` rows of episodes. Raises: ValueError, the batch has no field `episode`."""
+    units = units_of(batch)
+    if units is None:
+        raise ValueError("the rows are not of episodes: the batch has no field 'episode'")
+    return units
+
+
 def by_unit(batch: Batch, units: Units) -> Batch:
     """The batch with one number for each unit in its row fields [U], and token fields as they are.
 

@@ -26,12 +26,12 @@ from funrl.cost.decoding import EngineWork, WaveSizes, hardware_page_tokens, tra
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.full_rows import full_rows
 from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended, rows_of_a_pass
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.weight_costs import agent_bytes, engine_bytes
-from funrl.mesh.explain import size, table
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh, single
 from funrl.mesh.text import SHORT, text
 from funrl.models.errors import ModelError
@@ -41,7 +41,7 @@ from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
-from funrl.trainer.jobs.build import Parts, build, on_mesh
+from funrl.trainer.jobs.build import build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.lowered.decoding import EMPTY_STACKS, EnginePrograms, pass_places
@@ -52,6 +52,7 @@ from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.roles import RoleState, row_fields_of, weights_of
 from funrl.trainer.steps.router_losses import Choices, token_count
 from funrl.trainer.steps.score import score
@@ -367,7 +368,7 @@ def decoding_problem(job: Job) -> str | None:
     settings = job.settings
     model = job.models[job.main_role]
     reasons = {
-        f"--engine={settings.engines.engine} decodes by itself": settings.engines.engine != "native",
+        f"--engine={settings.engines.engine} decodes by itself": not settings.engines.abilities.own_steps,
         "--place gives generation other chips": settings.devices.place is not None,
         "--speculate drafts tokens on the host": bool(settings.engines.speculate),
         "--router_replay records experts in torch": settings.routers.router_replay,
@@ -399,7 +400,6 @@ def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) ->
     with pretended(job.sizes) as mesh:
         whole = build(job, mesh, quiet)
         generator = whole.generator
-        assert generator is not None
         if generator.base is not None:
             raise NoDecoding("adapters are beside the weights of a base")
         own_bytes = engine_bytes(job, whole, generator)[0] + agent_bytes(job, whole)
@@ -413,7 +413,6 @@ def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) ->
         def costs_of(shallow: Job) -> dict[str, Costs]:
             assert isinstance(shallow, RLJob)
             engine = build(shallow, mesh, quiet).generator
-            assert engine is not None
             own = work._replace(job=shallow, generator=engine)
             return traced_passes(own, job.sampling, sizes, length).phases
 

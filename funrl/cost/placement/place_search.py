@@ -22,7 +22,6 @@ from funrl.cost.dry_run import plain_job, tokens_of
 from funrl.cost.placement.pool_estimates import pool_estimate
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.placement.role_pools import ScoringPool, roles_to_move, scoring_pools_of, without_roles
-from funrl.cost.rates import duration_text
 from funrl.cost.remedies import Peak, peak_of, quoted_flags
 from funrl.cost.schedules.simulation import AsyncRun, Simulated
 from funrl.cost.schedules.splits import MOST_SPLITS, Workload, async_run, lengths_of, rule_of, simulate_rule
@@ -32,9 +31,9 @@ from funrl.cost.search.closed_seconds import training_seconds
 from funrl.cost.search.closed_split import parameters, split_of
 from funrl.cost.search.mesh_search import Ranked, chosen_mesh, ranked_splits, split_flags
 from funrl.cost.search.split_variants import Candidate, engine_meshes, rank_key, tensor_nodes
+from funrl.cost.tables import duration_text, size
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
-from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.trainer.jobs.job import RLJob
@@ -119,7 +118,7 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
     world = settings.devices.train.wanted or 2
     alone = with_flags(settings, place=None, dry_run=True)
     tokens = tokens_of(alone, algorithm)
-    base = plain_job(with_flags(alone, balance_pictures=False), algorithm, hardware.memory)  # of one device
+    base = plain_job(alone, algorithm, hardware.memory)  # of one device
     assert isinstance(base, RLJob)
     work = Workload(lengths_of(alone, base.sampling.max_new_tokens), tokens, hardware)
     rule = rule_of(alone)

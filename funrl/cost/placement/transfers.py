@@ -22,10 +22,11 @@ from funrl.mesh.rows import row_indices, token_bytes
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.parts import Parts
 
 VERSION_BYTES = 4  # of a token, where rows may be of older weights
 
@@ -52,10 +53,10 @@ class PoolTransfer(NamedTuple):
 
 
 def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolTransfer, PoolTransfer]:
-    """Weights to the ranks that generate, and rows from them, where all rows have full length.
+    """Weights to the generator ranks, and rows from them, where all rows have full length.
 
     Args:
-      job: on the mesh of the ranks that train.
+      job: on the mesh of the trainer ranks.
       placement: of all ranks.
       tokens: of a prompt.
     """
@@ -95,7 +96,7 @@ def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> t
     """Tokens that the busiest rank sends, those that the busiest one receives, and the most messages of a rank.
 
     Args:
-      job, parts: on the mesh of the ranks that train.
+      job, parts: on the mesh of the trainer ranks.
       placement: of all ranks.
       width: tokens of a row.
     """
@@ -106,7 +107,7 @@ def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> t
     has = row_indices(Mesh(placement.generate.sizes))
     wants = row_indices(Mesh(placement.train.sizes))
     owner = generating_ranks(prompts, samples, int(has.max()) + 1)
-    to = loop.scoring_ranks(job, parts, lengths, groups, step=1)[0]
+    to = phases.scoring_ranks(job, parts, lengths, groups, step=1)[0]
     tokens = np.zeros((int(has.max()) + 1, int(wants.max()) + 1), dtype=np.int64)
     np.add.at(tokens, (owner, to), lengths)
     sent = np.zeros((2, len(has)), dtype=np.int64)  # tokens and messages of each rank that generates

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from funrl.algos.core import Algorithm
-from funrl.cost.device_calls import device_calls
 from funrl.cost.dry_run import plain_job, tokens_of
 from funrl.cost.placement.place_search import place_search
 from funrl.cost.placement.pool_estimates import pool_estimate
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.placement.transfers import pool_transfers
-from funrl.cost.rates import communication, duration_text, hidden, rates_of
+from funrl.cost.rates import communication, hidden, rates_of
 from funrl.cost.remedies import Verdict, verdict_of, written_flags
 from funrl.cost.reports.dry_json import as_object
 from funrl.cost.reports.places_report import places_json, places_text
@@ -30,13 +29,12 @@ from funrl.cost.reports.search_report import search_json, search_text
 from funrl.cost.schedules.splits import Workload, lengths_of
 from funrl.cost.search.mesh_search import Traced, search
 from funrl.cost.search.node_groups import with_groups
+from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS
-from funrl.cost.tracing.device_counter import DeviceCalls
 from funrl.cost.tracing.estimate import Estimate, stage_of
 from funrl.cost.tracing.hardware import HARDWARE, Hardware
 from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import mesh as meshes
-from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
@@ -49,7 +47,6 @@ from funrl.trainer.settings.settings import Settings, with_flags
 
 DEFAULT = "h100"
 ONE_GENERATOR = "generate:1"  # in place of generators that join
-CALLS = ("launches", "to_device_bytes", "to_host_bytes")  # names of `DeviceCalls` in JSON
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str] = ()) -> str:
@@ -97,7 +94,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
 
 
 def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
-    """Dry run of ranks that train, and of one generator that joins them and writes all rows.
+    """Dry run of trainer ranks, and of one generator that joins them and writes all rows.
 
     Raises:
       ValueError: a flag cannot work.
@@ -105,7 +102,7 @@ def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     check_settings(settings)
     if scorers := scorers_of(settings):
         raise SettingsError(
-            f"--dry_run with --place={settings.devices.place}: models that reward on the ranks that train are not "
+            f"--dry_run with --place={settings.devices.place}: models that reward on the trainer ranks are not "
             f"estimated beside generators that join; leave --{scorers[0]} out"
         )
     place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
@@ -168,15 +165,8 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], token
     hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
     estimate = costs(settings, hardware)
     fits = verdict_of(estimate, settings, hardware, lambda settings: costs(settings, hardware))
-    calls = {}
-    if hardware.accelerator:
-        try:
-            calls = device_calls(estimate.job, tokens)
-        except (RuntimeError, NotImplementedError) as error:  # a piece that reads numbers of the device
-            estimate = estimate._replace(left_out=(*estimate.left_out, f"launches and copies: {error}"))
     if settings.estimate.json:
-        named = {name: dict(zip(CALLS, x, strict=True)) for name, x in calls.items()}
-        return json.dumps(as_object(estimate, fits, hardware) | {"device_calls": named}, indent=1)
+        return json.dumps(as_object(estimate, fits, hardware), indent=1)
     parts = [
         title(estimate, settings),
         memory(estimate),
@@ -184,7 +174,6 @@ def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], token
         *([turns(estimate.episodes)] if estimate.episodes else []),
         rate(estimate, hardware),
         traffic(estimate),
-        *([on_device(calls)] if calls else []),
     ]
     return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(estimate.left_out)}"])
 
@@ -281,12 +270,6 @@ def traffic(estimate: Estimate) -> str:
     if not rows:
         return "nothing is sent"
     return "\n".join(table(("mesh axes", "collective", *columns, "bytes of a rank"), rows))
-
-
-def on_device(calls: Mapping[str, DeviceCalls]) -> str:
-    """Launches, and bytes between the host and its device."""
-    rows = [(name, f"{x.launches:,.0f}", *(size(n) if n else "-" for n in x[1:])) for name, x in calls.items()]
-    return "\n".join(table(("on the device of a rank", "launches", "to it", "to the host"), rows))
 
 
 def rate(estimate: Estimate, hardware: Hardware) -> str:

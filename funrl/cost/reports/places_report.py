@@ -6,11 +6,10 @@ import json
 from collections.abc import Sequence
 
 from funrl.cost.placement.place_search import PlacedCandidate, PlaceSearch, reasons_text
-from funrl.cost.rates import duration_text
 from funrl.cost.remedies import written_flags
 from funrl.cost.reports.dry_json import peak_object
 from funrl.cost.reports.search_report import command_text
-from funrl.mesh.explain import size, table
+from funrl.cost.tables import duration_text, size, table
 
 
 def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from funrl.cost.placement.pool_settings import pool_settings
 from funrl.cost.placement.transfers import PoolTransfer
-from funrl.cost.rates import duration_text, step_seconds
+from funrl.cost.rates import step_seconds
 from funrl.cost.remedies import Verdict, verdict_of
 from funrl.cost.reports.dry_json import as_object
 from funrl.cost.reports.schedule_report import Schedules, schedules_object, schedules_text
+from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
-from funrl.mesh.explain import size, table
 from funrl.mesh.pools.placement import Placement
 from funrl.trainer.settings.settings import Settings
 

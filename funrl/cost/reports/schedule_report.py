@@ -10,7 +10,6 @@ from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.dry_run import plain_job
 from funrl.cost.placement.pool_settings import pool_settings
-from funrl.cost.rates import duration_text
 from funrl.cost.schedules.lengths import LengthLaw
 from funrl.cost.schedules.simulation import AsyncRun, Simulated, UpdateLaw
 from funrl.cost.schedules.splits import (
@@ -28,9 +27,9 @@ from funrl.cost.schedules.splits import (
     verdict_times,
 )
 from funrl.cost.schedules.update_times import ScoredUpdate
+from funrl.cost.tables import duration_text, table
 from funrl.cost.tracing.hardware import Hardware
 from funrl.mesh import mesh as meshes
-from funrl.mesh.explain import table
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError
@@ -94,7 +93,7 @@ def placed_schedules(
       settings: the flags.
       placement: of the ranks.
       work: rows of the run.
-      transfer: seconds until the ranks that generate have new weights.
+      transfer: seconds until the generator ranks have new weights.
 
     Raises:
       ValueError: a flag cannot work.

@@ -7,8 +7,8 @@ from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.remedies import Verdict, peak_of, written_flags
 from funrl.cost.search.mesh_search import Ranked, Search, ranked_splits, split_flags
 from funrl.cost.search.split_variants import Candidate, engine_bytes_of_node, engine_fits_node
+from funrl.cost.tables import size
 from funrl.cost.tracing.hardware import HARDWARE, USABLE
-from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import compute_dtype

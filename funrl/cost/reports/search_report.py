@@ -8,12 +8,11 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from funrl.cost.rates import duration_text
 from funrl.cost.remedies import Verdict, quoted_flags, written_flags
 from funrl.cost.reports.dry_json import as_object, peak_object
 from funrl.cost.search.mesh_search import Other, Search, Traced, spans_text
+from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.hardware import USABLE
-from funrl.mesh.explain import size, table
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.trainer.settings.settings import settings_flags
 

@@ -24,7 +24,7 @@ from funrl.cost.tracing.turns import turns_of
 from funrl.mesh.mesh import Mesh
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.settings import Settings
-from funrl.trainer.sources.judging import JudgeJob
+from funrl.trainer.steps.parts import JudgeJob
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills

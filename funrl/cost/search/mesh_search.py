@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
-from funrl.cost.rates import Rates, duration_text, rates_of
+from funrl.cost.rates import Rates, rates_of
 from funrl.cost.remedies import Peak, peak_of, written_flags
 from funrl.cost.search.closed_form import Rough
 from funrl.cost.search.split_variants import (
@@ -26,10 +26,10 @@ from funrl.cost.search.split_variants import (
     search_space,
     tensor_nodes,
 )
+from funrl.cost.tables import duration_text, size
 from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.mesh import mesh as meshes
-from funrl.mesh.explain import size
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.text import AXES, ROW_AXES, SHORT
 from funrl.models import Model
@@ -157,7 +157,7 @@ def ranked_splits(settings: Settings, algorithm: Algorithm, world: int, hardware
     Raises:
       ValueError: a flag that cannot work on any mesh.
     """
-    unshared = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto", "balance_pictures": False}
+    unshared = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto"}
     alone = with_flags(settings, mesh="dp1", generate_mesh=None, **unshared)
     base = plain_job(alone, algorithm, hardware.memory)
     space = search_space(base, check_width(base, tokens_of(settings, algorithm)), hardware)

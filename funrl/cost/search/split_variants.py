@@ -102,7 +102,9 @@ def engine_meshes(space: SearchSpace, settings: Settings, world: int) -> list[st
     They are tensor parallel inside a node, and over nodes only if a node has no room for the weights.
     """
     base = space.base
-    if not isinstance(base, RLJob) or settings.devices.generate_mesh is not None or settings.engines.engine != "native":
+    if not isinstance(base, RLJob) or settings.devices.generate_mesh is not None:
+        return []
+    if not settings.engines.abilities.own_steps:
         return []
     engines = {base.main_role: space.shallow[base.main_role]}
     widest = RANKS_PER_NODE if engine_fits_node(space) else RANKS_PER_NODE * MOST_NODES

@@ -103,44 +103,8 @@ class ShapeMemo:
         return fake
 
 
-class DeviceMemo:
-    """Runner of operators on tensors of the device "meta", once for each combination of argument shapes."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, _Known | _Several] = {}
-
-    def run(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """The result of an operator that writes to no argument and returns none, nor a view of one."""
-        parts: list[Any] = [id(func)]
-        kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
-        if kinds & ~_META != _COMPARABLE:
-            return func(*args, **kwargs)
-        key = tuple(parts)
-        known = self.known.get(key)
-        if known is None:
-            out = func(*args, **kwargs)
-            several = isinstance(out, (tuple, list))
-            results = out if several else (out,)
-            described = [known for x in results if (known := _on_device(x, args)) is not None]
-            if described and len(described) == len(results):
-                self.known[key] = _Several(type(out), tuple(described)) if several else described[0]
-            return out
-        if isinstance(known, _Several):
-            return known.kind(_empty(result) for result in known.results)
-        return _empty(known)
-
-
 def _empty(known: _Known) -> Tensor:
     return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
-
-
-def _on_device(out: Any, args: tuple) -> _Known | None:
-    """Description of a tensor of the device; None: it is none, or has not a storage of its own."""
-    if not isinstance(out, Tensor) or not out.is_meta or out.layout != torch.strided or _may_alias(out, args):
-        return None
-    if out.storage_offset() or out.untyped_storage().nbytes() != out.numel() * out.element_size():
-        return None
-    return _Known(out.shape, out.stride(), out.dtype, 0, False)
 
 
 def _result_of(func: Any, args: tuple, kwargs: dict) -> _Result:
@@ -222,14 +186,13 @@ def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
     """
     parts: list[Any] = [id(func)]
     kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
-    comparable = kinds & _COMPARABLE and (by_shapes or not kinds & (_REAL | _META))
-    return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & (_REAL | _META)))
+    comparable = kinds & _COMPARABLE and (by_shapes or not kinds & _REAL)
+    return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & _REAL))
 
 
 _COMPARABLE = 1
 _FAKE = 2
 _REAL = 4
-_META = 8
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
 
 
@@ -243,9 +206,6 @@ def _scan(values: Any, parts: list[Any]) -> int:
             parts.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
         elif kind in _PLAIN:
             parts += (kind, value)
-        elif isinstance(value, Tensor) and value.is_meta and value.layout == torch.strided:
-            kinds |= _META
-            parts.append(("meta", value.shape, value.stride(), value.dtype))
         elif isinstance(value, Tensor):
             kinds |= _REAL
             parts.append(("real", value.shape, value.stride(), value.dtype))

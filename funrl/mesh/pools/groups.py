@@ -185,7 +185,7 @@ class GroupBoard:
         return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
 
     def prompts_of(self, batch: int) -> list[int]:
-        """Positions of the prompts of a batch that may begin, where the ranks that train choose them."""
+        """Positions of the prompts of a batch that may begin, where the trainer ranks choose them."""
         return [int(position) for position in run_store().get(f"{CHOSEN_KEY}/{batch}").split()]
 
     def take_replacement(self, batch: int) -> int:

@@ -41,7 +41,7 @@ class WeightTransfer(NamedTuple):
     further: Mapping[str, int] = {}
 
 
-class WeightArrival(NamedTuple):
+class WeightDelivery(NamedTuple):
     """Weights in the second buffer.
 
     Attributes:
@@ -73,7 +73,7 @@ class WeightForm(NamedTuple):
     """The form in which a model's weights are received.
 
     Attributes:
-      plan: from the ranks that train.
+      plan: from the trainer ranks.
       prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
     """
 
@@ -102,8 +102,8 @@ class WeightSender:
         """Begin before the first transfer.
 
         Args:
-          mesh: of the ranks that train.
-          receivers: number of ranks that generate.
+          mesh: of the trainer ranks.
+          receivers: number of generator ranks.
           group: of `transfer_group`.
         """
         self.mesh = mesh
@@ -196,7 +196,7 @@ class WeightReceiver:
         """Begin before the first transfer; `start` begins to receive.
 
         Args:
-          mesh: of the ranks that generate.
+          mesh: of the generator ranks.
           form: of the weights.
           further: form of those of each further model.
           group: of `transfer_group`.
@@ -207,7 +207,7 @@ class WeightReceiver:
         self._further = further
         self._next = 0
         self._ended = threading.Event()
-        self._arrived: WeightArrival | None = None
+        self._arrived: WeightDelivery | None = None
         self._lock = threading.Lock()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
@@ -222,13 +222,13 @@ class WeightReceiver:
             self._ended.set()
             self._thread.join(timeout=1.0)  # it may be in an exchange with a rank that has failed
 
-    def arrived(self) -> WeightArrival | None:
+    def arrived(self) -> WeightDelivery | None:
         """The weights that are here and were not taken. Raises: MeshError: a rank that sends has failed."""
         if self._problem is not None:
             raise self._problem
         return self._arrived
 
-    def taken(self, arrived: WeightArrival) -> None:
+    def taken(self, arrived: WeightDelivery) -> None:
         """Release weights that the engine has, unless others have arrived."""
         with self._lock:
             if self._arrived is arrived:
@@ -284,7 +284,7 @@ class WeightReceiver:
             write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
         else:
             with self._lock:
-                self._arrived = WeightArrival(transfer, number, prepared, further)
+                self._arrived = WeightDelivery(transfer, number, prepared, further)
             self._count(number)
         store.add(f"{key}/ended", 1)
         beat()

@@ -7,6 +7,7 @@ rank has the most to do, as causal queries see all that is before them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -80,11 +81,11 @@ class _Ring(AutogradFunction):
     @staticmethod
     def forward(q, k, v, offsets, sinks, place):
         mesh, options = place
-        joined: tuple[Tensor, Tensor] | None = None
-        for firsts, (keys, values) in _parts(torch.stack((k, v)), mesh):
-            part = _part(q, keys, values, offsets, *firsts, *options)
-            joined = part if joined is None else _joined(*joined, *part)
-        assert joined is not None  # the own part is always there
+        seen = (
+            _part(q, keys, values, offsets, *firsts, *options)
+            for firsts, (keys, values) in _parts(torch.stack((k, v)), mesh)
+        )
+        joined = functools.reduce(lambda before, part: _joined(*before, *part), seen)
         out, lse = joined if sinks is None else add_sinks(*joined, sinks)
         return out.to(q.dtype), lse
 

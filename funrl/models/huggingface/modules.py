@@ -331,8 +331,7 @@ def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     positions_1N = positions.expand(B, T).reshape(1, -1)
     if offsets is None and segments is None:
         offsets = torch.arange(0, B * T + 1, T, device=device)
-    elif offsets is None:  # padding is a sequence like others: its output is never used
-        assert segments is not None
+    if offsets is None and segments is not None:  # padding is a sequence like others: its output is never used
         ends_BT = torch.ones_like(segments, dtype=torch.bool)
         ends_BT[:, :-1] = segments[:, 1:] != segments[:, :-1]
         ends = ends_BT.flatten().nonzero().squeeze(-1) + 1

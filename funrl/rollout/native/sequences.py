@@ -292,10 +292,10 @@ class RunningSequences:
             end = begin + 1
             while end < len(ahead_R) and ahead_R[end]:
                 end += 1
-            sequence = self._by_slot[slots_R[begin]]
+            lookup = self._running(slots_R[begin]).lookup
             accepted = int(kept_R[begin + 1 : end].sum())
-            assert sequence is not None and sequence.lookup is not None
-            sequence.lookup.settle(end - begin - 1, accepted)
+            if lookup is not None:
+                lookup.settle(end - begin - 1, accepted)
             self.accepted += accepted
         for level in range(int(ahead_R.max()) + 1):
             rows = np.flatnonzero(kept_R & (ahead_R == level))
@@ -380,9 +380,15 @@ class RunningSequences:
             elif full[i]:
                 self._end(slot, length, None)
 
-    def _end(self, slot: int, length: int, finish: Finish | None) -> None:
+    def _running(self, slot: int) -> RunningSequence:
+        """The sequence of a slot. Raises: KeyError, the slot is free."""
         sequence = self._by_slot[slot]
-        assert sequence is not None
+        if sequence is None:
+            raise KeyError(f"slot {slot} is free")
+        return sequence
+
+    def _end(self, slot: int, length: int, finish: Finish | None) -> None:
+        sequence = self._running(slot)
         sequence.overrun = finish == "string" and bool(self.lengths[slot] > length)
         self.lengths[slot] = length
         if finish is None:
@@ -410,8 +416,7 @@ class RunningSequences:
 
     def _fail(self, slot: int, position: int) -> tuple[int, int]:
         """End the sequence of a slot, whose token at a position has no logits; returns them as in `logits_error`."""
-        sequence = self._by_slot[slot]
-        assert sequence is not None
+        sequence = self._running(slot)
         self.damaged = True
         self.lengths[slot] = position
         self.finish(sequence, "cancelled")

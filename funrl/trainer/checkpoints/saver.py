@@ -33,11 +33,11 @@ from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other
 from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.runs import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
@@ -185,7 +185,7 @@ class Saver:
         self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
         if remark := other_processor(record.facts.get("processor")):
             self.observer.note(remark)
-        return state._replace(source=self.source.restored(state.source))
+        return state._replace(source=self.source.stored.restored(state.source))
 
     def _comparable(self, record: Recorded) -> Evaluations:
         """The evaluations of a checkpoint, as far as those of this run can be compared with them."""
@@ -244,14 +244,14 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
         return None
 
-    def after_step(self, state: State, settled: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
+    def after_step(self, state: State, complete: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
         """Save the state after a step if it is time to; True if the run was asked to stop, and its state is saved.
 
         Collective: one small sum over all ranks.
 
         Args:
           state: after the step.
-          settled: () -> metrics of the step and the evaluations so far, once that of the step has ended.
+          complete: () -> metrics of the step and the evaluations so far, once that of the step has ended.
 
         Raises:
           CheckpointError: a save has failed, on every rank.
@@ -266,7 +266,7 @@ class Saver:
             self._raise(problems)
         last = state.step == self.settings.run.steps and (every.steps > 0 or self.saved >= 0)
         if stop or due or last or (every.steps and state.step % every.steps == 0):
-            metrics, evaluations = settled()
+            metrics, evaluations = complete()
             self.save(state, evaluations, score_of(metrics))
         elif every.steps and self.memory is None:
             self._prepare(state)
@@ -283,7 +283,7 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.saved(state.source))
+        state = state._replace(source=self.source.stored.saved(state.source))
         snapshot, memory = self._prepare(state)
         snapshot.copy(memory)
         self.attempt += 1

@@ -75,7 +75,7 @@ def device_sizes(settings: Settings) -> dict[str, int]:
 def decodes_in_jax(settings: Settings) -> bool:
     """True if a native engine decodes in JAX: with --compile=on. It neither drafts tokens nor records experts there."""
     wanted = settings.models.backend == "xla" and settings.models.compile == "on"
-    wanted = wanted and settings.engines.engine == "native"
+    wanted = wanted and settings.engines.abilities.own_steps
     return wanted and not settings.engines.speculate and not settings.routers.router_replay
 
 

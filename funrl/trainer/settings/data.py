@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from funrl.tasks.embedded import TASK_NAMES
-from funrl.trainer.settings.declaration import (
-    RL,
-    SUPERVISED,
-    Bound,
-    at_least,
-    flag,
-    one_of,
-)
+from funrl.trainer.settings.declaration import RL, SUPERVISED, Bound, at_least, flag, one_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +14,7 @@ class ExampleSettings:
 
     task: str = flag(
         "arithmetic",
-        "the embedded task, unless --prompts or --data is given; docs/built_in_environments.md describes them",
+        "the embedded task, unless --prompts or --data is given",
         one_of(*TASK_NAMES),
         unless=("prompts", "data"),
     )
@@ -41,13 +34,10 @@ class ExampleSettings:
         kinds=SUPERVISED,
     )
     fields: str | None = flag(
-        None,
-        "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer",
+        None, "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer"
     )
     eval_data: str | None = flag(
-        None,
-        "held-out data, as --prompts or --data",
-        chosen="a tenth of these, chosen by --seed",
+        None, "held-out data, as --prompts or --data", chosen="a tenth of these, chosen by --seed"
     )
     long_prompts: str = flag(
         "error",
@@ -102,9 +92,7 @@ class FormatSettings:
         example="1{prompt}",
     )
     system_prompt: str | None = flag(
-        None,
-        "system message before prompts that have none: the text, or a .txt file",
-        example="3",
+        None, "system message before prompts that have none: the text, or a .txt file", example="3"
     )
     few_shot: str | None = flag(
         None,
@@ -120,9 +108,7 @@ class FormatSettings:
     )
     tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")
     template_arguments: str | None = flag(
-        None,
-        "further arguments of the chat template: enable_thinking:false",
-        example="enable_thinking:false",
+        None, "further arguments of the chat template: enable_thinking:false", example="enable_thinking:false"
     )
     step_separator: str | None = flag(
         None,

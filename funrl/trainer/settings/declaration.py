@@ -194,10 +194,10 @@ class Flag(NamedTuple):
             return f"{WANTED[self.type]} is needed"
         if isinstance(value, float) and not math.isfinite(value):
             return "a finite number is needed"
-        if all(bound.holds(value) for bound in self.bounds):
-            return ""
         if successor := successor_of_value(self.name, str(value)):
             return f"not a value any more; {successor}"
+        if all(bound.holds(value) for bound in self.bounds):
+            return ""
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
     def help(self) -> str:
@@ -207,7 +207,10 @@ class Flag(NamedTuple):
 
 
 class FlagOptions(TypedDict, total=False):
-    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`."""
+    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`.
+
+    `SHARED` of a record has those of all its fields, which a field may set otherwise.
+    """
 
     chosen: str
     kinds: tuple[str, ...]

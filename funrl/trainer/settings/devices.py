@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import Placement, read_placement
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.role_kinds import ROLES
-from funrl.trainer.settings.declaration import (
-    RL,
-    at_least,
-    at_most,
-    flag,
-    names_like,
-    one_of,
-    some_of,
-)
+from funrl.trainer.settings.declaration import RL, FlagOptions, at_least, at_most, flag, names_like, one_of, some_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +24,7 @@ class DeviceSettings:
         effect="ranks",
     )
     generate_mesh: str | None = flag(
-        None,
-        "mesh of the same devices for generation",
-        chosen="all of them dp",
-        kinds=RL,
-        effect="ranks",
+        None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL, effect="ranks"
     )
     place: str | None = flag(
         None,
@@ -65,12 +54,6 @@ class DeviceSettings:
         "split the residual stream's tokens over tp, so that norms and residuals take 1 / tp of the memory; auto: on "
         "GPUs",
         one_of("auto", "on", "off"),
-        effect="ranks",
-    )
-    balance_pictures: bool = flag(
-        False,
-        "share the work of a vision tower that trains or scores: of the pictures that all ranks have in a micro-batch "
-        "each computes about as many patches, and none computes what another one does",
         effect="ranks",
     )
     remat: str = flag(
@@ -168,19 +151,16 @@ class ShardSettings:
 class WaitSettings:
     """Waiting for other ranks."""
 
+    SHARED: ClassVar[FlagOptions] = {"effect": "event"}
+
     timeout: int = flag(
-        60,
-        "minutes that a rank waits for another one, as for the rewards of that",
-        at_least(1),
-        at_most(525600),
-        effect="event",
+        60, "minutes that a rank waits for another one, as for the rewards of that", at_least(1), at_most(525600)
     )
     heartbeat: int = flag(
         60,
         "seconds without progress after which the run reports the rank, host and phase that it waits for",
         at_least(1),
         at_most(86400),
-        effect="event",
     )
     stalled_after: int = flag(
         300,
@@ -188,5 +168,4 @@ class WaitSettings:
         "ends; a long computation does not stop the heartbeat",
         at_least(1),
         at_most(86400),
-        effect="event",
     )

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from funrl.trainer.settings.declaration import (
-    at_least,
-    flag,
-    one_of,
-)
+from funrl.trainer.settings.declaration import at_least, flag, one_of
 
 SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -18,9 +14,7 @@ class ModelSettings:
     """Models."""
 
     model: str | None = flag(
-        None,
-        "Hugging Face directory, or name of a model in its local cache",
-        chosen="a small decoder from scratch",
+        None, "Hugging Face directory, or name of a model in its local cache", chosen="a small decoder from scratch"
     )
     model_code: str = flag(
         "auto",
@@ -35,9 +29,7 @@ class ModelSettings:
         requires="model",
     )
     teacher: str | None = flag(
-        None,
-        "Hugging Face directory of the teacher to distil from, with the policy's tokenizer",
-        needs="teacher",
+        None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs="teacher"
     )
     teacher_top_k: int = flag(
         64,
@@ -52,10 +44,7 @@ class ModelSettings:
         one_of("auto", "float32", "float64", "bfloat16"),
     )
     save_dtype: str = flag(
-        "auto",
-        "dtype of the weights in model/; auto: that of --model",
-        one_of("auto", *SAVED_DTYPES),
-        effect="files",
+        "auto", "dtype of the weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES), effect="files"
     )
     compile: str = flag(
         "auto",

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from funrl.rollout.sampling_parameters import PENALTIES, SMALLEST_TEMPERATURE
-from funrl.trainer.settings.declaration import (
-    RL,
-    Bound,
-    above,
-    at_least,
-    at_most,
-    flag,
-    some_of,
-)
+from funrl.trainer.settings.declaration import RL, Bound, above, at_least, at_most, flag, some_of
 
-TRACKERS = ("wandb", "mlflow", "trackio", "swanlab")
+TRACKERS = ("wandb", "mlflow")
 
 PROFILE = r"([1-9]\d{0,8}):([1-9]\d{0,3})"  # STEP:COUNT
 
@@ -42,14 +35,7 @@ class EvaluationSettings:
     )
     eval_top_k: int | None = flag(None, "as --top_k", at_least(0), kinds=RL, chosen="the model's, else 0")
     eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1")
-    eval_min_p: float | None = flag(
-        None,
-        "as --min_p",
-        at_least(0),
-        at_most(1),
-        kinds=RL,
-        chosen="the model's, else 0",
-    )
+    eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), kinds=RL, chosen="the model's, else 0")
     eval_repetition_penalty: float | None = flag(
         None,
         "as --repetition_penalty",
@@ -58,6 +44,18 @@ class EvaluationSettings:
         kinds=RL,
         chosen="the model's, else 1",
     )
+
+
+class ProfileWindow(NamedTuple):
+    """Steps that --profile traces: `count` steps from `first` on."""
+
+    first: int
+    count: int
+
+    @property
+    def last(self) -> int:
+        """The last step."""
+        return self.first + self.count - 1
 
 
 @dataclass(frozen=True)
@@ -87,3 +85,9 @@ class OutputSettings:
         effect="files",
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs="policy")
+
+    @property
+    def window(self) -> ProfileWindow | None:
+        """The steps of --profile; None: no profile."""
+        match = re.fullmatch(PROFILE, self.profile) if self.profile else None
+        return None if match is None else ProfileWindow(int(match[1]), int(match[2]))

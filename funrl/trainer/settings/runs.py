@@ -5,18 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from funrl import seeds
-from funrl.trainer.settings.declaration import (
-    RL,
-    SUPERVISED,
-    Bound,
-    at_least,
-    below,
-    flag,
-    one_of,
-)
+from funrl.trainer.settings.declaration import RL, SUPERVISED, Bound, FlagOptions, at_least, below, flag, one_of
 
 INTERVAL = re.compile(r"(\d{1,9})([smh]?)")
 LENGTHS = r"mean:\d{1,9},max:\d{1,9}(,spread:\d{1,3}(\.\d{1,9})?)?"
@@ -66,73 +58,46 @@ class RunSettings:
         effect="files",
     )
     env_check: str = flag(
-        "on",
-        "try an episode of --env before anything is started",
-        one_of("on", "off"),
-        kinds=RL,
-        effect="event",
+        "on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL, effect="event"
     )
     resume: bool = flag(
-        False,
-        "continue the run in --run_dir from its newest checkpoint",
-        requires="run_dir",
-        effect="output",
+        False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir", effect="output"
     )
     overwrite: bool = flag(
-        False,
-        "start over in a --run_dir whose earlier run completed no step",
-        requires="run_dir",
-        effect="output",
+        False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir", effect="output"
     )
 
 
 @dataclass(frozen=True)
 class AsynchronySettings:
-    """Asynchrony of ranks that train and ranks that generate."""
+    """Asynchrony of trainer ranks and generator ranks."""
 
-    staleness: int = flag(
-        0,
-        "versions that a group may be behind when it begins",
-        at_least(0),
-        kinds=RL,
-    )
-    window: int = flag(
-        1,
-        "places among which finished groups are consumed",
-        at_least(1),
-        kinds=RL,
-        requires="staleness",
-        effect="output",
-    )
+    SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "staleness"}
+
+    staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
+    window: int = flag(1, "places among which finished groups are consumed", at_least(1), effect="output")
     clock: str = flag(
         "wall",
         "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
         one_of("wall", "tokens"),
-        kinds=RL,
-        requires="staleness",
         effect="output",
     )
-    keep_cache: bool = flag(
-        False,
-        "keep keys and values of running sequences under new weights",
-        kinds=RL,
-        requires="staleness",
-    )
+    keep_cache: bool = flag(False, "keep keys and values of running sequences under new weights")
 
 
 @dataclass(frozen=True)
 class EstimateSettings:
     """Dry run."""
 
-    dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json", effect="output")
+    SHARED: ClassVar[FlagOptions] = {"requires": "dry_run", "effect": "output"}
+
+    dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json")
     prompt_tokens: int | None = flag(
         None,
         "tokens of a prompt that --dry_run assumes",
         at_least(1),
         chosen="the embedded task's longest, else 512 or the model's positions",
         kinds=RL,
-        requires="dry_run",
-        effect="output",
     )
     text_tokens: int | None = flag(
         None,
@@ -140,16 +105,9 @@ class EstimateSettings:
         at_least(1),
         chosen="the embedded task's longest, else --max_text_tokens, else 1024",
         kinds=SUPERVISED,
-        requires="dry_run",
-        effect="output",
     )
     assume_pictures: int | None = flag(
-        None,
-        "pictures of a prompt or text that --dry_run assumes",
-        at_least(0),
-        chosen="the embedded task's, else 1",
-        requires="dry_run",
-        effect="output",
+        None, "pictures of a prompt or text that --dry_run assumes", at_least(0), chosen="the embedded task's, else 1"
     )
     assume_turns: int | None = flag(
         None,
@@ -157,8 +115,6 @@ class EstimateSettings:
         at_least(1),
         chosen="the embedded task's, else 2",
         kinds=RL,
-        requires="dry_run",
-        effect="output",
     )
     assume_turn_tokens: int | None = flag(
         None,
@@ -166,17 +122,9 @@ class EstimateSettings:
         at_least(0),
         chosen="the embedded task's, else 64",
         kinds=RL,
-        requires="dry_run",
-        effect="output",
     )
     assume_tool_seconds: float | None = flag(
-        None,
-        "seconds of the environment between two replies that --dry_run assumes",
-        at_least(0),
-        chosen="0",
-        kinds=RL,
-        requires="dry_run",
-        effect="output",
+        None, "seconds of the environment between two replies that --dry_run assumes", at_least(0), chosen="0", kinds=RL
     )
     lengths: str | None = flag(
         None,
@@ -187,18 +135,11 @@ class EstimateSettings:
         ),
         chosen="a mean of half of --max_new_tokens",
         kinds=RL,
-        requires="dry_run",
-        effect="output",
         example="mean:4,max:8",
     )
-    json: bool = flag(False, "print the result of --dry_run as one JSON object", requires="dry_run", effect="output")
+    json: bool = flag(False, "print the result of --dry_run as one JSON object")
     hardware: str | None = flag(
-        None,
-        "GPU or TPU whose memory and speed --dry_run assumes",
-        one_of(*HARDWARE_NAMES),
-        chosen="h100",
-        requires="dry_run",
-        effect="output",
+        None, "GPU or TPU whose memory and speed --dry_run assumes", one_of(*HARDWARE_NAMES), chosen="h100"
     )
 
 
@@ -211,8 +152,6 @@ class Interval(NamedTuple):
 
 def save_interval(text: str) -> Interval:
     """The interval that a text such as "50", "90s" or "10m" means."""
-    match = INTERVAL.fullmatch(text)
-    assert match is not None, text
-    number = int(match[1])
-    unit = match[2]
+    unit = text[-1:].strip("0123456789")
+    number = int(text.removesuffix(unit))
     return Interval(0 if unit else number, number * {"": 0, "s": 1, "m": 60, "h": 3600}[unit])

@@ -55,6 +55,16 @@ class Settings:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     outputs: OutputSettings = field(default_factory=OutputSettings)
 
+    def refusal(self, text: str, **values: Any) -> SettingsError:
+        """An error whose text names flags: {steps} stands for --steps with its value.
+
+        Args:
+          text: of the error, a format string.
+          **values: that it names besides flags.
+        """
+        flags = {name: given_flag(self, name) for name in settings_flags()}
+        return SettingsError(text.format_map(flags | values))
+
 
 def settings_of(**flags: Any) -> Settings:
     """Settings from flags by name; other flags have their defaults."""
@@ -81,6 +91,21 @@ def flag_value(settings: Settings, name: str) -> Any:
     return getattr(getattr(settings, settings_flags()[name].group), name)
 
 
+def is_given(settings: Settings, name: str) -> bool:
+    """True if a flag has another value than its default."""
+    return flag_value(settings, name) != settings_flags()[name].default
+
+
+def given_flag(settings: Settings, name: str) -> str:
+    """A flag with its value as on a command line.
+
+    >>> given_flag(settings_of(steps=3, fsdp=True), "steps"), given_flag(settings_of(fsdp=True), "fsdp")
+    ('--steps=3', '--fsdp')
+    """
+    value = flag_value(settings, name)
+    return f"--{name}" if value is True else f"--{name}={str(value).removesuffix('.0')}"
+
+
 def flag_values(settings: Settings) -> dict[str, Any]:
     """The values of all flags by their names."""
     return {name: flag_value(settings, name) for name in settings_flags()}
@@ -95,7 +120,9 @@ def settings_flags() -> Mapping[str, Flag]:
         hints = typing.get_type_hints(record)
         for member in dataclasses.fields(record):
             kind = value_type(hints[member.name])
-            facts: dict[str, Any] = {**member.metadata, "group": group.name}
+            facts: dict[str, Any] = {**getattr(record, "SHARED", {}), **member.metadata, "group": group.name}
+            if facts.get("requires") == member.name:  # the flag that the others of its record require
+                del facts["requires"]
             flags[member.name] = Flag(member.name, member.default, kind.type, kind.optional, **facts)
     return types.MappingProxyType(flags)
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from funrl.trainer.settings.declaration import (
-    RL,
-    above,
-    at_least,
-    flag,
-    one_of,
-)
+from funrl.trainer.settings.declaration import RL, FlagOptions, above, at_least, flag, one_of
 
 
 @dataclass(frozen=True)
@@ -27,12 +22,7 @@ class OptimizerSettings:
         ),
     )
     critic_lr: float | None = flag(
-        None,
-        "peak learning rate of the critic",
-        above(0),
-        chosen="twice the policy's",
-        kinds=RL,
-        needs="critic",
+        None, "peak learning rate of the critic", above(0), chosen="twice the policy's", kinds=RL, needs="critic"
     )
     implicit_reward_lr: float | None = flag(
         None,
@@ -43,21 +33,13 @@ class OptimizerSettings:
         needs="implicit_reward",
     )
     critic_warmup_steps: int = flag(
-        0,
-        "first steps in which only the critic learns",
-        at_least(0),
-        kinds=RL,
-        needs="critic",
+        0, "first steps in which only the critic learns", at_least(0), kinds=RL, needs="critic"
     )
     optimizer: str = flag("adamw", "muon applies to matrices; other weights use adamw", one_of("adamw", "muon"))
     lr_schedule: str = flag("constant", "schedule after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
     weight_decay: float = flag(0.0, "decoupled weight decay, of matrices only", at_least(0))
-    decay_all: bool = flag(
-        False,
-        "apply weight decay to norms and biases too, as verl does",
-        requires="weight_decay",
-    )
+    decay_all: bool = flag(False, "apply weight decay to norms and biases too, as verl does", requires="weight_decay")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
         None,
@@ -71,31 +53,22 @@ class OptimizerSettings:
 class AdapterSettings:
     """Adapters (LoRA)."""
 
+    SHARED: ClassVar[FlagOptions] = {"requires": "lora_rank"}
+
     lora_rank: int | None = flag(
         None,
         "rank of the adapters (LoRA) that are trained; the frozen weights are the reference too",
         at_least(1),
         chosen="all weights are trained",
     )
-    lora_alpha: float | None = flag(
-        None,
-        "adapters are scaled by alpha / rank",
-        above(0),
-        chosen="the rank",
-        requires="lora_rank",
-    )
+    lora_alpha: float | None = flag(None, "adapters are scaled by alpha / rank", above(0), chosen="the rank")
     lora_targets: str = flag(
         "all-linear",
         "projections with adapters, by PEFT's names: q_proj,v_proj; a vision tower has them where it is named: "
         "all-linear,vision or vision.qkv",
-        requires="lora_rank",
         example="q_proj",
     )
-    adapter: str | None = flag(
-        None,
-        "directory of adapters on --model that the run begins with",
-        requires="model",
-    )
+    adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
 
 
 @dataclass(frozen=True)
@@ -115,11 +88,7 @@ class RouterSettings:
         "DeepSeek-V3 (0.001)",
         at_least(0),
     )
-    router_replay: bool = flag(
-        False,
-        "train the policy with the experts that its tokens used in the engine",
-        kinds=RL,
-    )
+    router_replay: bool = flag(False, "train the policy with the experts that its tokens used in the engine", kinds=RL)
 
 
 @dataclass(frozen=True)

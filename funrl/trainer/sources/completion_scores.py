@@ -23,7 +23,7 @@ from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
-Rescore = Callable[[Rows, Sequence[Example], str], Rows]  # see `Generation.rescore`
+Rescore = Callable[[Rows, Sequence[Example], str], Rows]  # see `ScoreColumns.rescore`
 ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # (rows, prompts) -> rows as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability of being right -> a completion's score
     "min": torch.amin,

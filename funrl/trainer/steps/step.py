@@ -155,7 +155,8 @@ def gradient(
         micro_losses += value.detach().reshape(-1).unbind()
         beat()
         sums_so_far = _joined(sums_so_far, numerators, metrics)
-    assert sums_so_far is not None
+    if sums_so_far is None:
+        raise ValueError("a mini-batch has no micro-batch")
     grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
@@ -176,7 +177,8 @@ def loss_value(
     for rows in micro_batches:
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         sums_so_far = _joined(sums_so_far, numerators, metrics)
-    assert sums_so_far is not None
+    if sums_so_far is None:
+        raise ValueError("there are no rows to take a loss of")
     sums = psum_tree(sums_so_far[0], role.placed.mesh, role.placed.mesh.row_axes)
     return _values(role, sums, sums_so_far[1], metrics, denominators)
 
@@ -198,8 +200,7 @@ def objective(
     Args:
       chosen: the experts that the whole mini-batch chooses: the losses of routers are added.
     """
-    loss = role.loss
-    assert loss is not None
+    loss = role.training_loss
     present = present_scores(params, role, rows, frozen)
     numerators, metrics = loss.numerators(present.x, present.rows)
     seen = dict(present.metrics)
@@ -233,10 +234,9 @@ def present_scores(
     params: trees.Tree, role: Role, rows: Batch, frozen: Mapping[str, trees.Tree] | None = None
 ) -> Present:
     """Run a role's model on some rows of a mini-batch; the arguments are those of `objective`."""
-    loss = role.loss
+    loss = role.training_loss
     placed = role.placed
     frozen = frozen or {}
-    assert loss is not None
     params = role.whole(params, frozen)
     if placed.model.unembed is None:
         return Present(placed.values(params, rows), rows, {})
