@@ -305,7 +305,6 @@ def _trained(placed: Placed, params: trees.Tree, row: GapRow, layer: int) -> Tra
     recorder = _Recorder(layer)
     with torch.no_grad(), show_results(recorder):
         scores = placed.token_scores(params, batch, temperature=row.temperature)
-    assert scores.logp is not None
     logits = torch.cat(gather_objects(placed.logits(params, batch), placed.mesh))[:1]
-    last = {"logits": logits, "logp": scores.logp[0, count - 1]}
+    last = {"logits": logits, "logp": scores.read("logp")[0, count - 1]}
     return recorder.run(placed.model, placed.mesh, placed.splits, last, count - 1)

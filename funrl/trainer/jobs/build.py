@@ -107,7 +107,11 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         generator = with_agents(job, generator, layer_of)
-    if isinstance(job, RLJob) and job.judge is not None and (judging := judging_mesh(job, mesh, only)) is not None:
+    if (
+        isinstance(job, RLJob)
+        and job.judge is not None
+        and (judging := judging_mesh(job, job.judge, mesh, only)) is not None
+    ):
         judge = open_judge(job.judge, judging, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
     agents = {}
     if job.agents.policies:

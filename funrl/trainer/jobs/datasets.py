@@ -138,12 +138,10 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
 
 def given_environment(settings: Settings, given: Given) -> Environment | None:
     """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
-    if given.environment is None and settings.environments.env is None:
-        return None
-    arguments = environment_arguments(settings.environments.env_args)
+    flags = settings.environments
     if given.environment is None:
-        assert settings.environments.env is not None
-        return named_environment(settings.environments.env, arguments)
+        return None if flags.env is None else named_environment(flags.env, environment_arguments(flags.env_args))
+    arguments = environment_arguments(flags.env_args)
     try:
         return environment_from(given.environment, arguments)
     except (TypeError, ValueError) as error:
