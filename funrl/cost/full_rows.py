@@ -28,7 +28,7 @@ from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
-    """Rows of the greatest length as the source makes them, on the ranks that generate.
+    """Rows of the greatest length as the source makes them, on the generator ranks.
 
     Args:
       job: of the run.

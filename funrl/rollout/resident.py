@@ -266,7 +266,7 @@ class ResidentEngine:
 
 
 @contextlib.contextmanager
-def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
+def park_requests(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
     """Park unfinished requests inside the context and resume them afterwards. Collective.
 
     Args:

@@ -112,7 +112,7 @@ def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
     """Complete several prompts together, and one alone, whose sizes are cases of their own.
 
     Args:
-      whole: the engine that has the model, of which `engine` may be an adapter.
+      whole: the engine that has the model; `engine` may be an adapter of it.
     """
     if not isinstance(whole, NativeEngine):
         return

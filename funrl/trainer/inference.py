@@ -168,7 +168,7 @@ def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callab
 
 
 def read_stored_model(stored: StoredModel, code: str) -> Model:
-    """The model without its weights, of which everything but the numbers is checked. Raises: ModelError."""
+    """The model without its weights, whose files are checked but for their numbers. Raises: ModelError."""
     read = hf.check_directory if stored.checkpoint is None else hf.load_model
     return read(stored.directory, code)
 

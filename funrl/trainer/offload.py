@@ -104,7 +104,7 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
 
 
 def made_weights(parts: Parts) -> frozenset[str]:
-    """Names of the weights that are made for the engine: those that adapters are merged in."""
+    """Names of the weights that are made for the engine: the ones with merged adapters."""
     if not isinstance(parts, GeneratingParts) or parts.generator.base is not None:
         return frozenset()
     return merged_weights(parts.roles[parts.main_role].placed.model)
@@ -124,7 +124,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
 
 
 def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[bool]:
-    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it.
+    """Mask of the policy's weights that are the engine's too, as they keep box and dtype in the plan to it.
 
     Args:
       made: names of weights that are made for the engine.
@@ -140,7 +140,7 @@ def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: HostBuffers
 
     Args:
       tree: floating point leaves move; counters and leaves that are off the device already do not.
-      stays: one bool a leaf, true for those that stay; none given: all leave.
+      stays: one bool a leaf, true if it stays; none given: all leave.
       buffers: of earlier calls for this tree, whose results are donated: they are written again.
     """
     buffers = {} if buffers is None else buffers

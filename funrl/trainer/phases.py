@@ -86,7 +86,8 @@ def scoring_ranks(
     mesh = parts.mesh
     chain = job.algorithm.advantage
     if chain is not None and chain.whole_groups:
-        assert group is not None
+        if group is None:
+            raise ValueError("the advantages need whole groups, and the rows are in none")
         cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None
@@ -136,7 +137,7 @@ def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dic
     """The state after the step's updates and the sync of the engine; metrics of the updates and of the engine."""
     state, learned = learn_batch(trainer, state, rows)
     if trainer.gap_check is not None:
-        trainer.gap_check.learned(rows, learned, state.roles[trainer.parts.main_role].params, state.step)
+        trainer.gap_check.learned(learned)
     state = sync(trainer.parts, state, trainer.clock, trainer.frozen)
     return state, learned, prove_sync(trainer, state)
 

@@ -155,7 +155,7 @@ def test_only_episodes_of_one_step_are_kept_to_be_repeated(settings):
     for _ in range(2):
         _, state, _ = draw_batch(trainer, state)
     trainer.source.close()
-    assert bool(trainer.source.episodes) == bool(settings)  # the greedy baseline's are whole
+    assert bool(trainer.source.log.episodes) == bool(settings)  # the greedy baseline's are whole
 
 
 @functools.cache

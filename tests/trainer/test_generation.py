@@ -56,7 +56,7 @@ SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
 
 
 def test_position_t_of_a_batch_speaks_of_token_t():
-    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING, pad=0).batch
+    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING).batch
     assert batch.tokens.shape == (4, 16)  # 7 + 3 tokens at most, rounded up to a multiple of 8
     assert batch.tokens[1].tolist() == [5, 6, 9] + [0] * 13
     assert batch.tokens[3].tolist() == [7, 8, 4, 3, 2, 6, 5, 15, 16, 17] + [0] * 6
@@ -74,7 +74,7 @@ def test_position_t_of_a_batch_speaks_of_token_t():
 
 def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_penalised():
     for how in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
-        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0).batch
+        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,))).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -98,7 +98,7 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     def program(mesh):
         rewarded = RewardedEngine(engine(), mesh, lambda ids: "x" * len(ids), pool, (1.0, 0.01), queue)
         done = rollout(rewarded, examples, SAMPLING, 0)
-        rows = to_rows(examples, done, SAMPLING, pad=0)
+        rows = to_rows(examples, done, SAMPLING)
         return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 
     (whole, texts), (expected, others) = launch(program, parse("dp3,tp2"), "cpu"), program(single())

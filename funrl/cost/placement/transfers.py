@@ -53,10 +53,10 @@ class PoolTransfer(NamedTuple):
 
 
 def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolTransfer, PoolTransfer]:
-    """Weights to the ranks that generate, and rows from them, where all rows have full length.
+    """Weights to the generator ranks, and rows from them, where all rows have full length.
 
     Args:
-      job: on the mesh of the ranks that train.
+      job: on the mesh of the trainer ranks.
       placement: of all ranks.
       tokens: of a prompt.
     """
@@ -96,7 +96,7 @@ def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> t
     """Tokens that the busiest rank sends, those that the busiest one receives, and the most messages of a rank.
 
     Args:
-      job, parts: on the mesh of the ranks that train.
+      job, parts: on the mesh of the trainer ranks.
       placement: of all ranks.
       width: tokens of a row.
     """

@@ -1,4 +1,4 @@
-"""An engine on other ranks, as the ranks that train see it: it takes weights, and proves that it holds them."""
+"""An engine on other ranks, as the trainer ranks see it: it takes weights, and proves that it holds them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class RemoteEngine:
         self.held: Callable[[int], bool] = lambda version: True
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Send weights. Collective over the ranks that train.
+        """Send weights. Collective over the trainer ranks.
 
         Args:
           named_weights: sends this rank's shards to the engine's ranks while it is iterated, and yields nothing.
@@ -124,14 +124,15 @@ class RemoteEngine:
         return self.sender is not None and self.version is not None
 
     def send(self, weights: SentWeights, version: int, further: Sequence[FurtherWeights] = ()) -> None:
-        """Begin to send weights in the background. Collective over the ranks that train.
+        """Begin to send weights in the background. Collective over the trainer ranks.
 
         Args:
           weights: this rank's shards, and the plan to the engine's ranks.
           version: of the weights.
           further: weights of other engines of these ranks.
         """
-        assert self.sender is not None
+        if self.sender is None:
+            raise RuntimeError("nothing sends weights in the background: --staleness=0")
         transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
         self.sender.begin([weights, *(other.weights for other in further)], transfer)
         self.loading = -1
@@ -160,12 +161,12 @@ class RemoteEngine:
         return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
 
     def _all_hold(self, version: int) -> bool:
-        """True if all generators hold a version. Collective over the ranks that train."""
+        """True if all generators hold a version. Collective over the trainer ranks."""
         mesh = self.requests.mesh
         return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        """Greedy completions of the engine's first replica. Collective over the ranks that train."""
+        """Greedy completions of the engine's first replica. Collective over the trainer ranks."""
         request = GreedyRequest(prompts, new_tokens, self.version or 0)
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device

@@ -70,7 +70,7 @@ class RowsAhead:
             for group in groups[share.start : share.stop]:
                 self.engine.write_ahead(group)
 
-    def aged(self, rows: Rows) -> Rows:
+    def mark_stale(self, rows: Rows) -> Rows:
         """Rows that say which of their tokens are of other weights than the newest.
 
         Raises:
@@ -150,9 +150,9 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
         return rows, state, metrics
 
     def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        return ahead.aged(source.move(rows, to, mesh))
+        return ahead.mark_stale(source.move(rows, to, mesh))
 
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:
         return written
-    return written._replace(log=lambda: list(groups))
+    return written._replace(log=source.log._replace(groups=lambda: list(groups)))

@@ -185,7 +185,7 @@ class Saver:
         self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
         if remark := other_processor(record.facts.get("processor")):
             self.observer.note(remark)
-        return state._replace(source=self.source.restored(state.source))
+        return state._replace(source=self.source.stored.restored(state.source))
 
     def _comparable(self, record: Recorded) -> Evaluations:
         """The evaluations of a checkpoint, as far as those of this run can be compared with them."""
@@ -283,7 +283,7 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.saved(state.source))
+        state = state._replace(source=self.source.stored.saved(state.source))
         snapshot, memory = self._prepare(state)
         snapshot.copy(memory)
         self.attempt += 1

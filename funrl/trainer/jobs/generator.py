@@ -20,9 +20,9 @@ from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.joined.engine import JoinedEngine, LateProof
+from funrl.rollout.joined.lease_server import LeaseServer
 from funrl.rollout.joined.messages import TrainerFacts
-from funrl.rollout.joined.office import Office
-from funrl.rollout.joined.shelf import Shelf
+from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
@@ -31,7 +31,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.scorers import JUDGE
-from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
+from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator, JudgeJob
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
@@ -64,7 +64,7 @@ def _engine_name(job: Job, model: Model) -> str:
 def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], Layer]) -> Generator:
     """The generator with engines of the other models of a job's agents, without weights yet.
 
-    The ranks that train see those of other ranks, but for models of directories, which are never sent.
+    The trainer ranks see those of other ranks, but for models of directories, which are never sent.
 
     Args:
       layer_of: gives the layer that a model is computed with.
@@ -97,15 +97,14 @@ def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
 
 
-def judging_mesh(job: RLJob, mesh: Mesh, only: str | None) -> Mesh | None:
+def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None) -> Mesh | None:
     """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
 
     Args:
+      sizes: of that mesh.
       mesh: to train on, or that of the ranks of `only`.
       only: as of `build`.
     """
-    assert job.judge is not None
-    sizes = job.judge.sizes
     placement = job.placement
     if placement is None:
         meshes = (mesh, generating_mesh(job, mesh))
@@ -138,14 +137,16 @@ def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
     """The generator of other jobs, which take weights as they are stored, adapters merged."""
     names = native_weights(placed.model, mesh, job.dtype).names
     weights = WeightSpec(names, placed.stored, placed.mesh, job.dtype)
-    offices = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
+    lease_servers = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
     digests = job.settings.engines.verify_sync
-    shelf = Shelf(weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, offices, digests))
+    weight_server = WeightServer(
+        weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, lease_servers, digests)
+    )
     limit_s = 60.0 * job.settings.waiting.timeout
-    office = None
+    lease_server = None
     if mesh.index("tensor") == 0:
-        office = Office(LeaseRule(stuck_s=limit_s), shelf)
-    engine = JoinedEngine(placed.model.config, mesh, shelf, weights, office, limit_s=limit_s)
+        lease_server = LeaseServer(LeaseRule(stuck_s=limit_s), weight_server)
+    engine = JoinedEngine(placed.model.config, mesh, weight_server, weights, lease_server, limit_s=limit_s)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
     return Generator(engine, mesh, to_engine, proof=LateProof())
 

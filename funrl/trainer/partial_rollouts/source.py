@@ -38,7 +38,7 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.prompts import one_step_of, prompt_source
 from funrl.trainer.sources.selection import chosen_rows, count_empty, filter_metrics, rewarded_samples, skips_empty
-from funrl.trainer.sources.source import SKIPPED, Generation, Source
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, StoredState
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 from funrl.trainer.storage.row_shards import HeldRows
@@ -143,16 +143,13 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
     def restored(state: trees.Tree) -> trees.Tree:
         begun = state["begun"]
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
-        return {**whole.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
+        return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
     first = {**whole.init(), "begun": writer.tree(writer.nothing())}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
-        saved=saved,
-        rows=rows,
-        restored=restored,
-        spread=True,
+        stored=StoredState(saved, rows, restored, spread=True),
         close=writer.close,
     )
 

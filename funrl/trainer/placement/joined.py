@@ -1,4 +1,4 @@
-"""Runs whose rows generators of other jobs write: the source of the ranks that train, and a generator's program."""
+"""Runs whose rows generators of other jobs write: the source of the trainer ranks, and a generator's program."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ADDRESS_LOOK_S = 0.5  # between two looks for a run that can be joined
 HOST_VARIABLE = "FUNRL_HOST"  # of the environment of a rank that trains: how generators call its machine
 
 
-class Door(NamedTuple):
+class JoinListener(NamedTuple):
     """The way into a run for generators.
 
     Attributes:
@@ -56,7 +56,7 @@ class Door(NamedTuple):
     file: Path | None
 
     def close(self, *, complete: bool) -> None:
-        """Let no generator in any more.
+        """Admit no further generator.
 
         Args:
           complete: whether the run is, so that they end too; otherwise they wait for it to be started again.
@@ -69,14 +69,14 @@ class Door(NamedTuple):
 
 def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = None) -> Outcome:
     """`train_loop` of a run that generators join."""
-    doors: list[Door] = []
+    listeners: list[JoinListener] = []
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
         assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
         engine: object = parts.generator.engine
         assert isinstance(engine, JoinedEngine)
         source = source_ahead(job, parts, engine, frozen, clock, show)
-        doors.append(_open_door(engine, parts.mesh, show))
+        listeners.append(_open_listener(engine, parts.mesh, show))
         return source
 
     complete = False
@@ -84,13 +84,13 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
         outcome = train_loop(job, mesh, observer, make, pool)
         complete = outcome.error is None and outcome.stopped is None
     finally:
-        for door in doors:
-            door.close(complete=complete)
+        for listener in listeners:
+            listener.close(complete=complete)
     return outcome
 
 
-def _open_door(engine: JoinedEngine, mesh: Mesh, show: Observer) -> Door:
-    """Let generators in, which find the ranks by a file in the run's directory. Collective.
+def _open_listener(engine: JoinedEngine, mesh: Mesh, show: Observer) -> JoinListener:
+    """Admit generators, which find the ranks by a file in the run's directory. Collective.
 
     Raises:
       SettingsError: the run has no directory.
@@ -111,7 +111,7 @@ def _open_door(engine: JoinedEngine, mesh: Mesh, show: Observer) -> Door:
     file = Path(folder).with_name(ADDRESSES)
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
-    return Door(engine, board, file if mesh.rank == 0 else None)
+    return JoinListener(engine, board, file if mesh.rank == 0 else None)
 
 
 def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], wait_s: float) -> tuple[str, Counts]:

@@ -55,7 +55,7 @@ class LoggedGroup(NamedTuple):
       generator: the replica that wrote it.
       switches: of each sample, (first token, version) pairs; those of the greedy completion follow.
       tokens: (version, sampled tokens) pairs of all samples.
-      dropped: prompts before it in its place, of which the filter kept no row. They are not written again.
+      dropped: prompts before it in its place, whose rows the filter dropped. They are not written again.
     """
 
     position: int
@@ -194,7 +194,8 @@ class LoggedWriter:
         if generation.episodes is not None:
             return self._repeated_episodes(logged, sampling, first)[1]
         done = self._completions(logged, sampling, first)
-        return to_rows([self._example(group.position) for group in logged], done, sampling, generation.pad)
+        form = generation.form._replace(versions=False, choices=0)
+        return to_rows([self._example(group.position) for group in logged], done, sampling, form)
 
     def _completions(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> Rollout:
         """Completions of some groups. Collective.
@@ -233,8 +234,7 @@ class LoggedWriter:
 
     def _repeated_together(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
         """Episodes of some groups that were made into rows at once, and their rows."""
-        setup = self.generation.episodes
-        assert setup is not None
+        setup = self.generation.setup
         environment = setup.environment
         assert isinstance(environment, LoggedEnvironment)
         examples = [self._example(group.position) for group in groups]
@@ -252,10 +252,11 @@ class LoggedWriter:
         generation = self.generation
         if self._episodes is not None:
             done, rows = self._episodes
+        elif self._completed is None:
+            raise RuntimeError("no group of the step has been written")
         else:
-            assert self._completed is not None
             done = self._completed
-            rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
+            rows = to_rows(examples, done, sampling, generation.form._replace(versions=True))
         version = generation.engine.engine.version
         return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
 

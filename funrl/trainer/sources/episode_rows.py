@@ -114,7 +114,7 @@ class EpisodeSetup(NamedTuple):
 class Transcript(NamedTuple):
     """Everything after the prompt of an episode's first trajectory, as a completion of its number.
 
-    Where others forked from it, it is the one that goes on, which says everything again.
+    Where others forked from it, it is the continued one, which repeats everything.
 
     Attributes:
       number: of the episode.
@@ -222,13 +222,13 @@ def outcome_rows(done: Rollout, rows: Rows) -> Rows:
 
 
 def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
-    """Numbers of the rows of some samples of a rollout, in the order of the rows."""
+    """Find the rows of some samples of a rollout: their numbers, ascending."""
     episode_B = rows.examples
     return samples if episode_B is None else np.flatnonzero(np.isin(episode_B, samples))
 
 
 def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
-    """[count] bool, episodes that a filter keeps for one of their agents, among those that have rows.
+    """[count] bool, episodes with rows that a filter keeps for one of their agents.
 
     Args:
       rows: of the episodes, on the CPU.
@@ -272,7 +272,7 @@ def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
     tokens = trained[0].token_ids()
     differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
-    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the begin otherwise
+    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the beginning differently
     written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode, form.pictures)
 

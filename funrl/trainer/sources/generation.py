@@ -90,7 +90,7 @@ class Rollout(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Numbers of this rank's rows, ascending."""
+        """Row numbers of this rank, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 
@@ -340,14 +340,24 @@ def completion_texts(
     return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
 
 
-def to_rows(
-    examples: Sequence[Example],
-    done: Rollout,
-    sampling: Sampling,
-    pad: int,
-    versions: bool = False,
-    choices: int = 0,
-) -> Rows:
+class CompletionForm(NamedTuple):
+    """The form of rows of completions.
+
+    Attributes:
+      pad: id of the padding token.
+      versions: whether rows get the version of the weights that sampled each token.
+      choices: experts recorded for each token; 0: none.
+    """
+
+    pad: int = 0
+    versions: bool = False
+    choices: int = 0
+
+
+PLAIN_FORM = CompletionForm()
+
+
+def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: CompletionForm = PLAIN_FORM) -> Rows:
     """Join prompts and completions into rows on the ranks that wrote them, right-padded to a multiple of 8 tokens.
 
     `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, regardless of
@@ -358,9 +368,7 @@ def to_rows(
       examples: the prompts.
       done: their completions.
       sampling: of the completions.
-      pad: id of the padding token.
-      versions: whether rows get the version of the weights that sampled each token.
-      choices: experts recorded for each token; 0: none.
+      form: of the rows.
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
@@ -368,6 +376,7 @@ def to_rows(
       sampled.
     """
     samples = sampling.samples
+    pad, versions, choices = form
     own = done.own
     device = done.mesh.device
     prompt_P = torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64, device=device)

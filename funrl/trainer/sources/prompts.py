@@ -32,7 +32,7 @@ from funrl.trainer.sources.selection import (
     filter_metrics,
     filter_samples,
 )
-from funrl.trainer.sources.source import SKIPPED, Generation, Source, same_order
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, StepLog, StoredState, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
@@ -44,7 +44,7 @@ BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a trainin
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
+    Prompts whose rows the filter drops are replaced by further ones until the batch is full, within a bound. No
     completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
     prompts, _, seed, weighing = generation.schedule
@@ -99,7 +99,14 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         with running_engine(generation):
             return evaluate_heldout(generation, clock, show, step=step)
 
-    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed, episodes=log)
+    return Source(
+        lambda: dict(first),
+        next_rows,
+        evaluate,
+        observed,
+        stored=StoredState(restored=restored),
+        log=StepLog(log),
+    )
 
 
 def running_engine(generation: Generation) -> contextlib.AbstractContextManager[None]:
@@ -126,9 +133,9 @@ class SamplingRound(NamedTuple):
     """Result of a round of sampling for a step, without the rows that the filter drops.
 
     Attributes:
-      chosen: the prompts of which the filter keeps a row, with these rows.
+      chosen: the prompts with a row that the filter keeps, and these rows.
       end: next position in the order of the prompts.
-      sampled: number of prompts, with those that `remote` ranks have replaced.
+      sampled: number of prompts, including prompts that `remote` ranks have replaced.
       dropped_rows: number of rows of the chosen prompts that the filter drops.
       failed: number of rows on which a reward function failed; None: a failure ends the run.
       totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.
@@ -228,7 +235,7 @@ def evaluate_heldout(
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
-    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
+    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.rewards.names)
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
@@ -258,10 +265,10 @@ def rewarded_rows(
         else:
             groups = request_groups(examples, sampling, seed)
             done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
-            rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
+            rows = to_rows(examples, done, sampling, generation.form)
     if done.reward_s and not phase and generation.remote is None:
         clock.move(done.reward_s, "generate", "reward")
-    return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
+    return done, rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -287,8 +294,8 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     if greedy is None:
         sampling = baseline_sampling(generation.sampling)
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
-    elif generation.rescore is not None:
-        greedy = generation.rescore(greedy, examples, "")
+    elif generation.rewards.rescore is not None:
+        greedy = generation.rewards.rescore(greedy, examples, "")
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -334,8 +341,8 @@ def first_samples(
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
     if generation.remote is not None:
         shown = generation.remote.samples(len(examples))
-        if generation.rescore is None:
+        if generation.rewards.rescore is None:
             return list(shown.values())
-        return with_scores(shown, rows, samples, generation.reward_names)
+        return with_scores(shown, rows, samples, generation.rewards.names)
     decode = generation.engine.decode
-    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.rewards.names)

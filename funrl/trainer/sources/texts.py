@@ -13,7 +13,7 @@ from funrl import trees
 from funrl.algos.core import Advantage
 from funrl.data.order import ReorderedItems, order_digest, places_in_order
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Source, same_order
+from funrl.trainer.sources.source import Source, StoredState, same_order
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.learn import denominators
@@ -82,7 +82,7 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
             fields = row_fields_of(role.training_loss)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields, balance=role.placed.balance)
+            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(
                 role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen
@@ -98,4 +98,5 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
 
     order = order_digest(examples, seed)
     first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), next_rows, evaluate, restored=functools.partial(same_order, order, show))
+    stored = StoredState(restored=functools.partial(same_order, order, show))
+    return Source(lambda: dict(first), next_rows, evaluate, stored=stored)

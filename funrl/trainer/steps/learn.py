@@ -22,7 +22,6 @@ from funrl.trainer.steps.micro import (
     row_cost,
     sizes_of,
     token_ranks,
-    with_assignments,
 )
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
@@ -85,7 +84,7 @@ def learn(
     if plan.cost is None:
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
-    first = True  # later updates compute with other weights than those that sampled the rows
+    first = True  # later updates compute with other weights than the engine's
     whole = sums_over_episodes([role.training_loss for role in learning.values()])
     units = rows.units(whole)
     for number in range(plan.epochs):
@@ -167,8 +166,7 @@ class MiniBatch(NamedTuple):
     def batches(self, role: Role) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
         fields = row_fields_of(role.training_loss)
-        pieces = packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields)
-        for piece in with_assignments(pieces, self.rows, self.packing, self.part, balance=role.placed.balance):
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
             yield piece.batch
 
 
@@ -210,7 +208,7 @@ def _updated(
 
 
 def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
-    """Numbers of the rows of some of this rank's micro-batches."""
+    """Row numbers of some of this rank's micro-batches."""
     own = own_places(packing, rows)
     return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 

@@ -143,7 +143,7 @@ class Parts:
       mesh: to train on.
       begin: the model that the run begins with.
       main_role: name of the role that takes over the weights of `begin`, and generates if anything is generated.
-      roles: by name; those that learn in the order of the algorithm's losses.
+      roles: by name; roles that learn are in the order of the algorithm's losses.
       compilations: of the layers of all models; None where no layer is compiled.
       agents: of each role that sees only some agents' rows, the numbers of these agents.
       judge: None where no model writes verdicts on these ranks.

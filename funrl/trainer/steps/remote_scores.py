@@ -1,6 +1,6 @@
 """A frozen role on other ranks, as the ranks that ask it see it: rows go there and its fields come back.
 
-The ranks that train ask a role that scores tokens. Those that generate ask one that rewards completions, for the
+The trainer ranks ask a role that scores tokens. Those that generate ask one that rewards completions, for the
 batches of a run that takes the steps one after the other and for evaluations; where groups are written ahead, those
 that train ask it for batches.
 
@@ -187,7 +187,7 @@ def first_request(pool: int, batches: bool = False) -> int:
 
     Args:
       pool: its number, from 0.
-      batches: whether the request is of the ranks that train, for batches of groups written ahead.
+      batches: whether the request is of the trainer ranks, for batches of groups written ahead.
     """
     return (pool + 1) * NUMBERS_OF_A_POOL + BATCHES * batches
 
@@ -235,7 +235,7 @@ class RemoteScorer:
         return {} if owned is None else owned_fields(owned.none)
 
     def first_plan(self, stored: trees.Tree, dtype: torch.dtype) -> Plan:
-        """The plan by which its first weights come from the ranks that train.
+        """The plan by which its first weights come from the trainer ranks.
 
         Args:
           stored: layouts there.
@@ -246,7 +246,7 @@ class RemoteScorer:
         return plan(stored, own, weight_dtypes(own, dtype), ranks_per_node(), **ranks)
 
     def send_first(self, params: trees.Tree, stored: trees.Tree, dtype: torch.dtype) -> None:
-        """Send it the weights that the run begins with. Collective over the ranks that train and its own.
+        """Send it the weights that the run begins with. Collective over the trainer ranks and its own.
 
         Args:
           params: the weights, in the layouts `stored`.
@@ -261,7 +261,7 @@ class RemoteScorer:
         return pack(lengths, ranks, sizes, max_segments=len(lengths), cost=row_cost(self.role.placed)).rank
 
     def begin(self, rows: Rows, step: int) -> None:
-        """Send rows to score. Collective over the ranks that train.
+        """Send rows to score. Collective over the trainer ranks.
 
         Args:
           step: that the rows are of.
@@ -273,7 +273,7 @@ class RemoteScorer:
         send_rows(fields, kinds, way)
 
     def finish(self, rows: Rows) -> Rows:
-        """The rows of `begin` with the fields that the role writes. Collective over the ranks that train."""
+        """The rows of `begin` with the fields that the role writes. Collective over the trainer ranks."""
         answer: ScoredFields = self.requests.answer(self.number, f"the {self.name}'s scores")
         way = Handover(rows.lengths, self.targets(rows.lengths), rows.owner, source=self.mesh, target=self.training)
         device = self.training.device

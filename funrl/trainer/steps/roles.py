@@ -207,13 +207,13 @@ def sums_over_episodes(losses: Collection[Loss]) -> bool:
 
 
 def fields_read(algorithm: Algorithm) -> frozenset[str]:
-    """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
+    """Fields that must be written for an algorithm: the fields that it reads, and their sources in the step."""
     required = reads(algorithm).required
     return required.union(*(algorithm.schema[name].made_of for name in required))
 
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
+    """Names of the roles of a run: roles with a loss, and roles that write a field that the algorithm reads."""
     kinds = algorithm.role_kinds
     fields = fields_read(algorithm)
     needed = {algorithm.schema[field].writer for field in fields} | set(algorithm.losses)

@@ -1,4 +1,4 @@
-"""Weights of the ranks that train, for generators of other jobs to pull: no rank that trains waits for one.
+"""Weights of the trainer ranks, for generators of other jobs to pull: no rank that trains waits for one.
 
 Each rank that trains keeps a copy of its own parts in host memory and sends what it is asked for. A generator's rank
 asks for each element that it needs once, from one of the ranks that hold it. A pull is of one version: where the run
@@ -24,15 +24,15 @@ from funrl.processes.connections import Connection, PeerError
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.joined.messages import PullRequest, TrainerFacts
 
-VERSION_RETRY_S = 0.05  # until all ranks that train have the same version
+VERSION_RETRY_S = 0.05  # until all trainer ranks have the same version
 PULLS = 8  # ranks that are asked at the same time
 
 
 class StaleVersionError(RuntimeError):
-    """The ranks that train have newer weights than those that are asked for."""
+    """The trainer ranks have newer weights than those that are asked for."""
 
 
-class Shelf:
+class WeightServer:
     """Copies of a rank's parts of the newest weights.
 
     Attributes:
@@ -44,7 +44,7 @@ class Shelf:
         """Begin without weights.
 
         Args:
-          weights: laid out as they are on the ranks that train.
+          weights: laid out as they are on the trainer ranks.
           facts: the attribute.
         """
         self.facts = facts
@@ -108,7 +108,7 @@ def pieces_for(stored: Mapping[str, Layout], wanted: Mapping[str, Layout], rank:
     """The parts that a generator's rank needs: each element once.
 
     Args:
-      stored, wanted: layout of each weight on the ranks that train and on those of the generator, by name.
+      stored, wanted: layout of each weight on the trainer ranks and on those of the generator, by name.
       rank: in the layouts `wanted`.
       turn: number by which callers differ, so that ranks with equal parts share the sending.
 
@@ -142,7 +142,7 @@ def pull(
     """Weights of a version in an engine's layouts on this rank, and the bytes received.
 
     Args:
-      connections: to all ranks that train, by their numbers.
+      connections: to all trainer ranks, by their numbers.
       pieces: of `pieces_for`.
       spec: of the engine.
       version: to pull.

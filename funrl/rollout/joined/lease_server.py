@@ -1,4 +1,4 @@
-"""The office of a replica of the ranks that train: generators of other jobs take its requests under leases.
+"""The lease server of a replica of the trainer ranks: generators of other jobs take its requests under leases.
 
 Threads serve the connections, so that no generator waits for the trainer's own steps. The trainer opens units of work
 and collects completions.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from funrl.asynchrony.leases import LeaseRule, Leases, Lost
 from funrl.processes.connections import Connection, PeerError
 from funrl.rollout.joined.messages import WORK, Hello, Orders, Report
-from funrl.rollout.joined.shelf import Shelf
+from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.rollout.requests import Completion, Request
 
@@ -24,7 +24,7 @@ FAREWELL_S = 3.0  # for generators to hear of the end
 
 
 class Collected(NamedTuple):
-    """News of an office.
+    """News of a lease server.
 
     Attributes:
       completions: that have arrived.
@@ -39,17 +39,17 @@ class Collected(NamedTuple):
     alone: str = ""
 
 
-class Office:
+class LeaseServer:
     """Units of work, and the generators that do them. Its methods may be called by any thread."""
 
-    def __init__(self, rule: LeaseRule, shelf: Shelf) -> None:
+    def __init__(self, rule: LeaseRule, weight_server: WeightServer) -> None:
         """Begin without work.
 
         Args:
           rule: when a generator is lost.
-          shelf: has the weights.
+          weight_server: has the weights.
         """
-        self.shelf = shelf
+        self.weight_server = weight_server
         self._lock = threading.Condition()
         self._leases = Leases(rule)
         self._units: dict[int, Sequence[Request]] = {}
@@ -109,13 +109,13 @@ class Office:
     def proved(self, timeout_s: float) -> bool:
         """True if a generator has proved to have the newest weights, or does so in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: self.shelf.version in self._proved.values(), timeout_s)
+            return self._lock.wait_for(lambda: self.weight_server.version in self._proved.values(), timeout_s)
 
     def published(self) -> None:
-        """Note that the shelf has new weights, of which no digests are known."""
+        """Note that the weight server has new weights, of which no digests are known."""
         with self._lock:
             self._expected = None
-            version = self.shelf.version
+            version = self.weight_server.version
             self._given = {name: given for name, given in self._given.items() if given[0] == version}
             self._proved = {name: proved for name, proved in self._proved.items() if proved == version}
             self._lock.notify_all()
@@ -220,17 +220,17 @@ class Office:
                 self._lock.wait_for(news, report.wait_s)
             drop = [number for number in report.held if number not in known] + self._drops.pop(name, [])
             work = self._take(name, report.room) if self._works(name, report) else ()
-            return Orders(self.shelf.version, work, tuple(dict.fromkeys(drop)), self._ended)
+            return Orders(self.weight_server.version, work, tuple(dict.fromkeys(drop)), self._ended)
 
     def _lacks(self, report: Report) -> bool:
         """True if a generator has other weights than the newest."""
-        return report.version != self.shelf.version
+        return report.version != self.weight_server.version
 
     def _works(self, name: str, report: Report) -> bool:
         """True if there is work that a generator may do."""
         if self._lacks(report) or report.version is None or not self._leases.waiting:
             return False
-        return report.room > 0 and (not self.shelf.facts.digests or self._proved.get(name) == report.version)
+        return report.room > 0 and (not self.weight_server.facts.digests or self._proved.get(name) == report.version)
 
     def _take(self, name: str, room: int) -> list[tuple[int, Sequence[Request]]]:
         """Lease units to a generator as long as it has room for their requests."""
@@ -253,7 +253,7 @@ class Office:
             return
         wanted = [request.number in self._unit_of for request in self._units[unit]]
         requests = self._forget(unit)
-        version = self.shelf.version
+        version = self.weight_server.version
         for request, done in zip(requests, completions, strict=True):
             if done.number != request.number or bool((done.versions != version).any()):
                 self._fault = self._fault or (
@@ -267,7 +267,7 @@ class Office:
     def _prove(self, name: str) -> None:
         """Compare the digests of a generator's weights with the trainer's, if both are known."""
         version, given = self._given.get(name, (None, None))
-        if given is None or version is None or version != self.shelf.version or self._expected is None:
+        if given is None or version is None or version != self.weight_server.version or self._expected is None:
             return
         problem = given.faults[0] if given.faults else ""
         if not problem and given.version != version:
