@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from small_chats import CONVERSATIONS, Task, write_files
+from task_files import CONVERSATIONS, Task, write_files
 
 from funrl.data.prompts import Example, Prompt
 from funrl.environments.environment import Environment

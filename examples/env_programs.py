@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from env_retry import Retry, ScoredAnswer
-from small_chats import CONVERSATIONS, Task, demonstrated, write_files
+from task_files import CONVERSATIONS, Task, demonstrated, write_files
 
 from funrl.data.prompts import Example, Prompt
 from funrl.environments.adapters import message_environment

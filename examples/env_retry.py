@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from small_chats import CONVERSATIONS, Task, demonstrated, write_files
+from task_files import CONVERSATIONS, Task, demonstrated, write_files
 
 from funrl.data.prompts import Example, Prompt
 from funrl.environments.adapters import example_messages, message_environment

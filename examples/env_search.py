@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_chats import CONVERSATIONS, Task, write_files
+from task_files import CONVERSATIONS, Task, write_files
 
 from funrl.data.prompts import Prompt
 from funrl.data.records import read_records

@@ -42,3 +42,8 @@ def run_in(folder, *words):
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def broken_rules(folder):
+    """Rules of tools/house.py that a copy breaks, a line each."""
+    return run_in(folder, "-c", "from tools import house; print(*house.problems(house.read_house()), sep='\\n')")

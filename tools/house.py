@@ -110,7 +110,6 @@ SHARED_DEFINITIONS = {
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
     "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
-    "function_tool": ("foreign.verl_modules", "serve.asks"),  # once by the name that verl has
     "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
 

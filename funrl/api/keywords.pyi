@@ -104,7 +104,6 @@ class TrainKeywords(SharedKeywords, total=False):
     place: TextValue | None
     sequence_parallel: TextValue
     split_residual: TextValue
-    balance_pictures: TruthValue
     remat: TextValue
     offload: TextValue | None
     fsdp: TruthValue

@@ -23,15 +23,14 @@ from funrl.api.arguments import (
     check_recipe,
     check_source,
     checked_value,
-    environment_given,
+    find_model,
     given_example,
-    given_in_python,
+    given_of,
     mesh_text,
-    objects_given,
     recipe_flags,
     sampling_values,
     settings_and_arguments,
-    texts_given,
+    split_arguments,
     with_keywords,
 )
 from funrl.api.meshes import choose_mesh
@@ -282,15 +281,27 @@ def train(
     check_recipe(recipe)
     check_callable("on_step", on_step, {"step": 1, "metrics": {}})
     values, own = settings_and_arguments(recipe, settings)
-    environment, of_env = environment_given(env, env_args)
-    given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
-    named = texts_given(mesh_text(mesh), model, reward, eval_data, curriculum) | of_env
+    texts, objects = split_arguments(
+        model=model,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        reward=reward,
+        env=env,
+        env_args=env_args,
+        eval_data=eval_data,
+        curriculum=curriculum,
+    )
+    given = given_of(objects)
+    prompt_files = texts.pop("prompts", None)
+    named: dict[str, Any] = {"mesh": mesh_text(mesh), **texts}
+    if "model" in texts:
+        named["model"] = str(find_model(texts["model"]))
     algorithm = recipe
     if not isinstance(algorithm, Algorithm):
         settled = resolved(settings_of(**values, **named), prompts is not None or env is not None)
         algorithm = composed(algorithm, settled, own)
-    if isinstance(prompts, (str, Path)):
-        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
+    if prompt_files is not None:
+        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = prompt_files
     wanted = with_model_directories(settings_of(**named, **values))
     if isinstance(model, Model) and wanted.devices.train.wanted is not None:
         raise SettingsError(
@@ -305,9 +316,11 @@ def train(
     config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
     if given.records is not None:
         config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
-    config |= given_in_python(
-        recipe=recipe, model=model, prompts=prompts, reward=reward, source=source, environment=env
-    )
+    shown = {**objects, "recipe": recipe, "source": source, "environment": given.environment}
+    names = ("recipe", "model", "prompts", "reward", "source", "environment")
+    unsayable = [name for name in names if not isinstance(shown.get(name), (str, type(None)))]
+    if unsayable:
+        config["given_in_python"] = ", ".join(name if name == "prompts" else f"the {name}" for name in unsayable)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         folder = expanded(str(chosen.run.run_dir))

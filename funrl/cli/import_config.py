@@ -21,6 +21,7 @@ from typing import NamedTuple
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
+from funrl.flags.foreign import trl, verl
 from funrl.flags.foreign.files import flattened
 from funrl.flags.foreign.meaning import (
     DifferentError,
@@ -29,10 +30,9 @@ from funrl.flags.foreign.meaning import (
     NameContext,
     is_none,
     is_same,
-    is_unresolved,
 )
-from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL, guess_trainer, recipe_of_trainer
-from funrl.flags.foreign.verl import DEFAULTS, VERL, decides_nothing, is_of_verl, recipe_of
+from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL
+from funrl.flags.foreign.verl import DEFAULTS, VERL
 from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 
@@ -68,69 +68,40 @@ class Imported(NamedTuple):
         """Values without an equivalent here."""
         return [row for row in self.rows if row.lost]
 
-    @property
-    def needed(self) -> list[str]:
-        """Flags that are missing for a complete run."""
-        reward = {"reward", "reward_model"} & set(self.flags) or "prompts" not in self.flags
-        missing = [name for name in ("model",) if name not in self.flags]
-        missing += [] if {"prompts", "data"} & set(self.flags) else ["prompts or data"]
-        return missing + ([] if reward else ["reward"])
-
 
 def import_config(argv: Sequence[str]) -> int:
     """Run `funrl import`; return the exit status."""
+    most = "write the file even if some values have no equivalent here: leave them out or use the nearest"
+    records = "number of training records, to convert epochs to steps"
     flags = [
         Flag("to", None, str, optional=True, text="the file to write"),
         Flag("recipe", None, str, optional=True, text=f"recipe of TRL's trainer: {', '.join(TRAINERS)}"),
         Flag("devices", 1, int, optional=False, text="number of GPUs of TRL's run", bounds=(at_least(1),)),
-        Flag(
-            "records",
-            None,
-            int,
-            optional=True,
-            text="number of training records, to convert epochs to steps",
-            bounds=(at_least(1),),
-        ),
-        Flag(
-            "partial",
-            False,
-            bool,
-            optional=False,
-            text="write the file even if some values have no equivalent here: leave them out or use the nearest",
-        ),
+        Flag("records", None, int, optional=True, text=records, bounds=(at_least(1),)),
+        Flag("partial", False, bool, optional=False, text=most),
     ]
     (path,), line = read_words(flags, argv, COMMANDS["import"].usage)
     config = imported(path, line.values["recipe"], line.values["devices"], records=line.values["records"])
-    if config.lost and not line.values["partial"]:
-        raise SettingsError(_refusal(path, config))
-    _write(config, line.values["to"])
-    return 0
-
-
-def _refusal(path: str, config: Imported) -> str:
-    several = "values have" if len(config.lost) > 1 else "value has"
-    lines = [f"  {row.theirs}: {row.difference}" for row in config.lost]
-    return "\n".join([f"{path}: {len(config.lost)} {several} no equivalent here; --partial writes the rest", *lines])
-
-
-def _write(config: Imported, to: str | None) -> None:
-    """Print the file, or write it and print its table."""
-    table = [
-        f"read as {config.source}",
-        *(f"  {row.theirs} -> {row.ours}; {row.difference}".rstrip("; ") for row in config.rows),
-    ]
-    if config.lost:
-        table += ["differs from their run:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
+    lost = [f"  {row.theirs}: {row.difference}" for row in config.lost]
+    if lost and not line.values["partial"]:
+        problem = f"{path}: {len(lost)} values have no equivalent here; --partial writes the rest"
+        raise SettingsError("\n".join([problem, *lost]))
+    rows = [f"  {row.theirs} -> {row.ours}; {row.difference}".rstrip("; ") for row in config.rows]
+    table = [f"read as {config.source}", *rows, *(["differs from their run:"] if lost else []), *lost]
     text = "\n".join([*(f"# {line}" for line in table), *written(config.flags), ""])
+    to = line.values["to"]
     if to is None:
         print(text, end="")
-        return
+        return 0
     if Path(to).exists():
         raise SettingsError(f"--to={to} exists already; give another name")
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
-    more = f" with --{', --'.join(config.needed)}" if config.needed else ""
-    print(f"funrl --config={to}{more} runs it; the file contains this table too")
+    rewards = {"reward", "reward_model"} if "prompts" in config.flags else set(config.flags)
+    missing = {"model": {"model"}, "prompts or data": {"prompts", "data"}, "reward": rewards}
+    needed = [name for name, given in missing.items() if not given & set(config.flags)]
+    print(f"funrl --config={to}{' with --' * bool(needed)}{', --'.join(needed)} runs it; it contains this table too")
+    return 0
 
 
 def imported(path: str, recipe: str | None = None, devices: int = 1, records: int | None = None) -> Imported:
@@ -139,17 +110,18 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
     of_script = content.pop("recipe", None)
     mesh: dict[str, str] = {}
     try:
-        if any(map(is_of_verl, content)):
+        if any(map(verl.is_of_verl, content)):
             library = VERL
             source = "verl's configuration"
             theirs = DEFAULTS | content
-            recipe = recipe_of(theirs)
+            recipe = verl.recipe_of(theirs)
         else:
             library = TRL
             trainer = _trainer(path, content, recipe or of_script)
             theirs = COMMON | TRAINERS[trainer] | content
-            source = f"TRL's {_title(trainer)}" + ("" if recipe or of_script else "; --recipe names another")
-            recipe = recipe_of_trainer(trainer, theirs)
+            title = "Reward" if trainer == "reward_model" else trainer.upper()
+            source = f"TRL's {title}Config" + ("" if recipe or of_script else "; --recipe names another")
+            recipe = trl.recipe_of_trainer(trainer, theirs)
             mesh = {"mesh": f"dp{devices}"} if devices > 1 else {}
     except DifferentError as error:
         raise SettingsError(f"{path}: {error}") from error
@@ -165,16 +137,11 @@ def imported(path: str, recipe: str | None = None, devices: int = 1, records: in
     return Imported({name: texts[name] for name in known if name in texts}, _merged(rows), source)
 
 
-def _title(trainer: str) -> str:
-    """Name of the configuration's class of a trainer."""
-    return "RewardConfig" if trainer == "reward_model" else f"{trainer.upper()}Config"
-
-
 def _trainer(path: str, content: Mapping[str, str], recipe: str | None) -> str:
     """The recipe of TRL's trainer. Raises: SettingsError."""
     if recipe is not None and recipe not in TRAINERS:
         raise SettingsError(f"--recipe={recipe}: TRL's trainers are {', '.join(TRAINERS)} here")
-    trainer = recipe or guess_trainer(content)
+    trainer = recipe or trl.guess_trainer(content)
     if trainer is None:
         raise SettingsError(f"{path}: several of TRL's trainers have these names; give --recipe={'|'.join(TRAINERS)}")
     return trainer
@@ -206,10 +173,8 @@ def _translated(
 def _meaning(library: Library, name: str, text: str, context: NameContext) -> Meaning:
     """The meaning of a value, also for names that are in no table."""
     if name in library.rows:
-        meaning = library.meaning(name, text, context)
-        unresolved = not meaning.differs and any(map(is_unresolved, meaning.flags.values()))
-        return Meaning({}, "the file does not define this value; write it out", differs=True) if unresolved else meaning
-    if decides_nothing(name):
+        return library.meaning(name, text, context)
+    if trl.decides_nothing(name) or verl.decides_nothing(name):
         return Meaning({}, "has no effect on results")
     return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", differs=True)
 

@@ -12,8 +12,7 @@ funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
 funrl join RUN_DIR
 funrl replay RUN_DIR --rows
-funrl bisect RUN_DIR OTHER_RUN_DIR
-funrl bisect RUN_DIR --gap
+funrl replay RUN_DIR OTHER_RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
@@ -59,7 +58,6 @@ MODULES = {
     "import": "funrl.cli.import_config:import_config",
     "join": "funrl.cli.join:join_command",
     "replay": "funrl.cli.replay:replay_command",
-    "bisect": "funrl.cli.bisect:bisect_command",
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",

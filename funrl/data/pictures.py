@@ -68,7 +68,7 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
     name, got = _processor_fields(dict(files), form.tower)
     if got is not None and fixed is not None:
-        fixed.check(name, got, form.tower)
+        fixed.check(name, got)
     elif got is not None:
         form = _with_bounds(form, name, got)
     elif config.source.family in PROCESSOR_CLASSES:
@@ -183,20 +183,20 @@ def _processor_text(form: PictureForm, processor_class: str) -> str:
     """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
-    if (fixed := fixed_size(form.tower)) is not None:
-        return fixed.text(form.tower, processor_class)
-    values = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": processor_class,
+    kind = "Qwen2VLImageProcessor"
+    fields: Mapping[str, Any] = {
         "patch_size": form.tower.patch,
         "merge_size": form.tower.merge,
         "temporal_patch_size": FRAMES,
-        "image_mean": list(form.tower.form.mean),
-        "image_std": list(form.tower.form.std),
         "size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
         "min_pixels": form.min_pixels,
         "max_pixels": form.max_pixels,
     }
+    if (fixed := fixed_size(form.tower)) is not None:
+        kind = f"{processor_class.removesuffix('Processor')}ImageProcessor"
+        fields = fixed.fields
+    colours = {"image_mean": list(form.tower.form.mean), "image_std": list(form.tower.form.std)}
+    values = {"image_processor_type": kind, "processor_class": processor_class, **colours, **fields}
     return json.dumps(values, indent=2) + "\n"
 
 

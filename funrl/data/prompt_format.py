@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools
-from funrl.data.processors.square_pictures import framed
+from funrl.data.processors.form import framed
 from funrl.data.records import read_records, source_problem
 
 Messages = list[ChatMessage]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.messages import END_THINK, THOUGHT_FIELDS, TRAIN_FIELD, mentions
-from funrl.data.processors.square_pictures import framed
+from funrl.data.processors.form import framed
 
 PAD = "<pad>"
 END = "</s>"

@@ -8,11 +8,10 @@ from typing import Any
 
 from funrl.environments.builtin.load import FLAG, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
-from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.gym_text import load_gymnasium, load_skyrl
 from funrl.foreign.nemo_gym import load_nemo_gym
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
-from funrl.foreign.skyrl import load_skyrl
 from funrl.foreign.tinker import load_tinker
 from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers

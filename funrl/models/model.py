@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +18,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
-from funrl.fields import Field
-from funrl.kinds import OwnedLines, Value
+from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.token_costs import ModelCost
@@ -275,25 +273,6 @@ class PromptPlaces(NamedTuple):
     mutual_RM: Tensor | None = None
 
 
-class Balance(NamedTuple):
-    """Work on the values that rows own, shared by the ranks of a mesh.
-
-    Attributes:
-      part: of the tree of weights, by its name, that does this work; its gradients are those of the values that a rank
-        computes.
-      sizes: ragged field with one line for each value.
-      name, field: of a micro-batch, with the ranks that compute its values.
-      assign: `(sizes of the values that all ranks have in one micro-batch, the index over the row axes of the rank that
-        has each, mesh)` -> this field on this rank; the values are in the order of the ranks, and then of their rows.
-    """
-
-    part: str
-    sizes: str
-    name: str
-    field: Field
-    assign: Callable[[np.ndarray, np.ndarray, Mesh], Value]
-
-
 class OwnedValues(NamedTuple):
     """Values that rows of a model may own besides their tokens.
 
@@ -309,7 +288,6 @@ class OwnedValues(NamedTuple):
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
       whole: `(token ids)` -> begin and end of each group of tokens that see one another, in order; None: there are no
         such groups.
-      balance: how ranks may share the work on them; None: each works on those of its own rows.
     """
 
     none: Mapping[str, Tensor]
@@ -321,7 +299,6 @@ class OwnedValues(NamedTuple):
     contents: Callable[[Sequence[int], OwnedLines], list[int]]
     frozen: Mapping[str, tuple[str, ...]] = {}
     whole: Callable[[Sequence[int]], list[tuple[int, int]]] | None = None
-    balance: Balance | None = None
 
 
 class Routers(NamedTuple):

@@ -7,9 +7,7 @@ now and then; that is where reinforcement learning begins.
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -192,15 +190,6 @@ def tokenizer() -> Any:
     return character_tokenizer(ALPHABET)
 
 
-def is_its_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
-    try:
-        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return vocab == character_vocabulary(ALPHABET)
-
-
 def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     """The small decoder that learns the task.
 
@@ -249,7 +238,7 @@ def arithmetic_task(model: str = "arithmetic") -> EmbeddedTask:
             "steps": steps,
         },
         tokenizer=tokenizer,
-        is_its_tokenizer=is_its_tokenizer,
+        tokens=frozenset(character_vocabulary(ALPHABET)),
         model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,

@@ -11,15 +11,13 @@ mostly estimates, by factors rounded to tens; reinforcement learning finds out t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.data.tokenizer import chat_character_tokenizer
+from funrl.data.tokenizer import character_vocabulary, chat_character_tokenizer
 from funrl.tasks.arithmetic import Split, is_held_out, model_config
 from funrl.tasks.task import EmbeddedTask
 
@@ -131,18 +129,6 @@ def heldout_products(count: int) -> list[Prompt]:
     return _prompts(pairs[np.sort(first)][:count])
 
 
-def has_calculator_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
-    try:
-        content = json.loads((Path(folder) / "tokenizer.json").read_text())
-        added = {token["content"] for token in content["added_tokens"]}
-        characters = set(content["model"]["vocab"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    own = {c for c in characters if len(c) == 1}
-    return {*ROLE_MARKS, CALL, END_OF_CALL} == added - characters and set(DIGITS_AND_SIGNS) == own
-
-
 def calculator_task() -> EmbeddedTask:
     """Products by calls of a tool."""
     return EmbeddedTask(
@@ -153,7 +139,7 @@ def calculator_task() -> EmbeddedTask:
         demonstrations=conversations,
         texts={"demonstrations": right_calls},
         tokenizer=lambda: chat_tokenizer(DIGITS_AND_SIGNS, (CALL, END_OF_CALL)),
-        is_its_tokenizer=has_calculator_tokenizer,
+        tokens=frozenset({*character_vocabulary(DIGITS_AND_SIGNS), *ROLE_MARKS, CALL, END_OF_CALL}),
         model_config=lambda head: chat_model(head, vocab=32),  # 19 are used
         max_new_tokens=12,
         warmstart_steps=400,

@@ -13,6 +13,7 @@ import torch
 from funrl.algos.guarding import defined_at
 from funrl.rewards.call import CompletedRow, Reward, RewardError, RewardFunction, reward_functions, score_all
 from funrl.rewards.load import check_fields
+from funrl.testing.subjects import assert_all
 
 ODD_COMPLETIONS = (
     "",
@@ -77,18 +78,11 @@ def check_reward(
     known = [CompletedRow(row[0], row[1], dict(row[2]) if len(row) > 2 else {}) for row in examples]
     odd = [known[0]._replace(completion=text) for text in ODD_COMPLETIONS]
     what = f"reward {function.name}{defined_at(reward)}"
-    if unknown := sorted(set(without) - set(REWARD_PROPERTIES)):
-        raise ValueError(f"without={unknown[0]!r}: the properties of a reward are {', '.join(REWARD_PROPERTIES)}")
     try:
         check_fields(function.name, reward, [row.fields for row in known])
     except RewardError as error:
         raise AssertionError(f"{what}: {error}") from error
-    for name, run in REWARD_PROPERTIES.items():
-        if name not in without:
-            try:
-                run(RewardSubject(function, [*known, *odd]))
-            except AssertionError as error:
-                raise AssertionError(f"{what}: {name} ({(run.__doc__ or '').strip()}): {error}") from error
+    assert_all(REWARD_PROPERTIES, RewardSubject(function, [*known, *odd]), what, without)
 
 
 def finite_numbers(one: RewardSubject) -> None:

@@ -175,7 +175,7 @@ def one_step(trainer: phases.Trainer, state: State, enter: Enter) -> tuple[phase
         return trainer, state, StepRecord(drawn, drawn, {"drawn": metrics, "scored": scored, "learned": {}}, {})
     rows, state, scored = phases.score_batch(trainer, state, drawn)
     if trainer.gap_check is not None:
-        trainer.gap_check.scored(rows, scored, state.step + 1)
+        trainer.gap_check.scored(rows, scored)
     trainer, state = enter(trainer, state, "update")
     state, learned, engine = phases.update_batch(trainer, state, rows)
     return trainer, state, StepRecord(drawn, rows, {"drawn": metrics, "scored": scored, "learned": learned}, engine)

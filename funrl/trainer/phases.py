@@ -137,7 +137,7 @@ def update_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[State, dic
     """The state after the step's updates and the sync of the engine; metrics of the updates and of the engine."""
     state, learned = learn_batch(trainer, state, rows)
     if trainer.gap_check is not None:
-        trainer.gap_check.learned(rows, learned, state.roles[trainer.parts.main_role].params, state.step)
+        trainer.gap_check.learned(learned)
     state = sync(trainer.parts, state, trainer.clock, trainer.frozen)
     return state, learned, prove_sync(trainer, state)
 

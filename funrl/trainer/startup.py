@@ -58,7 +58,7 @@ def begin_run(
         skips=Skips(job.settings.updates.max_skipped, mesh, folder, observer.note),
         folder=folder,
         compile_cache=cache,
-        gap_check=gap_check(job, parts, folder, observer.note),
+        gap_check=gap_check(job, parts, observer.note),
     )
     return trainer, first_state(job, parts, weights, rows_source.init())
 

@@ -110,7 +110,7 @@ def struct_of(x: Tensor | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: jax.s
     return jax.ShapeDtypeStruct(tuple(x.shape), dtype, sharding=NamedSharding(mesh, spec))
 
 
-def compile_ahead(
+def compile_for_chips(
     function: ShardedFunction,
     args: tuple[trees.Tree, ...],
     mesh: jax.sharding.Mesh,
@@ -168,17 +168,13 @@ def equations_of(jaxpr: Any, turns: int = 1) -> Iterator[tuple[Any, int]]:
 
 def _functions_of(params: Mapping[str, Any]) -> Iterator[Any]:
     """The functions that an equation with these parameters calls; of those for different platforms a TPU's."""
-    platforms = params.get("branches_platforms")
+    platforms = params.get("branches_platforms") or ()  # None among them is all others
+    branch = next((i for i, names in enumerate(platforms) if names is None or "tpu" in names), None)
     for value in params.values():
         for i, part in enumerate(value if isinstance(value, tuple | list) else (value,)):
             inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns") and (platforms is None or i == _branch_of_tpu(platforms)):
+            if hasattr(inner, "eqns") and branch in (None, i):
                 yield inner
-
-
-def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Number of the first branch for TPUs, or for all other platforms, which is None."""
-    return next(i for i, names in enumerate(platforms) if names is None or "tpu" in names)
 
 
 def is_attention(equation: Any) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from funrl.xla.errors import XlaError
 from funrl.xla.layers import PROGRAMS
 from funrl.xla.operators import JAX_DTYPES, LOWERINGS, WITHOUT_MEANING, JaxArray, OperatorResult
-from funrl.xla.trace import Program, operator_name
+from funrl.xla.trace import Program, operator_name, reachable
 
 LAYER = "funrl_xla.layer"
 BACKWARD = "funrl_xla.layer_backward"
@@ -98,9 +98,9 @@ def chains_of(graph: fx.GraphModule) -> dict[fx.Node, Chain]:
 
 
 def _linked(turns: Sequence[tuple[fx.Node, ...]]) -> Chain | None:
-    """The chain of the first turns, each of which reads results of the one before; None: the second reads none."""
+    """The chain of the first turns, each reading results of the one before; None: the second reads none."""
     columns = [{(i, k): x for i, call in enumerate(turn) for k, x in enumerate(operands_of(call))} for turn in turns]
-    dependents = _made_of(turns[0])
+    dependents = reachable((user for call in turns[0] for user in call.users), lambda node: node.users)
     first = _links(columns[0], (), turns[0], dependents)
     links = [_links(*linked, dependents) for linked in zip(columns[1:], turns, turns[1:], strict=False)]
     if first is None or links[0] is None or first[1] != links[0][1] or not links[0][0]:
@@ -180,18 +180,6 @@ def source(node: fx.Node) -> fx.Node:
     while changes_nothing(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
-
-
-def _made_of(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes that depend on some nodes."""
-    dependents: set[fx.Node] = set()
-    waiting = [user for node in nodes for user in node.users]
-    while waiting:
-        user = waiting.pop()
-        if user not in dependents:
-            dependents.add(user)
-            waiting += user.users
-    return dependents
 
 
 class _Part(NamedTuple):
@@ -276,13 +264,11 @@ class _Interpreter(fx.Interpreter):
 
     def compute(self, nodes: Sequence[fx.Node]) -> None:
         """Compute nodes that come later in the graph, and what they depend on."""
-        needed: set[fx.Node] = set()
-        waiting = list(nodes)
-        while waiting:
-            node = waiting.pop()
-            if node not in self.env and node not in needed:
-                needed.add(node)
-                waiting += node.all_input_nodes
+
+        def missing(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+            return [node for node in nodes if node not in self.env]
+
+        needed = reachable(missing(nodes), lambda node: missing(node.all_input_nodes))
         for node in sorted(needed, key=self.places.__getitem__):
             self.env[node] = self.run_node(node)
 

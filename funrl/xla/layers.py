@@ -23,7 +23,7 @@ from funrl.autograd import AutogradFunction
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer
 from funrl.xla.errors import XlaError
-from funrl.xla.trace import core_graph, operator_name, results_without_numbers
+from funrl.xla.trace import core_graph, operator_name, reachable, without_numbers
 
 REMAT = ("none", "full")
 # Operators that cost nothing: what they make is made again instead of saved.
@@ -159,8 +159,8 @@ def _traced(
 ) -> LayerProgram:
     """The programs of a layer, as a function of its operands."""
     examples = [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
-    with torch.no_grad():
-        results = results_without_numbers(run, examples, "a layer")
+    with torch.no_grad(), without_numbers("a layer", examples) as fakes:
+        results = run(*fakes)
     differentiable = tuple(x.is_floating_point() for x in trees.leaves(results))
     wanted = [x for x in itertools.compress(trees.leaves(results), differentiable) if any(needs)]
     grads = [torch.empty(x.shape, dtype=x.dtype) for x in wanted]
@@ -223,15 +223,9 @@ def _is_worth_saving(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[Any], ends: frozenset[fx.Node]) -> frozenset[fx.Node]:
-    """Nodes that some are made of, themselves included; what `ends` are made of is not looked at."""
-    ancestors: set[fx.Node] = set()
-    waiting = [node for node in nodes if isinstance(node, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in ancestors:
-            ancestors.add(node)
-            waiting += [] if node in ends else node.all_input_nodes
-    return frozenset(ancestors)
+    """Some nodes and what they depend on; the walk stops at `ends`."""
+    begin = (node for node in nodes if isinstance(node, fx.Node))
+    return frozenset(reachable(begin, lambda node: [] if node in ends else node.all_input_nodes))
 
 
 def _subgraph(

@@ -1,4 +1,4 @@
-"""Programs on a mesh of devices: one program for all of them, each of which computes with its shards.
+"""Programs on a mesh of devices: one program for all of them; each computes with its shards.
 
 A program is traced as the rank at the origin of the mesh sees it. Where it stands is an argument, one number an axis,
 which `shard_map` gives each device; its collectives name the axes they go over. A `Layout` is a `PartitionSpec`. One
@@ -30,7 +30,7 @@ from funrl.mesh.rules import Layout
 from funrl.xla.copies import HostCopies, version
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
-from funrl.xla.operators import GROUP_SEPARATOR, TORCH_DTYPES
+from funrl.xla.operators import GROUP_SEPARATOR, HOST_DTYPES
 from funrl.xla.trace import Program, trace_program
 
 _log = logging.getLogger(__name__)
@@ -39,14 +39,15 @@ _log = logging.getLogger(__name__)
 IN_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
 
 
-def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor]) -> Mesh:
+def traced_mesh(sizes: Mapping[str, int], indices: Mapping[str, Tensor] | None = None) -> Mesh:
     """The mesh that a program sees: its groups are named by their axes, and its place is an argument.
 
     Args:
       sizes: of `AXES`.
-      indices: place on each axis.
+      indices: place on each axis; None: at the origin.
     """
     sizes = dict(sizes)
+    indices = indices or {axis: torch.zeros((), dtype=torch.int64) for axis in sizes}
     groups = {axes: GROUP_SEPARATOR.join(axes) for axes in combinations(sizes)}
     return Mesh(sizes, rank=0, groups=groups, indices=dict(indices))
 
@@ -130,7 +131,7 @@ class DeviceCopies(HostCopies):
 
         def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
             changes, _, copy = copies.get((x.data_ptr(), x.shape, x.stride()), (-1, None, None))
-            same = changes == version(x) and TORCH_DTYPES[copy.dtype] == x.dtype
+            same = changes == version(x) and HOST_DTYPES[copy.dtype] == x.dtype
             return self._put(copy if same else to_jax(x), mesh, spec)
 
         return trees.map(place, tree, specs)
@@ -202,7 +203,7 @@ class ShardedFunction(NamedTuple):
         specs = tuple(self.given(*args))
         given = tuple(spec for _, spec in trees.named(specs))
         shards = [
-            torch.empty(shard_shape(x.shape, spec, sizes), dtype=TORCH_DTYPES.get(x.dtype, x.dtype))
+            torch.empty(shard_shape(x.shape, spec, sizes), dtype=HOST_DTYPES.get(x.dtype, x.dtype))
             for x, spec in zip(trees.leaves(args), given, strict=True)
         ]
         place = {axis: torch.zeros((), dtype=torch.int64) for axis in AXES}
@@ -286,7 +287,7 @@ class MeshProgram:
     def _sent(
         self, leaves: Sequence[Any], specs: Sequence[PartitionSpec], donated: Sequence[int] = ()
     ) -> list[jax.Array]:
-        """Leaves on the devices; copies of those that are donated are forgotten."""
+        """Leaves on the devices; the copies of donated leaves are forgotten."""
         return [
             x if isinstance(x, jax.Array) else self.copies.sent(x, spec, keep=i not in donated)
             for i, (x, spec) in enumerate(zip(leaves, specs, strict=True))

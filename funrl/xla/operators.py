@@ -26,7 +26,7 @@ Pair = tuple[JaxArray, JaxArray]
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 JAX_DTYPES: dict[torch.dtype, jnp.dtype] = {getattr(torch, name): jnp.dtype(name) for name in _DTYPES}
-TORCH_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
+HOST_DTYPES = {own: dtype for dtype, own in JAX_DTYPES.items()}
 GROUP_SEPARATOR = ","  # between the axes in the name of a group over some axes of a mesh
 
 
@@ -83,7 +83,7 @@ def _comparison(fn: Callable[[Any, Any], JaxArray]) -> Lowering:
     """Comparisons of operands in one dtype, as torch promotes them."""
 
     def row(result: OperatorResult, *xs: Any) -> JaxArray:
-        forms = [torch.empty((1,) * x.ndim, dtype=TORCH_DTYPES[x.dtype]) if is_array(x) else x for x in xs]
+        forms = [torch.empty((1,) * x.ndim, dtype=HOST_DTYPES[x.dtype]) if is_array(x) else x for x in xs]
         dtype = JAX_DTYPES[torch.result_type(*forms)]
         return fn(*(as_dtype(x, dtype) for x in xs))
 
@@ -263,9 +263,10 @@ def _along(dim: int, index: JaxArray) -> tuple[Any, ...]:
     return tuple(places)
 
 
-def _written(index: JaxArray, source: Any) -> Any:
-    """The part of a source that a scatter reads."""
-    return source[tuple(slice(0, n) for n in index.shape)] if getattr(source, "ndim", 0) else source
+def _written(x: JaxArray, index: JaxArray, source: Any) -> Any:
+    """The part of a source that a scatter reads, in the dtype of its target."""
+    part = source[tuple(slice(0, n) for n in index.shape)] if getattr(source, "ndim", 0) else source
+    return as_dtype(part, x.dtype)
 
 
 def _scatter_reduce(
@@ -275,7 +276,7 @@ def _scatter_reduce(
     ways = {"sum": places.add, "amax": places.max, "amin": places.min, "prod": places.multiply}
     if how not in ways:
         raise NotImplementedError(f"scatter_reduce by {how!r}: the table has {', '.join(ways)}")
-    return ways[how](_written(index, source))
+    return ways[how](_written(x, index, source))
 
 
 def _searchsorted(
@@ -400,12 +401,12 @@ def _sum_with_product(result: OperatorResult, x: JaxArray, a: JaxArray, b: JaxAr
     return as_dtype(x, result.compute) + (a * b if value == 1 else value * a * b)
 
 
-def _mesh_axes(group: str) -> tuple[str, ...]:
+def _axes(group: str) -> tuple[str, ...]:
     return tuple(group.split(GROUP_SEPARATOR))
 
 
 def _all_reduce(result: OperatorResult, x: JaxArray, how: str, group: str) -> JaxArray:
-    return {"sum": lax.psum, "max": lax.pmax}[how](x, _mesh_axes(group))
+    return {"sum": lax.psum, "max": lax.pmax}[how](x, _axes(group))
 
 
 def _all_to_all(
@@ -413,7 +414,7 @@ def _all_to_all(
 ) -> JaxArray:
     """Exchange equal parts of dim 0."""
     parts = x.reshape(len(sent), -1)
-    return lax.all_to_all(parts, _mesh_axes(group), 0, 0, tiled=True).reshape(result.shape)
+    return lax.all_to_all(parts, _axes(group), 0, 0, tiled=True).reshape(result.shape)
 
 
 _WIDE = ("abs", "acos", "asin", "atan", "atan2", "ceil", "cos", "cosh", "exp", "exp2", "expm1", "floor", "floor_divide")
@@ -475,9 +476,7 @@ LOWERINGS: dict[str, Lowering] = {
     "aten.split_with_sizes": _split,
     "aten.cat": of_arguments(lambda xs, dim=0: jnp.concatenate(xs, dim)),
     "aten.repeat": of_arguments(jnp.tile),
-    "aten.roll": of_arguments(
-        lambda x, shifts, dims=(): jnp.roll(x, tuple(shifts) if dims else shifts[0], tuple(dims) or None)
-    ),
+    "aten.roll": lambda _, x, shifts, dims=(): jnp.roll(x, tuple(shifts) if dims else shifts[0], tuple(dims) or None),
     "aten.constant_pad_nd": _pad,
     "aten.as_strided": _as_strided,
     "aten.arange": _arange,
@@ -490,22 +489,14 @@ LOWERINGS: dict[str, Lowering] = {
     "aten.new_full": _full(2),
     # by indices
     "aten.embedding": of_arguments(lambda weight, index, *_: jnp.take(weight, index, axis=0)),
-    "aten.gather": of_arguments(
-        lambda x, dim, index: x[_along(dim, index)] if x.ndim else jnp.broadcast_to(x, index.shape)
-    ),
+    "aten.gather": lambda _, x, dim, index: x[_along(dim, index)] if x.ndim else jnp.broadcast_to(x, index.shape),
     "aten.index": of_arguments(lambda x, indices: x[_places(indices)]),
     "aten._unsafe_index": of_arguments(lambda x, indices: x[_places(indices)]),
     "aten.index_put": _index_put,
     "aten._unsafe_index_put": _index_put,
-    "aten.index_select": of_arguments(
-        lambda x, dim, index: jnp.take(x, jnp.atleast_1d(index), axis=dim) if x.ndim else x
-    ),
-    "aten.scatter": of_arguments(
-        lambda x, dim, index, source: x.at[_along(dim, index)].set(as_dtype(_written(index, source), x.dtype))
-    ),
-    "aten.scatter_add": of_arguments(
-        lambda x, dim, index, source: x.at[_along(dim, index)].add(_written(index, source))
-    ),
+    "aten.index_select": lambda _, x, dim, index: jnp.take(x, jnp.atleast_1d(index), axis=dim) if x.ndim else x,
+    "aten.scatter": lambda _, x, dim, index, source: x.at[_along(dim, index)].set(_written(x, index, source)),
+    "aten.scatter_add": lambda _, x, dim, index, source: x.at[_along(dim, index)].add(_written(x, index, source)),
     "aten.scatter_reduce": _scatter_reduce,
     "aten.searchsorted": _searchsorted,
     # products of matrices, and loops over products
@@ -519,17 +510,17 @@ LOWERINGS: dict[str, Lowering] = {
     "funrl.chunk_states": _chunk_states,
     "funrl.chunk_states_backward": _chunk_states_backward,
     "funrl.continued_states": _continued_states,
-    "funrl.segment_attention": tpu_kernels.segment_attention,
-    "funrl.segment_attention_backward": tpu_kernels.segment_attention_backward,
+    "funrl.segment_attention": tpu_kernels.splash_attention,
+    "funrl.segment_attention_backward": tpu_kernels.splash_attention_backward,
     # lists of tensors, which optimizers have
     "aten._foreach_addcmul": _each(_sum_with_product),
     # between the devices of a mesh, under `shard_map`: the name of a group says itself which axes it goes over
     "_c10d_functional.all_reduce": _all_reduce,
-    "_c10d_functional.all_gather_into_tensor": of_arguments(
-        lambda x, ranks, group: lax.all_gather(x, _mesh_axes(group), axis=0, tiled=True)
+    "_c10d_functional.all_gather_into_tensor": lambda _, x, ranks, group: lax.all_gather(
+        x, _axes(group), axis=0, tiled=True
     ),
-    "_c10d_functional.reduce_scatter_tensor": of_arguments(
-        lambda x, how, ranks, group: lax.psum_scatter(x, _mesh_axes(group), scatter_dimension=0, tiled=True)
+    "_c10d_functional.reduce_scatter_tensor": lambda _, x, how, ranks, group: lax.psum_scatter(
+        x, _axes(group), scatter_dimension=0, tiled=True
     ),
     "_c10d_functional.all_to_all_single": _all_to_all,
     "_c10d_functional.wait_tensor": of_arguments(lambda x: x),

@@ -27,7 +27,7 @@ def _numbers_of(values: Sequence[float]) -> _Numbers:
     return _Numbers(int(values[0]), *values[1:])
 
 
-def segment_attention(result: Any, *operands: Any) -> jax.Array:
+def splash_attention(result: Any, *operands: Any) -> jax.Array:
     """`blockwise_attention.kernel_attention`."""
     q_THN, k_TKN, v_TKN, offsets, numbers = operands
     with jax.enable_x64(False):  # the kernel's indices are of 32 bits
@@ -35,7 +35,7 @@ def segment_attention(result: Any, *operands: Any) -> jax.Array:
     return jnp.where(_is_real(offsets, len(q_THN)), out_THN, 0)
 
 
-def segment_attention_backward(result: Any, *operands: Any) -> tuple[jax.Array, ...]:
+def splash_attention_backward(result: Any, *operands: Any) -> tuple[jax.Array, ...]:
     """Its gradients by queries, keys and values; the kernel's own."""
     d_out_THN, q_THN, k_TKN, v_TKN, offsets, numbers = operands
     d_out_THN = jnp.where(_is_real(offsets, len(q_THN)), d_out_THN, 0).astype(q_THN.dtype)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,10 @@ class Program(NamedTuple):
     """A traced function.
 
     Attributes:
-      name: of the function, for messages.
       graph: operators of the core; it takes the leaves of the arguments and gives those of the results.
       results: the tree of the results, with a 0 for each leaf.
     """
 
-    name: str
     graph: fx.GraphModule
     results: trees.Tree
 
@@ -64,53 +62,44 @@ def trace_program(fn: Callable[..., trees.Tree], *args: trees.Tree, name: str = 
         return trees.leaves(results)
 
     graph = core_graph(of_leaves, trees.leaves(args), name)
-    return Program(name, graph, structure[0])
+    return Program(graph, structure[0])
 
 
 def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> fx.GraphModule:
-    """The operators of the core of a function of tensors that gives a list of tensors; see `trace`."""
-    mode, fakes = _without_numbers(leaves)
-    with _errors_of_host_reads(name), mode:  # what the function makes of nothing has no numbers either
+    """The operators of the core of a function of tensors that gives a list of tensors; see `trace_program`."""
+    with without_numbers(name, leaves) as fakes:  # what the function makes of nothing has no numbers either
         recorded = make_fx(fn)(*fakes)
-    for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
-        if node.target in (_aten.view.default, _aten._unsafe_view.default):
-            node.target = _aten.reshape.default
-    recorded.graph.eliminate_dead_code()
+        for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
+            if node.target in (_aten.view.default, _aten._unsafe_view.default):
+                node.target = _aten.reshape.default
+        recorded.graph.eliminate_dead_code()
 
-    def again(*leaves: Tensor) -> Any:
-        with preserve_node_meta():
-            return fx.Interpreter(recorded).run(*leaves)
+        def again(*leaves: Tensor) -> Any:
+            with preserve_node_meta():
+                return fx.Interpreter(recorded).run(*leaves)
 
-    pure = torch.func.functionalize(again, remove="mutations")
-    with mode:
+        pure = torch.func.functionalize(again, remove="mutations")
         core = make_fx(pure, decomposition_table=_decompositions())(*fakes)
-    core.graph.eliminate_dead_code()
-    rows = ((node, row) for node, row in operators_of(core) if not row.startswith("funrl_xla."))  # layers have programs
-    unknown = {row: node for node, row in rows if row not in LOWERINGS}
-    if unknown:
-        with mode:
+        core.graph.eliminate_dead_code()
+        rows = ((node, row) for node, row in operators_of(core) if not row.startswith("funrl_xla."))  # of layers
+        unknown = {row: node for node, row in rows if row not in LOWERINGS}
+        if unknown:
             raise XlaError(f"{name}: {_problem_of(fn, fakes, unknown)}")
-    return core
-
-
-def results_without_numbers(fn: Callable[..., trees.Tree], leaves: Sequence[Tensor], name: str) -> trees.Tree:
-    """The results of a function of tensors, as tensors that have only shapes and dtypes."""
-    mode, fakes = _without_numbers(leaves)
-    with _errors_of_host_reads(name), mode:
-        return fn(*fakes)
-
-
-def _without_numbers(leaves: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor]]:
-    """A mode in which tensors have no numbers, and such tensors of the shapes of some."""
-    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
-    return mode, [mode.from_tensor(x.detach()) for x in leaves]
+        return core
 
 
 @contextlib.contextmanager
-def _errors_of_host_reads(name: str) -> Iterator[None]:
-    """Name the operator and the line of a program that depends on numbers."""
+def without_numbers(name: str, leaves: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Give tensors of the shapes of some, in a mode in which tensors have no numbers.
+
+    Raises:
+      XlaError: a program of this name depends on numbers; the message names the operator and the line.
+    """
+    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x.detach()) for x in leaves]
     try:
-        yield
+        with mode:
+            yield fakes
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         reads = isinstance(error, DataDependentOutputException)
         reason = "the host reads a number of the device" if reads else "a shape depends on numbers,"
@@ -165,6 +154,18 @@ def operator_name(node: fx.Node) -> str:
         return str(target)
     name = f"{target.namespace}.{packet.__name__}"
     return name if name in LOWERINGS else name.removesuffix("_copy")
+
+
+def reachable(nodes: Iterable[fx.Node], steps: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Some nodes, and all that steps from them lead to."""
+    seen: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += steps(node)
+    return seen
 
 
 def _own_line(frames: Sequence[traceback.FrameSummary]) -> str:

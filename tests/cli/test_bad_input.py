@@ -106,7 +106,7 @@ BAD = [  # flags, and what the one line says
     (["--mesh=dp2", "--generate_mesh=dp3"], "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ([*DATA, "--model={own}/nowhere"], "--model: {own}/nowhere is not a directory"),
     ([*DATA, "--model={own}/empty"], "--model: {own}/empty is empty; a model directory has config.json"),
-    ([*DATA, "--model={own}/short"], "short/model.safetensors has"),
+    ([*DATA, "--model={own}/short"], "short/model.safetensors: it is cut short"),
     ([*DATA, "--model={own}/short"], "it is cut short or damaged"),
     ([*DATA, "--model={own}/mamba"], "mamba: 22 tensors are missing, the first is backbone.embeddings.weight"),
     ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['deepseek_v2', "),

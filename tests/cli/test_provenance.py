@@ -139,7 +139,7 @@ def test_steps_are_replayed_and_compared_with_the_flags_of_their_start(own, caps
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=3"]) == 0
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=2"]) == 0  # with the flags of its start
     assert "step 2: the same bits" in capsys.readouterr().out
-    assert cli.main(["funrl", "bisect", f"{own}/RUN", f"{own}/AS_IT_WAS"]) == 0
+    assert cli.main(["funrl", "replay", f"{own}/RUN", f"{own}/AS_IT_WAS"]) == 0
     assert "--lr: None, 3e-05 after step 2 and None" in capsys.readouterr().out
     assert cli.main(["funrl", "compare", f"{own}/RUN", f"{own}/AS_IT_WAS", f"--to={own}/c.html"]) == 0
     assert "<tr><th>lr</th><td>None, 3e-05 after step 2</td><td>not set</td></tr>" in (own / "c.html").read_text()
@@ -157,7 +157,7 @@ def test_two_runs_of_one_command_that_read_other_weights_differ_in_a_line(own, c
     hf.save(own / "model", model, model.init(torch.Generator().manual_seed(1)), arithmetic.tokenizer())
     assert call("grpo", own, "--steps=1", run="OTHER") == 0
     capsys.readouterr()
-    assert cli.main(["funrl", "bisect", f"{own}/RUN", f"{own}/OTHER"]) == 1
+    assert cli.main(["funrl", "replay", f"{own}/RUN", f"{own}/OTHER"]) == 1
     assert "digests that differ: model/weights\n" in capsys.readouterr().out
     assert cli.main(["funrl", "compare", f"{own}/RUN", f"{own}/OTHER", f"--to={own}/c.html"]) == 0
     assert "<tr><th>digest of model/weights</th>" in (own / "c.html").read_text()

@@ -46,7 +46,7 @@ REFUSED = [
     ("grpo", ["--fsdp", "--nofsdp"], "--fsdp is given twice"),
     ("grpo", ["--kl_coef=-1"], "--kl_coef=-1: it must be at least 0"),
     ("ppo", ["--gamma=2"], "--gamma=2: it must be at least 0 and at most 1"),
-    ("grpo", ["--critic_lr=5"], "--critic_lr=5.0 does nothing: the algorithm has no critic"),
+    ("grpo", ["--critic_lr=5"], "--critic_lr=5 does nothing: the algorithm has no critic"),
     ("grpo", ["--max_refills=2"], "--max_refills=2 does nothing: the algorithm has no filter"),
     ("grpo", ["--lora_rank=10000"], "--lora_rank=10000: no matrix that has adapters is of a rank above 64"),
     ("grpo", ["--kv_cache_gb=100000"], "--kv_cache_gb=100000: a rank of this machine has "),
@@ -54,12 +54,16 @@ REFUSED = [
     ("grpo", ["--split_residual=off"], "--split_residual=off does nothing: --mesh=dp1 has no tp"),
     ("grpo", [*OWN, "--task=arithmetic"], "--task=arithmetic does nothing together with --prompts="),
     ("sft", ["--model={own}/model", "--warmstart_steps=3"], "--warmstart_steps=3 does nothing together with --model="),
+    ("grpo", ["--model={own}/model", "--prompts={own}/chats.jsonl", OWN[1]], "give --chat_template=FILE.jinja"),
+    (
+        "grpo",
+        ["--model={own}/model", *OWN, "--system_prompt=Add."],
+        "no chat template; give --chat_template=FILE.jinja",
+    ),
     ("grpo", ["--model={own}/model", "--resize_vocab"], "--resize_vocab does nothing: the model has 16 token ids"),
 ]
 EARLY = [  # without the job, which reads models
     ("grpo", [OWN[0], "--reward={own}/r.py:lenght"], "has no 'lenght'; did you mean length? its functions: length"),
-    ("grpo", ["--model={own}/model", "--prompts={own}/chats.jsonl", OWN[1]], "give --chat_template=FILE.jinja"),
-    ("grpo", ["--model={own}/model", *OWN, "--system_prompt=Add."], "(--system_prompt=Add.); give --chat_template="),
 ]
 
 

@@ -11,7 +11,7 @@ from dry_jobs import plain, small
 
 from funrl import trees
 from funrl.cost.ahead import report
-from funrl.cost.ahead.programs import decoding_plan, decoding_problem, engine_passes
+from funrl.cost.ahead.report import decoding_plan, decoding_problem, engine_passes
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import SINGLE
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet

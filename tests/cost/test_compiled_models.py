@@ -11,12 +11,11 @@ import jax
 from dry_jobs import plain
 
 from funrl.cli import main as cli
-from funrl.cost.ahead.programs import compile_steps, decoding_plan, engine_passes
-from funrl.cost.ahead.report import rows_of_chips, short
+from funrl.cost.ahead.report import compile_steps, decoding_plan, engine_passes, rows_of_chips, short
 from funrl.cost.full_rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse
-from funrl.xla.ahead import compile_ahead, topology_mesh
+from funrl.xla.ahead import compile_for_chips, topology_mesh
 from funrl.xla.errors import XlaError
 
 pytestmark = pytest.mark.xla
@@ -107,7 +106,7 @@ def test_a_model_with_experts_is_compiled(tmp_path):
     plan = decoding_plan(job, 64, hardware, 0)
     chips = topology_mesh("v6e:2x2", job.generate_sizes)
     ((function, args),) = engine_passes(plan, chips)["decode"]
-    program, _ = compile_ahead(function, args, chips, print)
+    program, _ = compile_for_chips(function, args, chips, print)
     costs = plan.costs["decode"]
     sent = [(x.kind, x.axes, x.count) for x in program.sent]
     assert sent == [("all-gather", ("tensor",), 1), ("all-reduce", ("tensor",), 5)]

@@ -1,4 +1,4 @@
-"""The dry run of ranks that train or generate."""
+"""The dry run of trainer or generator ranks."""
 
 import functools
 import json

@@ -3,7 +3,7 @@
 import env_retry as r
 import pytest
 from env_retry import VERDICT, Retry, ScoredAnswer, retry
-from small_chats import as_example
+from task_files import as_example
 
 from funrl.data.prompts import Example
 from funrl.loading import LoadError

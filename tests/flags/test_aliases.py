@@ -167,7 +167,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ),
         ("grpo", "--numerics=exact", "--numerics is not a flag; --help"),
         ("grpo", "--learnign_rate=fast", "--learnign_rate is not a flag; --help"),
-        ("grpo", "--num_iterations=exact", "TRL's name, and its value is none of ours: --epochs=exact: a whole number"),
+        ("grpo", "--num_iterations=exact", "TRL's name: its value is none of ours: --epochs=exact: a whole number"),
         ("grpo", "--top_entropy_quantile=0.2", "`keep_highest_entropy\\(\\)` of docs/pieces.md does it"),
         ("grpo", "--reward_funcs=own_file.py:f,it's.py:g", r"write --reward='own_file.py:f,it'\"'\"'s.py:g'"),
         ("grpo", "--LR=3", r"--LR is not a flag; did you mean --lr\?"),

@@ -49,3 +49,16 @@ def test_a_recorded_config_skips_removed_flags_without_effect_and_refuses_others
     path.write_text(json.dumps(record))
     assert exit_status([f"--config={path}"]) == 2
     assert "sundial is not a flag any more; use --staleness alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["grpo", "--task=retry"], "--task=retry: not a value any more; docs/example_environments.md trains it with"),
+        (["grpo", "--env=textarena:TicTacToe-v0"], "use --env=examples/env_textarena.py:textarena_game --env_args="),
+        (["grpo", "--env=funrl.environments.builtin.retry:retry"], "use --env=examples/env_retry.py:retry"),
+    ],
+)
+def test_a_task_that_is_an_example_now_names_it(words, expected, capsys):
+    assert exit_status(words) == 2
+    assert expected in capsys.readouterr().err

@@ -39,7 +39,7 @@ REQUESTS = requests_of([[1, 2, 3], [7], [4, 4]], Sampling(samples=2, max_new_tok
 
 
 def weight_server_of(mesh, stored, params, version=1):
-    """The weight server of one of the ranks that train, with its parts of weights."""
+    """The weight server of one of the trainer ranks, with its parts of weights."""
     names = native_weights(MODEL, SINGLE, DTYPE).names
     spec = WeightSpec(names, stored, mesh, DTYPE)
     named = dict(trees.named(stored))

@@ -45,11 +45,6 @@ WRONG = [
         torch.float32,
         "has output_bias=True, .* vLLM's qwen3 has not been",
     ),
-    (
-        {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
-        torch.bfloat16,
-        "vLLM's linear attention has been tried on a CPU in float32 alone; use --dtype=float32",
-    ),
     ({"family": "qwen3_5_text", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)}, torch.float32, "is 'qwen3_5_text'; .*"),
 ]
 

@@ -87,7 +87,7 @@ def difference(text):
     fields["trained"] = every.repeat(len(rows) * sizes["sequence"])
     over = ("data", "expert")
     given = {name: PartitionSpec((*over, "sequence") if name == "trained" else over) for name in fields}
-    mesh = traced_mesh(sizes, dict.fromkeys(sizes, torch.zeros((), dtype=torch.int64)))
+    mesh = traced_mesh(sizes)
     layouts = place(model, mesh, stored, COMPUTE, torch.float64).stored
     specs = trees.map(spec_of, layouts)
     whole = tuple(PartitionSpec() for _ in denominators)

@@ -1,4 +1,4 @@
-"""Groups as the ranks that train take them: what a resumed run begins again."""
+"""Groups as the trainer ranks take them: what a resumed run begins again."""
 
 from types import SimpleNamespace
 from typing import Any, cast

@@ -159,7 +159,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
         ),
         ({"mesh": "dp2", "split_residual": "on"}, "--split_residual=on does nothing: --mesh=dp2 has no tp"),
-        ({"balance_pictures": True}, "--balance_pictures does nothing: --mesh=dp1 has one device"),
         (
             {"mesh": "tp3", "split_residual": "on"},
             "--split_residual=on: the tokens of a micro-batch are a multiple of 8, which tp3 does not divide; leave",

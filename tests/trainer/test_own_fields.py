@@ -129,7 +129,7 @@ def test_own_fields_are_trained_on_saved_and_replayed(compose, tmp_path):
     drawn = read_rows(saved, single()).batch.marks
     assert drawn.offsets.diff().tolist() == [n % 3 for n in range(8)]
     assert drawn.values.tolist() == [n for n in range(8) for _ in range(n % 3)] and drawn.values.dtype == torch.int64
-    without = open_rows(tmp_path / "rollouts", 1)  # as `funrl bisect` opens them, which has no algorithm
+    without = open_rows(tmp_path / "rollouts", 1)  # as a comparison of two runs opens them, which has no algorithm
     assert without.schema["surprises"].kind is FIELDS.extended(job.algorithm.fields)["surprises"].kind
     done = launch(lambda mesh: replay(job, tmp_path, 1, mesh, Quiet()), job.sizes, "cpu")
     assert {"curiosity", "mixed", "surprises"} <= {part.name for part in done[0].differences}

@@ -1,4 +1,4 @@
-"""Rows with pictures that go from ranks that generate to ranks that train, and to ranks that score."""
+"""Rows with pictures that go from generator ranks to trainer ranks, and to ranks that score."""
 
 import functools
 import json

@@ -316,7 +316,7 @@ def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_p
 
 
 def ends_its_process(prompt, completion, **fields):
-    """A reward of the ranks that generate, one of which ends during the fourth of the steps' batches."""
+    """A reward of the generator ranks, one of which ends during the fourth of the steps' batches."""
     global _rewarded
     _rewarded += 1
     if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions

@@ -1,4 +1,4 @@
-"""Models that reward completions of groups written ahead: on the ranks that train, or on some of their own."""
+"""Models that reward completions of groups written ahead: on the trainer ranks, or on some of their own."""
 
 import dataclasses
 import functools
@@ -45,14 +45,14 @@ def without_large():
 
 STEPS = 3
 AHEAD = {
-    "on the ranks that train and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
+    "on the trainer ranks and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
     "with a filter": (without_large, ["judge"], "train:1 generate:1", {"max_refills": 6, "reward": large_for_some}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train and on others"]))
+@pytest.mark.parametrize("name", quick(AHEAD, ["on the trainer ranks and on others"]))
 def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     compose, names, place, further = AHEAD[name]
     flags = REPLAYED | {"steps": STEPS} | settings_of(folders, *names)
@@ -180,7 +180,7 @@ _batches = 0
 
 
 def dies_meanwhile(answer, requests, number, waits_for):
-    """Wait for an answer; the second of the ranks that train ends its process where it waits for the third batch."""
+    """Wait for an answer; the second trainer rank ends its process where it waits for the third batch."""
     store = run_store()
     while requests.mesh.rank == 1 and not store.check([answer_key(number)]):
         if store.check([SCORING]):

@@ -13,7 +13,7 @@ from funrl.xla import ahead
 from funrl.xla.ahead import equations_of, is_attention, product_flops, sent_by, topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.operators import OperatorResult, _grouped_linear, _grouped_weight
-from funrl.xla.tpu_kernels import segment_attention
+from funrl.xla.tpu_kernels import splash_attention
 
 pytestmark = pytest.mark.xla
 
@@ -62,7 +62,7 @@ def test_of_attention_s_kernel_tiles_up_to_the_diagonal_count():
     for tokens, tiles in ((512, 1), (1024, 3)):
         q, k = (jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (2, 1))
         offsets = jax.ShapeDtypeStruct((3,), jnp.int32)
-        found = counted(lambda *args: segment_attention(RESULT, *args, numbers), q, k, k, offsets)
+        found = counted(lambda *args: splash_attention(RESULT, *args, numbers), q, k, k, offsets)
         kernels = [product_flops(x) for x, _ in found if is_attention(x)]
         assert kernels == [2 * tiles * 2 * 2 * 512 * 512 * 128]
 

@@ -6,8 +6,6 @@ verl and TRL: none. prime-rl names the roles that are compared within an episode
 Without an environment there is one agent, and this is GRPO without the deviation.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.advantages.steps import hierarchical_center
 from funrl.algos.compose import with_regularizers

@@ -106,10 +106,10 @@ def part_of_delta_rule(
     return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
 
 
-class Condensed(NamedTuple):
+class ChunkEffects(NamedTuple):
     """Effect of chunks of tokens on the state S of a head, [B, chunks, H, C, ...].
 
-    A chunk's new values are updates - readers S; the state behind it is whole S + keys^T values, and its results are
+    A chunk's new values are updates - readers S; the state after it is whole S + keys^T values, and its results are
     queries S + attended values.
     """
 
@@ -128,7 +128,7 @@ def condensed(
     log_decay_BTH: Tensor,
     beta_BTH: Tensor,
     segments_BT: Tensor | None,
-) -> Condensed:
+) -> ChunkEffects:
     """Chunks of rows."""
     group = v_BTHM.shape[2] // k_BTKN.shape[2]
     wide = torch.promote_types(v_BTHM.dtype, torch.float32)
@@ -150,7 +150,7 @@ def condensed(
     unit = torch.eye(overlap.shape[-1], dtype=wide, device=overlap.device).expand_as(overlap)
     inverse = torch.linalg.solve_triangular(overlap, unit, upper=False, unitriangular=True)
     weighted = inverse * beta.unsqueeze(-2)
-    return Condensed(
+    return ChunkEffects(
         updates=weighted @ v,
         readers=of_keys(weighted * since.unsqueeze(-2), k),
         keys=of_group(k, within[..., -1, :].unsqueeze(-1)),
@@ -160,7 +160,7 @@ def condensed(
     )
 
 
-def read_chunks(parts: Condensed, values: Tensor, states: Tensor) -> Tensor:
+def read_chunks(parts: ChunkEffects, values: Tensor, states: Tensor) -> Tensor:
     """Results of all tokens of all chunks, [B, tokens, H, M]."""
     factors = (parts.queries, states, parts.attended, values)
     queries, states, attended, values = (x.flatten(0, 2) for x in factors)

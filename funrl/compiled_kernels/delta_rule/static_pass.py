@@ -82,7 +82,7 @@ def _continued_states(
     """Values and states of the chunks of rows, as `funrl::chunk_states`, of rows one after the other.
 
     Args:
-      updates, readers, keys, whole: [rows, chunks, H, ...], as in `gated_delta.Condensed`.
+      updates, readers, keys, whole: [rows, chunks, H, ...], as in `gated_delta.ChunkEffects`.
       first: [rows, H, N, M], the state that a row begins with, unless
       goes_on: [rows] bool: it continues from the state after the row before.
     """

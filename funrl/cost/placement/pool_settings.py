@@ -25,8 +25,6 @@ def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
       learns: whether its ranks may shard weights as those that train do; see `Placement.shards`.
     """
     mesh = text(pool.sizes)
-    if len(pool.ranks) == 1:
-        settings = with_flags(settings, balance_pictures=False)
     if learns:
         return with_flags(settings, place=None, mesh=mesh)
     return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)

@@ -157,7 +157,7 @@ def ranked_splits(settings: Settings, algorithm: Algorithm, world: int, hardware
     Raises:
       ValueError: a flag that cannot work on any mesh.
     """
-    unshared = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto", "balance_pictures": False}
+    unshared = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto"}
     alone = with_flags(settings, mesh="dp1", generate_mesh=None, **unshared)
     base = plain_job(alone, algorithm, hardware.memory)
     space = search_space(base, check_width(base, tokens_of(settings, algorithm)), hardware)

@@ -26,20 +26,7 @@ from funrl.flags.foreign.meaning import (
 
 # Recipes that do not sample.
 TEXT_RECIPES = frozenset(
-    (
-        "sft",
-        "eaft",
-        "asft",
-        "dpo",
-        "simpo",
-        "cpo",
-        "orpo",
-        "alphapo",
-        "tpo",
-        "kto",
-        "reward_model",
-        "process_reward_model",
-    )
+    re.findall(r"\w+", "sft eaft asft dpo simpo cpo orpo alphapo tpo kto reward_model process_reward_model")
 )
 _TABLE = """
 model_name_or_path | | model={}
@@ -185,7 +172,7 @@ loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} l
   | gspo !=grpo | differs | gspo takes the mean of each completion, TRL's loss_type=grpo, not {}
   | gspo | -
   | cispo =cispo several_updates | differs | TRL divides each mini-batch by their mean number of tokens
-  | ={recipe} | -
+  | dr_grpo,cispo,sapo ={recipe} | -
   | | differs | a loss is part of the algorithm here: TRL's dapo and bnpo are `funrl grpo --noper_sequence`, grpo, \
 dr_grpo, cispo and sapo `funrl NAME`; this is {recipe}
 loss_weights f_alpha_divergence_coef | !dpo !=none | differs | {recipe} has no weights and divergences of losses
@@ -260,24 +247,26 @@ load_best_model_at_end | | only false | the model of the last step is in --run_d
 torch_compile | | - | --compile says what is compiled
 deepspeed fsdp fsdp_config | | - | weights, gradients and optimizer states are sharded by --fsdp
 resume_from_checkpoint | | - | --resume --run_dir=RUN continues a run
-activation_offloading attn_implementation bnb_4bit_quant_type data_seed dataloader_num_workers \
-dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc ddp_backend \
-ddp_bucket_cap_mb ddp_find_unused_parameters ddp_timeout debug disable_dropout do_eval do_predict do_train \
-ds3_gather_for_generation entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target eval_accumulation_steps \
-eval_delay eval_do_concat_batches eval_on_start eval_packing full_determinism generate_during_eval \
-gradient_checkpointing_kwargs greater_is_better hub_model_id hub_private_repo hub_strategy hub_token \
-include_num_input_tokens_seen is_encoder_decoder jit_mode_eval local_rank log_completions log_level log_multimodal \
-log_on_each_node log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations \
-metric_for_best_model num_completions_to_print overwrite_output_dir pad_to_multiple_of pad_token padding_free \
-padding_value per_device_eval_batch_size precompute_ref_batch_size precompute_ref_log_probs push_to_hub \
-ref_model_mixup_alpha ref_model_sync_steps remove_unused_columns restore_callback_states_from_checkpoint \
-save_on_each_node save_only_model save_safetensors skip_memory_metrics tf32 torch_empty_cache_steps tp_size \
-train_sampling_strategy use_bnb_nested_quant use_cpu use_liger_kernel vllm_enable_sleep_mode vllm_group_port \
-vllm_importance_sampling_cap vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min \
-vllm_importance_sampling_mode vllm_max_model_length vllm_model_impl vllm_server_host vllm_server_port \
-| | - | it decides no number of a run; leave it out
+activation_offloading attn_implementation dataloader_num_workers disable_dropout eval_on_start log_completions \
+padding_free per_device_eval_batch_size precompute_ref_log_probs push_to_hub remove_unused_columns \
+train_sampling_strategy use_liger_kernel | | - | it decides no number of a run; leave it out
 """
 
+
+# Other names that change only memory, speed, files or output.
+_IDLE = re.compile(
+    r"""
+    (bnb_4bit_quant|dataloader|ddp|eval|hub|log|logging|save|skip|ds3)_\w+
+    |do_(eval|predict|train)|(data_seed|dataset_num_proc|debug|full_determinism|generate_during_eval|greater_is_better
+    |gradient_checkpointing_kwargs|include_num_input_tokens_seen|is_encoder_decoder|jit_mode_eval|local_rank|pad_token
+    |max_tool_calling_iterations|metric_for_best_model|num_completions_to_print|overwrite_output_dir|padding_value
+    |pad_to_multiple_of|precompute_ref_batch_size|restore_callback_states_from_checkpoint|tf32|torch_empty_cache_steps
+    |tp_size|use_bnb_nested_quant|use_cpu|entropy_(target|coef_(delta|max|min))|ref_model_(mixup_alpha|sync_steps))
+    |vllm_(enable_sleep_mode|group_port|max_model_length|model_impl|server_(host|port)
+    |importance_sampling_(cap|mode|clip_max|clip_min))
+    """,
+    re.VERBOSE,
+)
 
 # A trainer's recipe; names, and losses after "=", that it alone or first has; defaults that differ from ours or affect
 # the meaning of other names. The first row is of all trainers.
@@ -313,6 +302,11 @@ for _line in _TRAINERS.strip().splitlines():
     _OWN_NAMES[_trainer] = set(_own.split())
     TRAINERS[_trainer] = dict(pair.split("=") for pair in _defaults.split())
 COMMON = TRAINERS.pop("all")
+
+
+def decides_nothing(name: str) -> bool:
+    """True for a name of TRL that changes only memory, speed, files or output."""
+    return _IDLE.fullmatch(name) is not None
 
 
 def guess_trainer(content: Mapping[str, str]) -> str | None:
@@ -399,12 +393,9 @@ def _steps(query: NameQuery) -> str:
 
 # ---- losses
 
-_PAIR_LOSSES = set(
-    re.findall(
-        r"\w+",
-        "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
-        "sigmoid_norm sft",
-    )
+_PAIR_LOSSES = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
+    "sigmoid_norm sft"
 )
 _NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
 _BATCHED = {"aot", "aot_unpaired", "sft"}  # of the pairs or tokens of a micro-batch
@@ -423,7 +414,7 @@ def _pair_weights(query: NameQuery) -> dict[str, Fraction]:
         numbers = {name: Fraction(weight) for name, weight in zip(names, weights, strict=True)}
     except ValueError:
         numbers = {}
-    if len(numbers) < len(names) or not set(names) <= _PAIR_LOSSES or not set(names) - {"sft"}:
+    if len(numbers) < len(names) or not set(names) <= set(_PAIR_LOSSES.split()) or not set(names) - {"sft"}:
         raise DifferentError(f"loss_type={query.text}: different losses of pairs are needed, with a weight each")
     if min(numbers.values()) < 0:
         raise DifferentError(f"loss_type={query.text}: a weight of at least 0 is needed")

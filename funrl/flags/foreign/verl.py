@@ -42,35 +42,24 @@ rollout_correction.rollout_is rollout_correction.rollout_rs | !=none | differs |
 rollout_correction.bypass_mode | ? !dppo | differs | {correction}
   | dppo | sampled_by={sampler}
 rollout_correction.loss_type | | only ppo_clip | the loss is that of the recipe
-rollout_correction.rollout_is_batch_normalize | | only false | weights are not normalised
 filter_groups.enable | | only false | `funrl dapo` samples prompts until their rewards differ
 use_pf_ppo | | only false | `funrl pf_ppo` resamples rows
 [actor_rollout_ref.model.]
 path | | model={}
 enable_gradient_checkpointing | ? | remat=full
   | | remat=none
-use_remove_padding | | - | rows are always packed; leave it out
 lora_rank lora_alpha target_modules exclude_modules | lora_rank=0,none | -
 lora_rank | | lora_rank={} lora_alpha={lora_alpha} lora_targets={target_modules}
 lora_alpha | | lora_alpha={}
 target_modules | | lora_targets={}
 exclude_modules | !=none | differs | --lora_targets names what has adapters; none is excluded
-lora_adapter_path | | only none | adapters begin at zero
 lora.rank | | only 0 | give actor_rollout_ref.model.lora_rank
 custom_chat_template | | only none | give --chat_template=FILE.jinja
-override_config | | only none | a model is what its config.json says
-mtp.enable | | only false | no further tokens are predicted
-[actor_rollout_ref.ref.]
-log_prob_micro_batch_size_per_gpu | | - | scoring is packed to --score_token_budget
-fsdp_config.param_offload | | offload={offload}
 [actor_rollout_ref.actor.]
-fsdp_config.param_offload fsdp_config.optimizer_offload | | offload={offload}
 policy_loss.loss_mode | dppo =dppo_tv | kind=tv sampled_by={sampler}
   | dppo | kind=kl sampled_by={sampler}
   | gspo | per_token=true | verl's gradient is that of GSPO-token
 ppo_mini_batch_size | | minibatches={minibatches} | verl gives the prompts of one, here it is how many there are
-ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz | | - | micro-batches are packed to --token_budget \
-tokens, whatever their rows; this decides memory alone
 ppo_max_token_len_per_gpu | | token_budget={}
 ppo_epochs | | epochs={}
 optim.lr | | lr={}
@@ -89,7 +78,6 @@ optim.betas | | only 0.9,0.999 | AdamW's averages have 0.9 and 0.999
 optim.optimizer | | only adamw | verl's other optimizers have no equal; --optimizer has adamw and muon
 optim.min_lr_ratio | | only 0 | --lr_schedule ends at 0
 optim.num_cycles | | only 0.5 | --lr_schedule=cosine is half a cosine
-fsdp_config.qat.enable | | only false | weights are not quantised
 clip_ratio | clip_ratio_low=none --clip_low | clip_low={} clip_high={}
   | | - | verl reads clip_ratio_low and clip_ratio_high, each 0.2 if it is not given
 clip_ratio_low | dppo | low={}
@@ -127,8 +115,6 @@ loss_scale_factor={max_response_length} is given, here by --max_new_tokens
   | | differs | {recipe} reduces its loss in another way than {}: the size of a gradient and the weight of long \
 completions differ
 loss_scale_factor | | -
-strategy ulysses_sequence_parallel_size | | mesh={mesh} fsdp={fsdp} generate_mesh={generate_mesh} | the same devices \
-train and generate
 freeze_vision_tower | ? | - | the tower is frozen by default, and its projector learns
   | | freeze=none
 [actor_rollout_ref.rollout.]
@@ -153,14 +139,8 @@ dtype | =bfloat16,float32 | dtype={} | of training and generation; master weight
   | | differs | {} is not one of bfloat16, float32: --dtype has these
 max_num_seqs | | decode_rows={}
 gpu_memory_utilization | | - | the cache's size is --kv_cache_gb, in 1e9 bytes
-tensor_model_parallel_size | | mesh={mesh} fsdp={fsdp} generate_mesh={generate_mesh} | the same devices train and \
-generate
-log_prob_micro_batch_size_per_gpu | | - | scoring is packed to --score_token_budget tokens
 log_prob_max_token_len_per_gpu | | score_token_budget={}
-multi_turn.enable | | only false | episodes have one turn
-ignore_eos | | only false | a completion ends at its end
 repetition_penalty | | only 1 | give --repetition_penalty
-quantization | | only none | the engine's weights are the trainer's
 [critic.]
 optim.lr cliprange_value optim.weight_decay grad_clip ppo_epochs ppo_mini_batch_size loss_agg_mode model.path \
 optim.lr_warmup_steps_ratio | !ppo,vapo | - | {recipe} has no critic
@@ -177,8 +157,6 @@ optim.lr_warmup_steps_ratio | | only 0 | the schedule of the critic is that of t
 model.path | actor_rollout_ref.model.path=none | - | the critic begins as the policy
   | ={actor_rollout_ref.model.path} | - | the critic begins as the policy
   | | differs | the critic begins as the policy, {actor_rollout_ref.model.path}
-strategy ulysses_sequence_parallel_size model.fsdp_config.param_offload model.fsdp_config.optimizer_offload \
-model.enable_gradient_checkpointing model.use_remove_padding | | - | --fsdp, --offload and --remat are of all models
 [data.]
 train_files | | prompts={list}
 val_files | | eval_data={list}
@@ -195,10 +173,7 @@ would cut them
 seed | !=none | seed={}
 shuffle | | only true | prompts come in a shuffled order, by --seed
 train_max_samples | | only -1 | all records are used; give a file of some
-tool_config_path | | only none | episodes have one turn
-custom_cls.path | | only none | records are read as docs/data.md says
 [trainer.]
-nnodes n_gpus_per_node | | mesh={mesh} fsdp={fsdp} generate_mesh={generate_mesh} | the same devices train and generate
 total_training_steps | !=-1,none | steps={}
 total_epochs | !total_training_steps=-1,none | - | total_training_steps is given, which counts
   | !has_records | differs | a run's length is --steps here: epochs x prompts / --batch_prompts, which \
@@ -212,13 +187,20 @@ critic_warmup | ppo,vapo | critic_warmup_steps={}
   | | - | {recipe} has no critic
 default_local_dir | | run_dir={} | one that holds a run is refused
 logger | | report_to={trackers} | TensorBoard and JSON lines are always written
-project_name | | - | trackers take their project from their own variables, such as WANDB_PROJECT
-experiment_name | | - | a run has the name of its directory: --run_dir
-resume_mode | | - | --resume --run_dir=RUN continues a run
-val_before_train | | - | the state before the first step is always evaluated
+project_name experiment_name resume_mode val_before_train | | - | it decides no number of a run; leave it out
 v1.trainer_mode | | only sync | training and generation take turns
 val_only | | only false | `funrl evaluate` evaluates
 []
+trainer.nnodes trainer.n_gpus_per_node actor_rollout_ref.actor.strategy \
+actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.rollout.tensor_model_parallel_size \
+| | mesh={mesh} fsdp={fsdp} generate_mesh={generate_mesh} | the same devices train and generate
+actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload \
+actor_rollout_ref.ref.fsdp_config.param_offload | | offload={offload}
+algorithm.rollout_correction.rollout_is_batch_normalize actor_rollout_ref.model.lora_adapter_path \
+actor_rollout_ref.model.override_config actor_rollout_ref.model.mtp.enable \
+actor_rollout_ref.actor.fsdp_config.qat.enable actor_rollout_ref.rollout.multi_turn.enable \
+actor_rollout_ref.rollout.ignore_eos actor_rollout_ref.rollout.quantization data.tool_config_path data.custom_cls.path \
+| | only false | there is no such thing here; leave it out
 custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path \
 reward.custom_reward_function.name | custom_reward_function.path=none | -
   | custom_reward_function.name=none | reward={custom_reward_function.path}:compute_score | {reward_arguments}
@@ -259,7 +241,9 @@ _IDLE = re.compile(
     |ray_wait_register_center_timeout|use_legacy_worker_impl)
     |data\.(use_shm|tokenizer|val_batch_size|val_max_samples|validation_shuffle|return_\w+|reward_fn_key|image_key
     |video_key|audio_key|image_patch_size|filter_overlong_prompts_workers)
-    |actor_rollout_ref\.(hybrid_engine|nccl_timeout)
+    |actor_rollout_ref\.(hybrid_engine|nccl_timeout|model\.use_remove_padding)
+    |critic\.(strategy|ulysses_sequence_parallel_size|model\.(use_remove_padding|enable_gradient_checkpointing))
+    |critic\.model\.fsdp_config\.(param|optimizer)_offload
     |(actor_rollout_ref\.model|critic\.model)\.(use_shm|tokenizer_path|hf_config_path|external_lib|use_liger
     |use_fused_kernels|enable_activation_offload)
     |actor_rollout_ref\.rollout\.(mode|seed|full_determinism|load_format|layered_summon|enforce_eager|free_cache_engine

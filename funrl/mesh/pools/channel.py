@@ -68,7 +68,7 @@ class Requests:
         return number
 
     def wait(self, keys: Sequence[str], waits_for: str) -> list[str]:
-        """Wait until one of some keys of the store is there; return those that are.
+        """Wait until the store has at least one of some keys; return the keys that it has.
 
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
@@ -146,7 +146,7 @@ class Answers:
 
     @contextlib.contextmanager
     def showing_progress(self) -> Iterator[None]:
-        """Let the asking side see in the store, while the context lasts, that this one makes progress."""
+        """Report progress to the asking side through the store, inside the context."""
         ended = threading.Event()
 
         def show() -> None:
@@ -230,7 +230,7 @@ def progress_key(first: int) -> str:
 def wait_for_keys(
     keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = PROGRESS
 ) -> list[str]:
-    """Wait until one of the keys is there; return those that are.
+    """Wait until the store has at least one of the keys; return the keys that it has.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
 

@@ -1,7 +1,7 @@
-"""Weights from the trainer ranks to generator ranks while both go on, by threads beside their programs.
+"""Send weights from trainer ranks to generator ranks while both compute, by threads beside their programs.
 
-A transfer has a number. Each rank that trains sends a copy of its shards, so that the next update does not wait; each
-rank that generates receives into a second buffer, and its program takes the weights between two iterations of its
+A transfer has a number. Each trainer rank sends a copy of its shards, so that the next update does not wait; each
+generator rank receives into a second buffer, and its program takes the weights between two iterations of its
 engine. Where a rank could not take a transfer, all ranks abandon it and begin the next one with the same weights. Peers
 and bytes are those of the plan.
 """
@@ -45,8 +45,8 @@ class WeightDelivery(NamedTuple):
     """Weights in the second buffer.
 
     Attributes:
-      transfer: that brought them.
-      number: of it.
+      transfer: the transfer that brought them.
+      number: of the transfer.
       tree: this rank's shards.
       further: this rank's shards of further models, by name.
     """
@@ -229,7 +229,7 @@ class WeightReceiver:
         return self._arrived
 
     def taken(self, arrived: WeightDelivery) -> None:
-        """Let go of weights that the engine has, unless others have arrived."""
+        """Release weights that the engine has, unless others have arrived."""
         with self._lock:
             if self._arrived is arrived:
                 self._arrived = None

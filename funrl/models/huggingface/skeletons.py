@@ -293,19 +293,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def classifier_name(config: ModuleConfig, tokens: bool) -> str | None:
-    """The class of transformers that classifies sequences, or tokens, with this model; None: there is none."""
-    from transformers.models.auto import modeling_auto as auto
-
-    names = (
-        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-        if tokens
-        else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    )
-    classes = names.get(config.source.family)
-    return classes if classes is None or isinstance(classes, str) else classes[0]
-
-
 def check_classifier(config: ModuleConfig, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check that a class of transformers has exactly these weights.
 

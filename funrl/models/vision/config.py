@@ -207,3 +207,12 @@ def with_tower(config: Config, tower: TowerConfig) -> VisionLanguageConfig:
     """The config of a decoder with a tower."""
     fields: dict[str, Any] = {name: value for name, value in vars(config).items() if name != "tower"}
     return VisionLanguageConfig(**fields, tower=tower)
+
+
+def tower_in(config: Config) -> TowerConfig:
+    """The tower of a config. Raises: ModelError, it has none."""
+    if not isinstance(config, VisionLanguageConfig):
+        raise ModelError(
+            f"a {config.source.family} config.json needs a vision tower: with_vision(model, tower) gives it one"
+        )
+    return config.tower

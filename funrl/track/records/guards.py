@@ -258,7 +258,7 @@ def stale_tokens(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _series(rows: Sequence[Row], name: str, least: int) -> list[float]:
+def _series(rows: Sequence[Row], name: str, least: int) -> Sequence[float]:
     """The metric's finite values if the newest row has one and there are at least `least`; else none."""
     series = [row.get(name) for row in rows]
     values = [value for value in series if isinstance(value, (int, float)) and math.isfinite(value)]

@@ -13,7 +13,6 @@
 | trackers.json | identities of this run in the trackers of --report_to | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
-| gap/ | row and weights of the first gap of engine and trainer, for `funrl bisect` | at that step |
 | skipped/ | rows of some updates that were not finite | when an update is skipped |
 | profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |

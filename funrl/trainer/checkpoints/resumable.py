@@ -13,7 +13,7 @@ from typing import Any
 from funrl.trainer.checkpoints.base_model import check_lora
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.checkpoints.export import OUTLINE
-from funrl.trainer.checkpoints.weight_digests import held_out_digest, tokens_digest
+from funrl.trainer.checkpoints.weight_digests import tokens_digest
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
 from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS, START_FLAGS
@@ -109,27 +109,12 @@ def changes(record: Recorded, job: Job) -> list[str]:
         lines.append(f"continuing with an algorithm given in Python, instead of the recipe {before['recipe']}")
     if files:
         lines.append(f"continuing with other contents of: {', '.join(files)}")
-    elif _tokens_changed(inputs, job, compare_heldout=not pairs):
+    elif inputs.get(RECORD_TOKENS) not in (None, tokens_digest(job)):
         lines.append(
             "the records give other tokens than when the checkpoint was written, with another version of funrl or of "
             "transformers; `funrl show` prints them"
         )
     return lines
-
-
-def _tokens_changed(inputs: Mapping[str, str], job: Job, compare_heldout: bool) -> bool:
-    """True if a run's records do not give the tokens that they gave.
-
-    Args:
-      inputs: digests of the run.
-      job: of its further steps.
-      compare_heldout: whether to compare held-out examples where an earlier version has kept no digest of the others;
-        that of held-out ones depends on flags of sampling too.
-    """
-    if RECORD_TOKENS in inputs:
-        return inputs[RECORD_TOKENS] != tokens_digest(job)
-    heldout = inputs.get(HELD_OUT_SET) if compare_heldout else None
-    return heldout is not None and heldout != held_out_digest(job, job.provenance.inputs)
 
 
 def weights_changed(record: Recorded, job: Job) -> bool:

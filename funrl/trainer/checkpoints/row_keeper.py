@@ -11,7 +11,6 @@ import torch
 from funrl.environments.agents import with_environment
 from funrl.trainer.checkpoints.checkpoint import sweep
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.checkpoints.saved_pictures import PictureFiles, picture_files
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, draft_folder, forget_rows, keep_newest, save_rows
 from funrl.trainer.checkpoints.weight_digests import weight_digests
 from funrl.trainer.jobs.job import Job, RLJob
@@ -37,7 +36,6 @@ class RowKeeper:
         """
         self.job = job
         self.settings = job.settings
-        self.files: PictureFiles | None = None
         self.agents: list[str] = []
         if isinstance(job, RLJob) and job.task.environment is not None:
             self.agents = list(with_environment(job.agents, job.task.environment).models)
@@ -84,9 +82,7 @@ class RowKeeper:
                 elsewhere = source.log.write_episodes(draft_folder(folder, state.step))
             else:
                 writer = functools.partial(write_episodes, episodes=source.log.episodes, mesh=self.parts.generator.mesh)
-        if not self.size_noted:  # the first step that is kept
-            self.files = picture_files(self.job)
-        nbytes = elsewhere + save_rows(folder, step.drawn, step.rows, record=record, beside=writer, files=self.files)
+        nbytes = elsewhere + save_rows(folder, step.drawn, step.rows, record=record, beside=writer)
         if mesh.rank == 0 and self.settings.run.keep_rollouts is not None:
             keep_newest(folder, self.settings.run.keep_rollouts)
         if not self.size_noted:

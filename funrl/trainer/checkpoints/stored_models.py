@@ -14,8 +14,8 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import MERGE_ADVICE, PeftAdapter, describe_adapter, is_adapter
 from funrl.trainer.checkpoints.checkpoint import Recorded
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
+from funrl.trainer.settings.checks import check_adapter_flags
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.refusals import check_adapter_flags
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags, with_flags
 

@@ -93,7 +93,6 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
-            balances=settings.devices.balance_pictures,
         )
 
     begin = placed(job.main_role, job.model)
@@ -107,12 +106,10 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         generator = with_agents(job, generator, layer_of)
-    if (
-        isinstance(job, RLJob)
-        and job.judge is not None
-        and (judging := judging_mesh(job, job.judge, mesh, only)) is not None
-    ):
-        judge = open_judge(job.judge, judging, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
+    if isinstance(job, RLJob) and job.judge is not None:
+        rows = settings.engines.decode_rows
+        own = judging_mesh(job, job.judge.sizes, mesh, only)
+        judge = None if own is None else open_judge(job.judge, own, job.dtype, rows, layer_of(job.judge.model), note)
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}

@@ -67,12 +67,13 @@ from funrl.trainer.settings.checks import (
     weights_of_rewards,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.implied import new_tokens_of
 from funrl.trainer.settings.scorers import environment_flag, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
+CHAT_FLAGS = ("system_prompt", "tools", "template_arguments")
 LEAST_TO_SPLIT = 10  # examples, of which one is held out
 MOST_COMPARED = 5000  # texts to train on that are compared with those held out
 PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of a command of LaTeX
@@ -138,10 +139,10 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
 
 def given_environment(settings: Settings, given: Given) -> Environment | None:
     """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
-    flags = settings.environments
+    arguments = environment_arguments(settings.environments.env_args)
+    env = settings.environments.env
     if given.environment is None:
-        return None if flags.env is None else named_environment(flags.env, environment_arguments(flags.env_args))
-    arguments = environment_arguments(flags.env_args)
+        return None if env is None else named_environment(env, arguments)
     try:
         return environment_from(given.environment, arguments)
     except (TypeError, ValueError) as error:
@@ -182,7 +183,7 @@ def episode_task(
 ) -> Task:
     """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot take them."""
     check_text_prompts(settings.environments.env, (*train, *heldout))
-    most = _new_tokens(settings)
+    most = new_tokens_of(settings, given=True)
     hosted = in_workers(environment, settings)
     return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=most, environment=hosted)
 
@@ -208,14 +209,7 @@ def rewarded_task(
         check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
-    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
-
-
-def _new_tokens(settings: Settings) -> int:
-    """--max_new_tokens, or what it is by default."""
-    new_tokens = resolved(settings, given=True).sampling.max_new_tokens
-    assert new_tokens is not None
-    return new_tokens
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens_of(settings, given=True))
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:
@@ -226,10 +220,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        train = list(_own_training_prompts(settings.examples.task, settings.run.seed, picture_form_of(tokenizer)))
-    else:
-        train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
+    train = _training_examples(settings, None, tokenizer)
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else in_workers(embedded.environment(), settings)
     rewards = () if embedded.reward is None else (embedded.reward,)
@@ -249,12 +240,25 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _own_training_prompts(task: str, seed: int, form: PictureForm | None) -> tuple[Example, ...]:
-    """An embedded task's training prompts in the tokens of its own tokenizer; every run in this process reads them."""
+def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> list[Any]:
+    """An embedded task's prompts to train on, or texts of a kind, which all runs in this process encode once."""
+    task = settings.examples.task
+    if _encode_alike(tokenizer, embedded_task(task).tokenizer()):
+        return list(_own_training_examples(task, kind, settings.run.seed, picture_form_of(tokenizer)))
+    return _encode_training(task, kind, settings.run.seed, tokenizer)
+
+
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: Any) -> list[Any]:
     embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed))
+    if kind is None:
+        return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
+    return embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _own_training_examples(task: str, kind: str | None, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
+    """`_training_examples` in the tokens of the task's own tokenizer."""
+    return tuple(_encode_training(task, kind, seed, with_picture_form(embedded_task(task).tokenizer(), form)))
 
 
 def _encode_alike(tokenizer: Any, other: Any) -> bool:
@@ -415,21 +419,9 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     embedded = embedded_task(settings.examples.task)
     if kind not in embedded.texts:
         raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        form = picture_form_of(tokenizer)
-        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed, form=form))
-    else:
-        train = embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
+    train = _training_examples(settings, kind, tokenizer)
     heldout = embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
-
-
-@functools.lru_cache(maxsize=4)
-def _own_training_texts(task: str, kind: str, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
-    """As `_own_training_prompts`, of texts of a kind."""
-    embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
 
 
 def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
@@ -500,14 +492,8 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
         except DataError as error:
             raise SettingsError(f"--{name}: {error}") from error
 
-    chat = (
-        settings.formatting.system_prompt,
-        settings.formatting.chat_template,
-        settings.formatting.tools,
-        settings.formatting.template_arguments,
-    )
     return PromptFormat(
-        chat=any(x is not None for x in chat),
+        chat=any(flag_value(settings, name) is not None for name in (*CHAT_FLAGS, "chat_template")),
         system=read("system_prompt", text_of_flag, None),
         text=read("prompt_template", text_of_flag, PLAIN_PROMPTS.text),
         shots=read("few_shot", lambda text: read_shots(text, fields), ()),
@@ -532,12 +518,10 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     """
     given = settings.formatting.chat_template
     if given is None and tokenizer.chat_template is None:
-        chats = [name for name in ("system_prompt", "tools", "template_arguments") if flag_value(settings, name)]
-        for name in chats:
-            raise SettingsError(
-                f"--{name}={flag_value(settings, name)}: it makes chat messages of prompts, and "
-                "the model's tokenizer has "
-                "no chat template; give --chat_template=FILE.jinja"
+        for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
+            raise settings.refusal(
+                f"{{{name}}}: it makes chat messages of prompts, and the model's tokenizer has no chat template; give "
+                "--chat_template=FILE.jinja"
             )
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
@@ -622,8 +606,9 @@ def remarks_on_heldout(train: Sequence[Any], heldout: Sequence[Any], wanted: int
       wanted: --eval_prompts.
     """
     remarks = []
+    there = f"are {len(heldout)} examples" if len(heldout) > 1 else "is 1 example"
     if wanted not in (settings_flags()["eval_prompts"].default, len(heldout)) and wanted > len(heldout):
-        remarks.append(f"--eval_prompts={wanted}: there {_are(len(heldout), 'example')} to evaluate on")
+        remarks.append(f"--eval_prompts={wanted}: there {there} to evaluate on")
     compared = train if isinstance(train[0], Example) else itertools.islice(train, MOST_COMPARED)
     keys = {_key(example) for example in compared}
     same = sum(_key(example) in keys for example in heldout)
@@ -643,10 +628,6 @@ def remarks_on_template(settings: Settings) -> list[str]:
     if not names:
         return []
     return [f"--prompt_template: {{{names[0]}}} stays in every prompt as it is written; only {{prompt}} is replaced"]
-
-
-def _are(count: int, noun: str) -> str:
-    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"
 
 
 def _key(example: Any) -> tuple[int, ...]:

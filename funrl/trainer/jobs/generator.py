@@ -31,7 +31,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.scorers import JUDGE
-from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator, JudgeJob
+from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
@@ -97,14 +97,14 @@ def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
     return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
 
 
-def judging_mesh(job: RLJob, judge: JudgeJob, mesh: Mesh, only: str | None) -> Mesh | None:
+def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None) -> Mesh | None:
     """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
 
     Args:
+      sizes: of that mesh.
       mesh: to train on, or that of the ranks of `only`.
       only: as of `build`.
     """
-    sizes = judge.sizes
     placement = job.placement
     if placement is None:
         meshes = (mesh, generating_mesh(job, mesh))

@@ -68,10 +68,8 @@ def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     if settings.models.resize_vocab:
         rows = 1 + max(tokenizer.get_vocab().values(), default=0)
         if rows <= model.config.vocab:
-            raise SettingsError(
-                f"--resize_vocab does nothing: the model has {model.config.vocab} token ids and its tokenizer {rows}; "
-                "leave it out"
-            )
+            vocab = f"the model has {model.config.vocab} token ids and its tokenizer {rows}"
+            raise SettingsError(f"--resize_vocab does nothing: {vocab}; leave it out")
         with blaming("resize_vocab"):
             model = with_vocabulary(model, rows)
     return model, tokenizer
@@ -102,9 +100,10 @@ def models_of(
             models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
             if lora is not None and name in algorithm.losses:
-                raise SettingsError(
-                    f"--lora_rank={lora.rank}: {kind.origin(path, name)} learns all weights of a model of its own, and "
-                    "adapters stand on the policy's; leave one out"
+                raise settings.refusal(
+                    "{lora_rank}: {origin} learns all weights of a model of its own, and adapters stand on the "
+                    "policy's; leave one out",
+                    origin=kind.origin(path, name),
                 )
         else:
             if not kind.value_head and model.unembed is None:
@@ -222,16 +221,16 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
     if rank is None:
         return None
     if model.abilities.code:
-        code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
-        raise SettingsError(
-            f"--lora_rank={rank}{code}: the model is {model.abilities.code}, transformers' own code, which takes "
-            "no adapters here; leave it out"
+        code = " with {model_code}" if settings.models.model_code == "hf" else ""
+        raise settings.refusal(
+            f"{{lora_rank}}{code}: the model is {model.abilities.code}, transformers' own code, which takes no "
+            "adapters here; leave it out"
         )
     with blaming(f"lora_targets={settings.adapters.lora_targets}"):
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
-        raise SettingsError(
-            f"--lora_rank={rank}: no matrix that has adapters is of a rank above {full}; give {full} or less"
+        raise settings.refusal(
+            f"{{lora_rank}}: no matrix that has adapters is of a rank above {full}; give {full} or less"
         )
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
@@ -301,9 +300,7 @@ def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
     for name in () if placement is None else placement.scoring:
         problem = _pool_problem(algorithm, settings, name)
         if problem is not None:
-            raise SettingsError(
-                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
-            )
+            raise SettingsError(f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave it out")
 
 
 def placeable_roles(algorithm: Algorithm, settings: Settings) -> list[str]:
@@ -323,16 +320,12 @@ def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | 
         return f"the roles of this run that only score are {', '.join([*only_score, *rewarding]) or 'none'}"
     if algorithm.divergence is not None and algorithm.divergence.role == name:
         return "the loss compares whole distributions with it, in the update"
-    if _has_own_model(kinds[name], settings):
+    kind = kinds[name]
+    if kind.model is not None or (kind.flag and flag_value(settings, kind.flag)):
         return None
     if settings.adapters.lora_rank:
         return f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
     return "its model begins as the policy, with a head of its own" if kinds[name].value_head else None
-
-
-def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
-    """True if a role starts from a directory of its own."""
-    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
 
 
 def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:

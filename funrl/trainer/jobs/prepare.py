@@ -33,6 +33,7 @@ from funrl.trainer.jobs.compatibility import (
     check_owned_values,
     check_readers,
     check_token_ids,
+    filters_rows,
 )
 from funrl.trainer.jobs.datasets import fields_of_texts, fit_prompts, task_of_prompts, texts_of, with_chat_template
 from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_demonstrations
@@ -221,7 +222,7 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
     if settings.models.backend != "torch":  # one process drives all devices
         sizes = dict.fromkeys(AXES, 1)
     device = settings.devices.device or device_type()
-    if device == "xla":  # beside the host's tensors; see `TorchXlaPrograms`
+    if device == "xla":  # beside the host's tensors; see `torch_xla_device`
         device = "cpu"
     if device == "cuda" and (problem := gpu_problem()) is not None:
         raise SettingsError(f"--device=cuda: {problem}; --device=cpu runs without one")
@@ -236,26 +237,21 @@ def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
 
 def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None:
     """Refuse weights of prompts that are chosen ahead where other prompts may come between. Raises: SettingsError."""
-    given = {
-        f"--difficulty={settings.examples.difficulty}": settings.examples.difficulty is not None,
-        "a curriculum": task.curriculum is not None,
-    }
-    weights = next((name for name, there in given.items() if there), None)
-    if weights is None:
+    if settings.examples.difficulty is None and task.curriculum is None:
         return
-    filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
-    problem = None
+    weights = "a curriculum" if settings.examples.difficulty is None else "{difficulty}"
+    problem = ""
     if settings.devices.joined:
         problem = "generators that join: they take the next prompts of the order; give generator ranks: generate:2"
     elif settings.asynchrony.window > 1:
-        problem = f"--window={settings.asynchrony.window}: the batches that it joins are chosen apart; leave it out"
-    elif filters and settings.sampling.max_refills > 1:
+        problem = "{window}: the batches that it joins are chosen apart; leave it out"
+    elif filters_rows(algorithm, settings) and settings.sampling.max_refills > 1:
         problem = (
-            f"--max_refills={settings.sampling.max_refills}: what takes the place of a prompt that a filter drops is "
-            "not chosen by weights; give --max_refills=1"
+            "{max_refills}: what takes the place of a prompt that a filter drops is not chosen by weights; give "
+            "--max_refills=1"
         )
-    if problem is not None:
-        raise settings.refusal("{staleness} with {weights} and {problem}", weights=weights, problem=problem)
+    if problem:
+        raise settings.refusal(f"{{staleness}} with {weights} and {problem}")
 
 
 def judge_of(settings: Settings, task: Task, devices: JobDevices) -> JudgeJob | None:
@@ -263,26 +259,19 @@ def judge_of(settings: Settings, task: Task, devices: JobDevices) -> JudgeJob | 
     directory = model_path(settings, "judge")
     if directory is None:
         return None
-    with blaming("judge"):
-        return judge_job(
-            directory,
-            settings.models.model_code,
-            settings.judging,
-            lambda model: _judging_sizes(settings, model, devices),
-            (*task.prompts, *task.heldout),
-        )
-
-
-def _judging_sizes(settings: Settings, model: Model, devices: JobDevices) -> dict[str, int]:
-    """Sizes of the mesh that the judge writes on: of its own ranks, or over trainer ranks. Raises: MeshError."""
     placement = settings.devices.placement
-    if placement is None:
-        return generate_sizes(settings, devices.sizes, model, rank_memory(devices.device, Mesh(devices.sizes).world))
-    pool = placement.scoring.get(JUDGE)
-    if pool is None:
-        return sizes_on_trainers(settings, devices.sizes, model, rank_memory(devices.device, Mesh(devices.sizes).world))
-    check_layouts({JUDGE: model}, settings, pool.sizes, pool.sizes)
-    return pool.sizes
+    pool = None if placement is None else placement.scoring.get(JUDGE)
+
+    def sizes_of(model: Model) -> dict[str, int]:
+        if pool is not None:
+            check_layouts({JUDGE: model}, settings, pool.sizes, pool.sizes)
+            return pool.sizes
+        choose = generate_sizes if placement is None else sizes_on_trainers
+        return choose(settings, devices.sizes, model, rank_memory(devices.device, Mesh(devices.sizes).world))
+
+    prompts = (*task.prompts, *task.heldout)
+    with blaming("judge"):
+        return judge_job(directory, settings.models.model_code, settings.judging, sizes_of, prompts)
 
 
 def texts_of_algorithm(algorithm: Algorithm, settings: Settings, tokenizer: Any, model: Model, given: Given) -> Texts:
@@ -310,20 +299,14 @@ def texts_kind(algorithm: Algorithm) -> str:
 def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
     """Supervised steps before the first step; by default none but for the embedded task from scratch."""
     examples = settings.examples
-    own = (
-        settings.models.model,
-        examples.data,
-        examples.prompts,
-        given.records,
-        own_environment(settings, given.objects),
-    )
-    scratch = all(x is None for x in own)
     steps = settings.run.warmstart_steps
-    if steps is None:
-        steps = embedded_task(examples.task).warmstart_steps if scratch else 0
     if steps and isinstance(task, Task) and not task.embedded:
-        raise SettingsError(f"--warmstart_steps={steps}: only the embedded task has demonstrations; use 0")
-    return steps
+        raise settings.refusal("{warmstart_steps}: only the embedded task has demonstrations; use 0")
+    if steps is not None:
+        return steps
+    given_data = (settings.models.model, examples.data, examples.prompts, given.records)
+    scratch = all(x is None for x in (*given_data, own_environment(settings, given.objects)))
+    return embedded_task(examples.task).warmstart_steps if scratch else 0
 
 
 def inherited(job: RLJob) -> dict[str, float]:

@@ -126,13 +126,6 @@ def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     if isinstance(job, TextJob):
         return source_of_texts(job, parts, frozen, clock, show)
     assert isinstance(parts, GeneratingParts)
-    return source_of_prompts(job, parts, frozen, clock, show)
-
-
-def source_of_prompts(
-    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
-) -> Source:
-    """The source of a job that learns from completions."""
     return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
 
 
@@ -156,9 +149,8 @@ def remarked_generation(
     settings = job.settings
     task = job.task
     remarks = (
-        *remarks_on_batch(settings.run.batch_prompts, len(task.prompts), "prompts"),
+        *remarks_on_counts(settings.run.batch_prompts, len(task.prompts), len(task.heldout), "prompts"),
         *remarks_on_groups(job.sampling.samples, job.algorithm),
-        *remarks_on_few_heldout(len(task.heldout), "prompts"),
         *remarks_on_workers(job),
         *remarks_on_sampling(job, "eval_"),
     )
@@ -177,8 +169,8 @@ def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     """The source of a job that learns from given texts."""
     settings = job.settings
     task = job.task
-    repeated = remarks_on_batch(settings.run.batch_prompts, len(task.examples), "texts")
-    for remark in (*task.remarks, *repeated, *remarks_on_few_heldout(len(task.heldout), "texts")):
+    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
+    for remark in (*task.remarks, *remarks):
         show.note(remark)
     to_rows = functools.partial(text_rows, job, parts.mesh)
     data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
@@ -187,27 +179,21 @@ def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     return text_source(data, evaluation, clock, show)
 
 
-def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
-    """A remark where a step draws more examples than there are to train on.
+def remarks_on_counts(batch: int, examples: int, heldout: int, name: str) -> list[str]:
+    """Remarks where a step draws more examples than there are, or one held-out example alone moves their mean.
 
     Args:
-      what: name of the examples.
-    """
-    there = f"there are {examples} {what}" if examples > 1 else f"there is 1 {what.removesuffix('s')}"
-    remark = f"--batch_prompts={batch}: {there} to train on, so a step has some more than once"
-    return [remark] if batch > examples else []
-
-
-def remarks_on_few_heldout(examples: int, name: str) -> list[str]:
-    """A remark where so few examples are held out that a single one moves their mean.
-
-    Args:
-      examples: number of held-out examples.
+      examples: number of them to train on.
       name: of the examples, in the plural.
     """
-    noun = name if examples > 1 else name.removesuffix("s")
-    remark = f"{examples} held-out {noun}: one alone moves a mean over them by {1 / max(examples, 1):.0%} of its range"
-    return [remark] if 0 < examples < FEW_HELD_OUT else []
+    remarks = []
+    if batch > examples:
+        there = f"there are {examples} {name}" if examples > 1 else f"there is 1 {name.removesuffix('s')}"
+        remarks.append(f"--batch_prompts={batch}: {there} to train on, so a step has some more than once")
+    if 0 < heldout < FEW_HELD_OUT:
+        noun = name if heldout > 1 else name.removesuffix("s")
+        remarks.append(f"{heldout} held-out {noun}: one alone moves a mean over them by {1 / heldout:.0%} of its range")
+    return remarks
 
 
 def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:

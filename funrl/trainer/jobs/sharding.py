@@ -51,9 +51,7 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
     """
     absent = [role for role in parts(settings.sharding.fsdp_models) if role not in roles]
     if absent:
-        raise SettingsError(
-            f"--fsdp_models={settings.sharding.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
-        )
+        raise settings.refusal(f"{{fsdp_models}}: this run has no {absent[0]}; it has {', '.join(roles)}")
 
 
 def check_experts(settings: Settings, models: Collection[Model]) -> None:
@@ -65,10 +63,14 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
     experts = any(model.abilities.routers is not None for model in models)
     for name in ("router_aux_coef", "router_z_coef", "router_bias_rate", "router_replay"):
         if flag_value(settings, name) and not experts:
-            raise SettingsError(
-                f"--{name}={flag_value(settings, name)}: no model of this run has experts; leave it out"
-            )
-    _check_biases(settings, models)
+            raise settings.refusal(f"{{{name}}}: no model of this run has experts; leave it out")
+    if settings.routers.router_bias_rate and not any(
+        model.abilities.routers is not None and model.abilities.routers.biased for model in models
+    ):
+        raise settings.refusal(
+            "{router_bias_rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
+            "--router_aux_coef balances them by a loss"
+        )
     if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
         raise settings.refusal(
             "--router_replay: with {new_tokens_per_step} the engine computes what is begun again, with other weights, "
@@ -77,15 +79,6 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
     if experts and not settings.engines.abilities.routes:
         engines = engines_that("routes")
         raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)
-
-
-def _check_biases(settings: Settings, models: Collection[Model]) -> None:
-    rate = settings.routers.router_bias_rate
-    if rate and not any(model.abilities.routers is not None and model.abilities.routers.biased for model in models):
-        raise SettingsError(
-            f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
-            "--router_aux_coef balances them by a loss"
-        )
 
 
 def check_layouts(
@@ -219,8 +212,8 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
     for role, model in models.items():
         heads = -(-model.abilities.heads // sizes["tensor"])
         if form == "ulysses" and heads % ranks:
-            raise SettingsError(
-                f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
+            raise settings.refusal(
+                f"{{sequence_parallel}}: the {role} has {heads} query heads on a device, which do not divide over "
                 f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
             )
 

@@ -1,6 +1,6 @@
 """A backend of the native engine whose passes run in JAX, on all devices of a mesh, which one process drives.
 
-The devices of a row index, those that differ on `tensor` alone, are a lane: they split the weights and heads, and have
+The devices of a row index, which differ on `tensor` alone, are a lane: they split the weights and heads, and have
 pages and sequences of their own. Weights and pages stay on the devices. One program of static shapes computes a pass of
 all lanes. A pass that only decodes is `decode_pass`, traced. In another pass the new tokens of each sequence are in
 rows XX
@@ -40,7 +40,7 @@ from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
-ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers, of which each device has its own
+ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers; each device has its own
 Scales = tuple[tuple[int, float | None], ...]  # adapters of a pass, ascending, with their scales; -1 is none
 
 
@@ -90,7 +90,7 @@ class CacheStacks(NamedTuple):
     cells: tuple[tuple[Any, ...], ...]
 
 
-NO_CACHE = CacheStacks((), ())
+EMPTY_STACKS = CacheStacks((), ())
 
 
 class LayerStacks:
@@ -122,15 +122,6 @@ class LayerStacks:
         places = (self._places[n] for n in range(len(self._places)))
         layers = tuple(trees.map(lambda x, k=k: x[k], stacked["layers"][i]) for i, k in places)
         return {**stacked, "layers": layers}
-
-    def stack_cache(self, cache: Any) -> CacheStacks:
-        """The form of a cache in stacks, without memory, of that of `Model.init_cache`."""
-
-        def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
-            firsts = ((len(numbers), layers[numbers[0]]) for numbers in self.numbers)
-            return tuple(tuple(x.new_empty(count, *x.shape, device="meta") for x in xs) for count, xs in firsts)
-
-        return CacheStacks(stacked(cache.pages), stacked(cache.cells))
 
 
 class StackedCache:
@@ -234,7 +225,7 @@ class EnginePrograms:
         return self._function("decode", scales, run)
 
     def sample(self, sampling: Sampling) -> ShardedFunction:
-        """(weights, {}, NO_CACHE, hidden states [R, D], noise [R], seen [R, V]) -> (results, NO_CACHE)."""
+        """(weights, {}, EMPTY_STACKS, hidden states [R, D], noise [R], seen [R, V]) -> (results, EMPTY_STACKS)."""
 
         def run(inner: TorchBackend, hidden_RD: Tensor, noise_R: Any, seen_RV: Any) -> tuple[trees.Tree, tuple]:
             return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True), ()
@@ -247,9 +238,12 @@ class EnginePrograms:
         def make(mesh: Mesh) -> Callable[..., trees.Tree]:
             def call(params: trees.Tree, factors: dict[str, trees.Tree], cache: CacheStacks, *rest: Any) -> trees.Tree:
                 stacked = StackedCache(self.stacks, cache)
-                inner = TracedBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
-                adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
-                inner.take(self.stacks.unstack(params), params, stacked.numbers, adapters)
+                inner = TorchBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
+                inner._params = self.stacks.unstack(params)
+                if self._model.unembed is not None:
+                    inner._unembed_VD = self._model.unembed(params)
+                inner._cache = stacked.numbers
+                inner._adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
                 result, more = run(inner, *rest)
                 return result, stacked.written(), more
 
@@ -275,20 +269,13 @@ class EnginePrograms:
         assert self._model.init_cache is not None
         sizes = spare.page + 1, self._page_tokens, self._dtype, torch.device("meta")
         own = self._model.init_cache(self.chips, *sizes, 0 if spare.cell is None else spare.cell + 1)
-        stacks = self.stacks.stack_cache(own)
-        return trees.map(lambda x: x.new_empty(x.shape[0], x.shape[1] * self.chips.world, *x.shape[2:]), stacks)
+        chips = self.chips.world
 
+        def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
+            firsts = ((len(numbers), layers[numbers[0]]) for numbers in self.stacks.numbers)
+            return tuple(tuple(x.new_empty(n, chips * len(x), *x.shape[1:]) for x in xs) for n, xs in firsts)
 
-class TracedBackend(TorchBackend):
-    """The training model in a program that is traced."""
-
-    def take(self, layers: trees.Tree, stacked: trees.Tree, cache: Any, adapters: dict[int, Adapter]) -> None:
-        """Take weights, also with stacked layers, a cache and adapters."""
-        assert self.model.unembed is not None
-        self._params = layers
-        self._unembed_VD = self.model.unembed(stacked)
-        self._cache = cache
-        self._adapters = adapters
+        return CacheStacks(stacked(own.pages), stacked(own.cells))
 
 
 class XlaBackend(TorchBackend):
@@ -331,7 +318,7 @@ class XlaBackend(TorchBackend):
         trained = copies_on(tuple(self._devices.trained.items()))
         with jax.enable_x64(True):
             weights = trained.laid_out(params, self._copies.mesh, functions.specs(self.model))
-            self._weights = functions.stacks.stack(weights, _stacked)
+            self._weights = functions.stacks.stack(weights, lambda xs: _join_to(xs[0].sharding)(*xs))
 
     def drop(self) -> None:
         super().drop()
@@ -421,7 +408,7 @@ class XlaBackend(TorchBackend):
 
         numbers = [None if x is None else fill_up(x) for x in (output_M[source_R], noise_R, seen_RV)]
         program = self._program(self._functions.sample, sampling)
-        sampled, *_ = program.arrays(self._weights, {}, NO_CACHE, *numbers)
+        sampled, *_ = program.arrays(self._weights, {}, EMPTY_STACKS, *numbers)
         token_R, sampling_logp_R, raw_logp_R = (to_host(x)[:rows] for x in sampled)
         return token_R, sampling_logp_R, raw_logp_R
 
@@ -508,17 +495,11 @@ def places_in_lanes(lane_N: np.ndarray, lanes: int) -> tuple[np.ndarray, int]:
     return at_N, rows
 
 
-def _stacked(layers: Sequence[jax.Array]) -> jax.Array:
-    """Weights of layers that lie on the devices, in one array that is split as they are."""
-    sharding = layers[0].sharding
-    assert isinstance(sharding, NamedSharding)
-    return _join_to(NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))(*layers)
-
-
 @functools.cache
 def _join_to(sharding: NamedSharding) -> Callable[..., jax.Array]:
-    """The function that stacks arrays, with its result split like this."""
-    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=sharding)
+    """The function that stacks weights of layers into one array, split as they are."""
+    stacked = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=stacked)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)

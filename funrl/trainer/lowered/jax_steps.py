@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import torch
 from jax.sharding import PartitionSpec
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from funrl.mesh.mesh import ROW_AXES, Mesh
 from funrl.models.lora import trained_part
 from funrl.models.placed import Placed
 from funrl.optim import Transformation, layouts_of
-from funrl.trainer.lowered.programs import MakeRankFunction, Program, StepDevices
+from funrl.trainer.lowered.programs import MakeRankFunction, StepDevices, StepProgram
 from funrl.trainer.steps.roles import Role, RoleState
 from funrl.xla.layers import as_one_operator
 from funrl.xla.meshes import ShardedFunction, spec_of, traced_mesh, whole_on_all
@@ -30,7 +29,7 @@ def jax_devices(
     place: Callable[[str, Mesh], Placed],
     optimize: Callable[[str, Placed], Transformation],
     remat: str,
-    program: Callable[[str, ShardedFunction], Program],
+    program: Callable[[str, ShardedFunction], StepProgram],
 ) -> StepDevices:
     """A mesh of JAX's devices for the steps of a run.
 
@@ -48,8 +47,8 @@ def jax_devices(
         placed = place(name, rank_mesh)
         return dataclasses.replace(placed, layer=as_one_operator(placed.model.layer, remat, kernels))
 
-    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> Program:
-        origin = origin_of(sizes)
+    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> StepProgram:
+        origin = traced_mesh(sizes)
         role = role_on(origin)
         own = trees.map(spec_of, role.stored)
 
@@ -77,11 +76,6 @@ def jax_devices(
         return program(purpose, function)
 
     return StepDevices(sizes, place_layers, optimize, make_program)
-
-
-def origin_of(sizes: Mapping[str, int]) -> Mesh:
-    """The mesh of a program, as the rank at its origin sees it."""
-    return traced_mesh(sizes, {axis: torch.zeros((), dtype=torch.int64) for axis in sizes})
 
 
 def stored_layouts(placed: Placed) -> trees.Tree:

@@ -29,7 +29,7 @@ from funrl.trainer.steps.step import fields_of, objective, updated
 from funrl.xla.errors import XlaError
 
 TRAINED_PARTS = 4  # of a row: the number of trained tokens is filled up to a multiple of a part
-Program = Callable[..., trees.Tree]
+StepProgram = Callable[..., trees.Tree]
 MakeRankFunction = Callable[
     [Role, Mesh], Callable[..., trees.Tree]
 ]  # (role there, mesh) -> function of a rank's shards
@@ -49,7 +49,7 @@ class StepDevices(NamedTuple):
     sizes: Mapping[str, int]
     place: Callable[[str, Mesh], Placed]
     optimize: Callable[[str, Placed], Transformation]
-    program: Callable[[str, str, Callable[[Mesh], Role], MakeRankFunction], Program]
+    program: Callable[[str, str, Callable[[Mesh], Role], MakeRankFunction], StepProgram]
 
 
 class RolePrograms:
@@ -64,7 +64,7 @@ class RolePrograms:
         self._devices = devices
         self._role = role
         self._name = name
-        self.programs: dict[str, Program] = {}
+        self.programs: dict[str, StepProgram] = {}
 
     @property
     def lanes(self) -> int:
@@ -135,7 +135,7 @@ class RolePrograms:
         optimizer = None if self._role.loss is None else optimize(self._name, placed)
         return self._role._replace(placed=placed, companion=companion, optimizer=optimizer, programs=None)
 
-    def _program(self, purpose: str, subject: str, make: MakeRankFunction) -> Program:
+    def _program(self, purpose: str, subject: str, make: MakeRankFunction) -> StepProgram:
         """The program of the role for a purpose."""
         if purpose not in self.programs:
             self.programs[purpose] = self._devices.program(purpose, f"{purpose} of {subject}", self.role_on, make)

@@ -14,7 +14,7 @@ import torch
 from funrl import trees
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.placed import Placed
-from funrl.trainer.lowered.programs import MakeRankFunction, Program, StepDevices
+from funrl.trainer.lowered.programs import MakeRankFunction, StepDevices, StepProgram
 from funrl.trainer.steps.roles import Role
 from funrl.xla.copies import HostCopies
 
@@ -31,7 +31,7 @@ def torch_xla_device(roles: Mapping[str, Role]) -> StepDevices:
         placed = roles[name].placed
         return dataclasses.replace(placed, mesh=dataclasses.replace(placed.mesh, device=device))
 
-    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> Program:
+    def make_program(purpose: str, name: str, role_on: Callable[[Mesh], Role], make: MakeRankFunction) -> StepProgram:
         mesh = Mesh(device=device)
         function = make(role_on(mesh), mesh)
 

@@ -56,12 +56,6 @@ class DeviceSettings:
         one_of("auto", "on", "off"),
         effect="ranks",
     )
-    balance_pictures: bool = flag(
-        False,
-        "share the work of a vision tower that trains or scores: of the pictures that all ranks have in a micro-batch "
-        "each computes about as many patches, and none computes what another one does",
-        effect="ranks",
-    )
     remat: str = flag(
         "none",
         "what a backward pass recomputes: full, whole layers; selective, everything but matmuls",

@@ -6,32 +6,22 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import NamedTuple
 
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.rewards import EnvironmentSettings
 from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is_given
 
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
-EPISODE_FLAGS = (
-    "agents",
-    "episode_turns",
-    "episode_tokens",
-    "env_timeout",
-    "env_check",
-    "episode_retries",
-    "env_workers",
-    "max_waiting",
-    "assume_turns",
-    "assume_turn_tokens",
-    "assume_tool_seconds",
-    "tool_parser",
-    "tool_tokens",
-    "history",
+EPISODE_FLAGS = (  # which do nothing without an environment
+    *(field.name for field in fields(EnvironmentSettings) if field.name not in ("env", "env_args")),
+    *("env_check", "assume_turns", "assume_turn_tokens", "assume_tool_seconds"),
 )
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",

@@ -82,7 +82,7 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
             fields = row_fields_of(role.training_loss)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields, balance=role.placed.balance)
+            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(
                 role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen

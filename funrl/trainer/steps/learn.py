@@ -22,7 +22,6 @@ from funrl.trainer.steps.micro import (
     row_cost,
     sizes_of,
     token_ranks,
-    with_assignments,
 )
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
@@ -167,8 +166,7 @@ class MiniBatch(NamedTuple):
     def batches(self, role: Role) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
         fields = row_fields_of(role.training_loss)
-        pieces = packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields)
-        for piece in with_assignments(pieces, self.rows, self.packing, self.part, balance=role.placed.balance):
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
             yield piece.batch
 
 

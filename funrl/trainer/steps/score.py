@@ -114,7 +114,7 @@ def _places_with_outputs(
 
     One micro-batch is held, and not by the caller too.
     """
-    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed), balance=role.placed.balance)
+    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed))
     if role.programs is None:
         for piece in pieces:
             yield piece.at, outputs(role, params, piece.batch)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from small_chats import Task, demonstrated, write_files
+from task_files import Task, demonstrated, write_files
 
 from funrl.data.prompts import Prompt
 from funrl.tasks.calculator import chat_tokenizer

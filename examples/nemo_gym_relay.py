@@ -1,7 +1,9 @@
-"""A relay at a fixed address to the endpoints of all episodes of a machine, for programs that know one address.
+"""A relay at a fixed address to the endpoints of all episodes of a machine, for NeMo-Gym, which knows one address.
 
-The key of an episode is then in the body of a request, as its `user`. It is written by hand because it passes bytes on
-and reads one field.
+    python examples/nemo_gym_relay.py 8017
+
+starts it for NeMo-Gym's `policy_base_url=http://127.0.0.1:8017/v1` and `--env=nemo_gym:URL`. The key of an episode
+is in the body of a request, as its `user`. It is written by hand because it passes bytes on and reads one field.
 """
 
 from __future__ import annotations
@@ -10,28 +12,18 @@ import asyncio
 import contextlib
 import json
 import re
-import threading
+import sys
 from collections.abc import Mapping
-from concurrent.futures import Future
-from urllib.parse import urlsplit
-from urllib.request import urlopen
-
-from funrl.rollout.episodes import Endpoint
 
 _LOOPBACK = "127.0.0.1"
 RELAYED_HEAD_S = 10.0  # for the head of a request
 RELAYED_BODY_S = 60.0  # for its body
 RELAYED_HEAD = 1 << 16  # bytes
 LARGEST_RELAYED = 64 << 20  # bytes of a body
-RELAY_MARK = b'{"relay": "funrl"}'  # answer to any GET, by which other processes of the machine know a relay
-OPEN_S = 10.0  # to begin to listen, and for another relay to answer
 EPISODE_USER = re.compile(r"(\d{1,5})\.([\w-]{1,200})")
-REQUEST = re.compile(r"(GET|POST) (/[!-~]*) HTTP/1\.[01]")
+REQUEST = re.compile(r"POST (/[!-~]*) HTTP/1\.[01]")
 RELAYED_PATHS = "/v1/"  # beginning of the paths that are passed on
 PASSED_HEADERS = ("x-stainless-retry-count",)
-
-_OPENED: dict[int, Future[None]] = {}  # by port, in this process
-_LOCK = threading.Lock()
 
 
 class _Refused(Exception):
@@ -46,45 +38,10 @@ class _Refused(Exception):
         self.status = status
 
 
-def user_of(endpoint: Endpoint) -> str:
-    """The field `user` of the requests of an episode."""
-    return f"{urlsplit(endpoint.base_url).port}.{endpoint.api_key}"
-
-
-def open_relay(port: int) -> None:
-    """Relay what arrives at a port of this machine, until the process ends, unless another process does so.
-
-    Raises:
-      OSError: something else listens there.
-    """
-    with _LOCK:
-        begins = port not in _OPENED
-        listening = _OPENED.setdefault(port, Future())
-    if begins:
-        threading.Thread(target=_relay_here, args=(port, listening), name="relay", daemon=True).start()
-    try:
-        listening.result(OPEN_S)
-    except OSError as error:
-        with _LOCK:
-            _OPENED.pop(port, None)
-        with contextlib.suppress(OSError), urlopen(f"http://{_LOOPBACK}:{port}/", timeout=OPEN_S) as answer:
-            if answer.read(len(RELAY_MARK)) == RELAY_MARK:
-                return
-        raise OSError(f"cannot listen at {_LOOPBACK}:{port} ({error}); choose another port") from error
-
-
-def _relay_here(port: int, listening: Future[None]) -> None:
-    with contextlib.suppress(OSError):
-        asyncio.run(_relay(port, listening))
-
-
-async def _relay(port: int, listening: Future[None]) -> None:
-    try:
-        server = await asyncio.start_server(_serve, _LOOPBACK, port, limit=RELAYED_HEAD, backlog=1024)
-    except OSError as error:
-        listening.set_exception(error)
-        raise
-    listening.set_result(None)
+async def relay(port: int) -> None:
+    """Relay what arrives at a port of this machine. Raises OSError if something else listens there."""
+    server = await asyncio.start_server(_serve, _LOOPBACK, port, limit=RELAYED_HEAD, backlog=1024)
+    print(f"relaying at http://{_LOOPBACK}:{port}{RELAYED_PATHS}", flush=True)
     await server.serve_forever()
 
 
@@ -109,12 +66,9 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     first, *lines = head.decode("latin-1").split("\r\n")
     request = REQUEST.fullmatch(first)
     if request is None:
-        raise _Refused("400 Bad Request", "the request is not one of HTTP/1.1")
-    if request[1] == "GET":
-        writer.write(_head("HTTP/1.1 200 OK", len(RELAY_MARK)) + RELAY_MARK)
-        return
+        raise _Refused("400 Bad Request", "the request is no POST of HTTP/1.1")
     fields = dict(line.lower().split(":", 1) for line in lines if ":" in line)
-    _check_sender(request[2], fields)
+    _check_sender(request[1], fields)
     length = fields.get("content-length", "").strip()
     if not length.isdecimal() or int(length) > LARGEST_RELAYED:
         raise _Refused("413 Payload Too Large", f"a body needs a content-length of at most {LARGEST_RELAYED}")
@@ -127,7 +81,7 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     except OSError as error:
         raise _Refused("401 Unauthorized", f"the episode of `user` has ended ({error})") from error
     try:
-        asks.write(_head(f"POST {request[2]} HTTP/1.1", len(body), f"authorization: Bearer {key}", *passed) + body)
+        asks.write(_head(f"POST {request[1]} HTTP/1.1", len(body), f"authorization: Bearer {key}", *passed) + body)
         tasks = [asyncio.ensure_future(each) for each in (_copy(answers, writer), _until_gone(reader))]
         done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
@@ -177,3 +131,8 @@ def _episode_of(body: bytes) -> tuple[int, str]:
 def _head(first: str, length: int, *further: str) -> bytes:
     lines = (first, f"host: {_LOOPBACK}", "content-type: application/json", f"content-length: {length}")
     return "\r\n".join((*lines, "connection: close", *further, "", "")).encode()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(relay(int(sys.argv[1])))

@@ -1,7 +1,10 @@
-"""The part of verl that tools and agent loops import, where verl is not installed: it pins an older transformers.
+"""The part of verl that tools and agent loops import, for where verl is not installed: it pins an older transformers.
 
-A file with `from verl.tools.base_tool import BaseTool` then imports as it is. The classes have the attributes and
-methods that environments use, and nothing of verl's trainer. Written for verl 0.9.1.
+After `import verl_modules`, a file with `from verl.tools.base_tool import BaseTool` imports as it is:
+
+    PYTHONPATH=examples funrl grpo --env=verl:tools.py:MyTool ...      # where tools.py begins with import verl_modules
+
+The classes have the attributes and methods that environments use, and nothing of verl's trainer. For verl 0.9.1.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from funrl.environments.adapters import tool_schema
-from funrl.foreign.recorded import RecordedReplies
 
 
 class Record:
@@ -193,8 +195,7 @@ class AgentLoopBase:
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **_: Any
     ) -> list[int]:
         """Token ids of a conversation, up to the policy's turn."""
-        replies: RecordedReplies = self.server_manager.replies
-        return replies.begin(messages, tools or ())
+        return self.server_manager.replies.begin(messages, tools or ())
 
     async def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, **_: Any
@@ -279,3 +280,6 @@ def _dumped(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _dumped(inner) for key, inner in value.items()}
     return value
+
+
+provide_verl()
