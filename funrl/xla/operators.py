@@ -137,12 +137,6 @@ def _extreme_and_place(best: Callable[..., JaxArray], place: Callable[..., JaxAr
     return row
 
 
-def _variance(
-    result: OperatorResult, x: JaxArray, dims: Dims = None, correction: int = 1, keepdim: bool = False
-) -> JaxArray:
-    return jnp.var(as_dtype(x, result.compute), axis=_dims(dims), ddof=correction, keepdims=keepdim)
-
-
 def _vector_norm(
     result: OperatorResult, x: JaxArray, order: float = 2, dims: Dims = None, keepdim: bool = False
 ) -> JaxArray:
@@ -294,16 +288,9 @@ def _product(result: OperatorResult, a: JaxArray, b: JaxArray) -> JaxArray:
 def _added_product(
     result: OperatorResult, x: JaxArray, a: JaxArray, b: JaxArray, beta: Any = 1, alpha: Any = 1
 ) -> JaxArray:
-    product = jnp.matmul(a, b, preferred_element_type=result.compute)
-    product = product if alpha == 1 else product * alpha
+    product = _product(result, a, b)
     x = as_dtype(x, result.compute)
-    return (x if beta == 1 else x * beta) + product
-
-
-def _solve_triangular(
-    result: OperatorResult, a: JaxArray, b: JaxArray, *, upper: bool, left: bool = True, unitriangular: bool = False
-) -> JaxArray:
-    return lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+    return (x if beta == 1 else x * beta) + (product if alpha == 1 else product * alpha)
 
 
 def _group_sizes(ends: JaxArray) -> JaxArray:
@@ -405,10 +392,6 @@ def _axes(group: str) -> tuple[str, ...]:
     return tuple(group.split(GROUP_SEPARATOR))
 
 
-def _all_reduce(result: OperatorResult, x: JaxArray, how: str, group: str) -> JaxArray:
-    return {"sum": lax.psum, "max": lax.pmax}[how](x, _axes(group))
-
-
 def _all_to_all(
     result: OperatorResult, x: JaxArray, received: Sequence[int], sent: Sequence[int], group: str
 ) -> JaxArray:
@@ -449,7 +432,9 @@ LOWERINGS: dict[str, Lowering] = {
     "aten.copy": lambda result, x, source, *_: jnp.broadcast_to(as_dtype(source, result.dtype), result.shape),
     # over some dims or all, and along one
     **{f"aten.{name}": _over(getattr(jnp, name)) for name in ("sum", "mean", "prod", "any", "all")},
-    "aten.var": _variance,
+    "aten.var": lambda result, x, dims=None, correction=1, keepdim=False: jnp.var(
+        as_dtype(x, result.compute), axis=_dims(dims), ddof=correction, keepdims=keepdim
+    ),
     "aten.linalg_vector_norm": _vector_norm,
     "aten.amax": _over(jnp.max),
     "aten.amin": _over(jnp.min),
@@ -500,10 +485,12 @@ LOWERINGS: dict[str, Lowering] = {
     "aten.scatter_reduce": _scatter_reduce,
     "aten.searchsorted": _searchsorted,
     # products of matrices, and loops over products
-    **{f"aten.{name}": _product for name in ("mm", "bmm", "mv", "dot")},
+    **dict.fromkeys(("aten.mm", "aten.bmm", "aten.mv", "aten.dot"), _product),
     "aten.addmm": _added_product,
     "aten.baddbmm": _added_product,
-    "aten.linalg_solve_triangular": _solve_triangular,
+    "aten.linalg_solve_triangular": lambda _, a, b, *, upper, left=True, unitriangular=False: (
+        lax.linalg.triangular_solve(a, b, left_side=left, lower=not upper, unit_diagonal=unitriangular)
+    ),
     "funrl.choose_experts": of_arguments(lambda probs, count: lax.top_k(probs, count)[1]),  # equal ones in order
     "funrl.grouped_linear": _grouped_linear,
     "funrl.grouped_weight": _grouped_weight,
@@ -515,7 +502,7 @@ LOWERINGS: dict[str, Lowering] = {
     # lists of tensors, which optimizers have
     "aten._foreach_addcmul": _each(_sum_with_product),
     # between the devices of a mesh, under `shard_map`: the name of a group says itself which axes it goes over
-    "_c10d_functional.all_reduce": _all_reduce,
+    "_c10d_functional.all_reduce": lambda _, x, op, group: {"sum": lax.psum, "max": lax.pmax}[op](x, _axes(group)),
     "_c10d_functional.all_gather_into_tensor": lambda _, x, ranks, group: lax.all_gather(
         x, _axes(group), axis=0, tiled=True
     ),

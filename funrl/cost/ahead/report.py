@@ -92,22 +92,22 @@ def compile_report(
     chips = topology_mesh(target, job.sizes)
     tokens = tokens_of(settings, algorithm)
     rows = rows_of_chips(job, check_width(job, tokens))
-    steps = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
+    steps, resident = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
     phases = {}
-    for name, programs in steps.phases.items():
+    for name, programs in steps.items():
         costs = expected.phases.get(name)
         dry = PhaseCosts() if costs is None else dry_costs(costs, expected.axes)
-        phases[name] = CompiledPhase(programs, steps.resident, dry)
+        phases[name] = CompiledPhase(programs, resident, dry)
     try:
-        plan = decoding_plan(job, tokens, hardware, steps.resident)
+        plan = decoding_plan(job, tokens, hardware, resident)
         mesh = topology_mesh(target, plan.job.generate_sizes)
         passes = {
             kind: tuple(compile_for_chips(function, args, mesh, note)[0] for function, args in functions)
             for kind, functions in engine_passes(plan, mesh).items()
         }
         generation = plan.text
-        phases = phases_of_engine(plan, passes, steps.resident) | phases
+        phases = phases_of_engine(plan, passes, resident) | phases
     except (NoDecoding, XlaError, ModelError) as error:
         generation = f"decoding is not compiled: {error}"
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
@@ -249,21 +249,9 @@ def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
     return lines or [f"the dry run agrees within {FINDING:.0%}"]
 
 
-class CompiledSteps(NamedTuple):
-    """Steps of a job, compiled for the chips of a mesh.
-
-    Attributes:
-      phases: programs by the dry run's names of phases: "score_reference", or "update_policy" with two.
-      resident: bytes of a chip that weights and optimizer states of all roles take.
-    """
-
-    phases: dict[str, tuple[AheadProgram, ...]]
-    resident: int
-
-
 def compile_steps(
     job: Job, mesh: jax.sharding.Mesh, rows_of: Callable[[Job, Parts], Rows], note: Callable[[str], None]
-) -> CompiledSteps:
+) -> tuple[dict[str, tuple[AheadProgram, ...]], int]:
     """Compile scores, gradients and updates of the roles of a job.
 
     Args:
@@ -271,6 +259,9 @@ def compile_steps(
       mesh: of the chips; its axes have the sizes of the job's.
       rows_of: (job of one process, its parts) -> rows that give each chip a micro-batch.
       note: receives lines about what was done.
+
+    Returns: programs by the dry run's names of phases, "score_reference", or "update_policy" with two; and bytes of a
+      chip that weights and optimizer states of all roles take.
     """
     compiled: dict[StepProgram, AheadProgram] = {}
 
@@ -328,7 +319,7 @@ def compile_steps(
         for name, role in programs.items()
         if purposes[0] in role.programs
     }
-    return CompiledSteps(phases, resident)
+    return phases, resident
 
 
 class DecodingPlan(NamedTuple):

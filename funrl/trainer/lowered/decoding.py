@@ -240,8 +240,7 @@ class EnginePrograms:
                 stacked = StackedCache(self.stacks, cache)
                 inner = TorchBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
                 inner._params = self.stacks.unstack(params)
-                if self._model.unembed is not None:
-                    inner._unembed_VD = self._model.unembed(params)
+                inner._unembed_VD = torch.empty(0) if self._model.unembed is None else self._model.unembed(params)
                 inner._cache = stacked.numbers
                 inner._adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
                 result, more = run(inner, *rest)
