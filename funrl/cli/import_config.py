@@ -26,7 +26,6 @@ from funrl.flags.foreign.files import flattened
 from funrl.flags.foreign.meaning import (
     DifferentError,
     Library,
-    Meaning,
     NameContext,
     is_none,
     is_same,
@@ -155,7 +154,7 @@ def _translated(
     decided: dict[str, str] = {}  # flags that the file itself sets; these win over their library's defaults
     rows: list[Renamed] = []
     for name, value in sorted(context.theirs.items(), key=lambda item: item[0] in content):
-        meaning = _meaning(library, name, value, context)
+        meaning = library.meaning(name, value, context)
         flags = {flag: NONE if x == value and is_none(x) else x for flag, x in meaning.flags.items()}
         if name not in content and not flags and not meaning.differs:
             continue
@@ -168,15 +167,6 @@ def _translated(
         texts |= flags
         decided |= flags if name in content else {}
     return texts, rows
-
-
-def _meaning(library: Library, name: str, text: str, context: NameContext) -> Meaning:
-    """The meaning of a value, also for names that are in no table."""
-    if name in library.rows:
-        return library.meaning(name, text, context)
-    if trl.decides_nothing(name) or verl.decides_nothing(name):
-        return Meaning({}, "has no effect on results")
-    return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", differs=True)
 
 
 def _merged(rows: Sequence[Renamed]) -> list[Renamed]:

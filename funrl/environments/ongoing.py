@@ -110,9 +110,7 @@ class OngoingEpisodes:
             self._loop = asyncio.new_event_loop()
             self._close = weakref.finalize(self, _close, self._runner, self._loop)
         run = run_beside(engine, mesh, functools.partial(self._runner.go_on, tickets, groups), self._loop)
-        run = from_first(run, mesh, "tensor") if mesh.size("tensor") > 1 else run
-        assert run is not None
-        return run
+        return from_first(run, mesh, "tensor")
 
     def close(self) -> None:
         """End all unfinished episodes and their environments; so does the end of the process."""

@@ -416,7 +416,7 @@ class Model:
 
     @property
     def values(self) -> OwnedValues:
-        """What it does with values that tokens own. Raises: TypeError, it reads none."""
+        """Its functions of values that tokens own. Raises: TypeError, it reads none."""
         if self.owned is None:
             raise TypeError(f"{type(self.config).__name__}: the model reads tokens alone")
         return self.owned

@@ -396,9 +396,9 @@ def _without_unsampled(scores: TokenScores, count: int) -> TokenScores:
     Args:
       scores: per token [N]; `topk_logp` [N, K + count].
     """
-    assert scores.topk_logp is not None
-    wanted_NK = scores.topk_logp[:, : scores.topk_logp.shape[1] - count]
-    logp_NU = scores.topk_logp[:, wanted_NK.shape[1] :]
+    topk_logp = scores.read("topk_logp")
+    wanted_NK = topk_logp[:, : topk_logp.shape[1] - count]
+    logp_NU = topk_logp[:, wanted_NK.shape[1] :]
     prob_NU = logp_NU.exp()
     # Rounding matters only to a policy that would write little else than these tokens.
     gone_N = prob_NU.sum(1).clamp_max(1 - torch.finfo(prob_NU.dtype).eps)

@@ -278,8 +278,7 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
         placed, layer=placed.model.layer
     )  # a compiled layer would be compiled again for this shape
     with torch.no_grad():
-        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
-    assert scores is not None
+        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).read("logp")
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
     gap = largest_gap(scores[:, len(prompts[0]) :], logp_BS, tokens_BS != first_BS)
     return max(spread, pmax(gap, mesh, AXES).item())

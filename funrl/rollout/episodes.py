@@ -88,7 +88,7 @@ class Node:
 
     @property
     def numbers(self) -> SampledNumbers:
-        """What the policy gave for its tokens. Raises: ValueError, they were not sampled."""
+        """Numbers of its tokens from the policy. Raises: ValueError, they were not sampled."""
         if self.raw_logp is None or self.sampling_logp is None or self.versions is None:
             raise ValueError("the node is context: no policy sampled its tokens")
         return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions)

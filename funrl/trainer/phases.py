@@ -86,7 +86,8 @@ def scoring_ranks(
     mesh = parts.mesh
     chain = job.algorithm.advantage
     if chain is not None and chain.whole_groups:
-        assert group is not None
+        if group is None:
+            raise ValueError("the advantages need whole groups, and the rows are in none")
         cost = row_cost(parts.roles[job.main_role].placed)
         ranks = mesh.size(mesh.row_axes)
         return ranks_of_groups(lengths, group.cpu().numpy(), ranks, scoring_budget(job.settings), cost), None

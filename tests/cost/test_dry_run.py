@@ -20,7 +20,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.build import build
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import compute_dtype
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS

@@ -73,7 +73,8 @@ ELSEWHERE = {
     "docs/resharding.md": "tests/mesh/test_resharding_docs.py",
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-# This checkout, whichever is installed, with its examples.
+# This checkout, whichever is installed, with its examples, also in forks.
+sys.path.append(str(ROOT / "examples"))
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "XLA_FLAGS": XLA_FLAGS}
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900

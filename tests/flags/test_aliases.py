@@ -1,4 +1,4 @@
-"""Names of TRL and verl: what an error says of them, on the command line and in Python, and `funrl import`."""
+"""Names of TRL and verl: their errors on the command line and in Python, and `funrl import`."""
 
 import ast
 import json
@@ -105,7 +105,7 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keywords", "says"),
+    ("keywords", "message"),
     [
         ({"num_generations": 4}, "num_generations is TRL's name: write samples_per_prompt=4"),
         ({"bf16": True}, "bf16 is TRL's name: write dtype='bfloat16'"),
@@ -125,9 +125,9 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
         ({"zzzz": 1}, "zzzz=1: there is no such setting; `funrl grpo --help` lists all"),
     ],
 )
-def test_python_answers_as_the_command_line_does(keywords, says, tmp_path, monkeypatch):
+def test_python_answers_as_the_command_line_does(keywords, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=message):
         funrl.train("grpo", **keywords)
     assert not list(tmp_path.iterdir())
 
@@ -140,7 +140,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag", "says"),
+    ("name", "flag", "message"),
     [
         ("grpo", "--num_train_epochs=3", "--num_train_epochs=3 is TRL's name: the length of a run is --steps here"),
         ("grpo", "--logging_steps=10", "written after every step; leave it out"),
@@ -180,8 +180,8 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ("grpo", "a.b=3", "flags have no dots; `funrl import FILE`"),
     ],
 )
-def test_what_has_no_equal_is_answered_with_what_there_is(name, flag, says):
-    with pytest.raises(SettingsError, match=says):
+def test_what_has_no_equal_is_answered_with_what_there_is(name, flag, message):
+    with pytest.raises(SettingsError, match=message):
         read(name, *flag.split())
 
 
@@ -243,7 +243,7 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "flags", "said"),
+    ("file", "text", "flags", "differences"),
     [
         (
             "t.yaml",
@@ -322,20 +322,20 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
         ),
     ],
 )
-def test_a_configuration_of_theirs_is_a_file_of_flags_and_a_table(file, text, flags, said, tmp_path, capsys):
+def test_a_configuration_of_theirs_is_a_file_of_flags_and_a_table(file, text, flags, differences, tmp_path, capsys):
     (tmp_path / file).write_text(text.replace("{model}", "m"))
-    found = imported(str(tmp_path / file))
-    assert {name: found.flags.get(name) for name in flags} == flags
-    for theirs, difference in said.items():
-        (row,) = [row for row in found.rows if theirs in row.theirs.split(", ")]
+    translation = imported(str(tmp_path / file))
+    assert {name: translation.flags.get(name) for name in flags} == flags
+    for theirs, difference in differences.items():
+        (row,) = [row for row in translation.rows if theirs in row.theirs.split(", ")]
         assert difference in row.difference
     assert cli.main(["funrl", "import", str(tmp_path / file), "--partial", f"--to={tmp_path / 'ours.yaml'}"]) == 0
     assert "--config=" in capsys.readouterr().out
     assert read_config(str(tmp_path / "ours.yaml")).flags() == [
-        f"--{k}={v}" for k, v in found.flags.items() if k != "experiment"
+        f"--{k}={v}" for k, v in translation.flags.items() if k != "experiment"
     ]
-    more = [f"--{name}=none" for name in ("model", "prompts") if name in found.flags]
-    command = read(found.flags["experiment"], f"--config={tmp_path / 'ours.yaml'}", *more)
+    more = [f"--{name}=none" for name in ("model", "prompts") if name in translation.flags]
+    command = read(translation.flags["experiment"], f"--config={tmp_path / 'ours.yaml'}", *more)
     assert command.settings.devices.remat in ("full", "none")
     assert all(dict(command.arguments)[name] is None for name, text in flags.items() if text == "none")
 

@@ -14,19 +14,20 @@ from funrl.cli import main as cli
 from funrl.cli.import_config import imported
 from funrl.flags.foreign.files import shell_expanded
 from funrl.flags.foreign.trl import TRAINERS, TRL
-from funrl.flags.foreign.verl import VERL, decides_nothing
+from funrl.flags.foreign.verl import VERL
 
-ONE = {"max_steps": 12}
+LENGTH = {"max_steps": 12}
 
 
-def found(tmp_path, config, trainer=None, records=None):
+def translate(tmp_path, config, trainer=None, records=None):
     (tmp_path / "theirs.json").write_text(json.dumps(config))
     return imported(str(tmp_path / "theirs.json"), trainer, 1, records)
 
 
 def check(tmp_path, name, base, given, expected, trainer=None):
     """A configuration with a name beside one without: what the name changes, or that it stops."""
-    plain, whole = found(tmp_path, base, trainer), found(tmp_path, base | given, trainer)
+    plain = translate(tmp_path, base, trainer)
+    whole = translate(tmp_path, base | given, trainer)
     if expected == STOPS:
         assert any(re.search(rf"(^|, ){re.escape(name)}=", row.theirs) for row in whole.lost), whole.lost
     elif expected:
@@ -39,7 +40,7 @@ def check(tmp_path, name, base, given, expected, trainer=None):
 @pytest.mark.parametrize("name", OF_TRL)
 def test_the_meaning_of_a_name_of_trl(name, tmp_path):
     trainer, given, expected = OF_TRL[name]
-    check(tmp_path, name, ONE, given, expected, trainer if trainer in TRAINERS else "grpo")
+    check(tmp_path, name, LENGTH, given, expected, trainer if trainer in TRAINERS else "grpo")
 
 
 @pytest.mark.parametrize("name", OF_VERL)
@@ -52,7 +53,7 @@ def test_no_meaning_is_declared_of_a_name_that_is_not_known():
     idle = {name for name, rows in TRL.rows.items() if rows[0].reason.startswith("it decides no number")}
     assert set(TRL.rows) - idle <= set(OF_TRL) <= set(TRL.rows)
     assert set(VERL.rows) <= set(OF_VERL)
-    assert all(decides_nothing(name) for name in set(OF_VERL) - set(VERL.rows))
+    assert all(VERL.idle.fullmatch(name) for name in set(OF_VERL) - set(VERL.rows))
 
 
 REFUSED = [  # trainer, configuration, what the list names and says
@@ -101,7 +102,7 @@ REFUSED = [  # trainer, configuration, what the list names and says
 def test_what_has_no_equal_stops_with_a_list_and_is_left_out_on_request(
     trainer, config, name, reason, tmp_path, capsys
 ):
-    (tmp_path / "t.json").write_text(json.dumps(config if trainer is None else ONE | config))
+    (tmp_path / "t.json").write_text(json.dumps(config if trainer is None else LENGTH | config))
     line = ["funrl", "import", str(tmp_path / "t.json"), *([f"--recipe={trainer}"] if trainer else [])]
     assert cli.main([*line, f"--to={tmp_path / 'ours.yaml'}"]) == 2
     listed = capsys.readouterr().err.splitlines()
@@ -113,12 +114,12 @@ def test_what_has_no_equal_stops_with_a_list_and_is_left_out_on_request(
 
 def test_gspo_of_verl_is_imported_with_its_gradient(tmp_path):
     losses = {f"{A}.policy_loss.loss_mode": "gspo", f"{A}.loss_agg_mode": "seq-mean-token-mean"}
-    whole = found(tmp_path, GROUPS | losses)
+    whole = translate(tmp_path, GROUPS | losses)
     assert (whole.flags["experiment"], whole.flags["per_token"]) == ("gspo", "true")
 
 
 def test_with_partial_the_nearest_is_taken(tmp_path):
-    whole = found(tmp_path, ONE | {"steps_per_generation": 2, "num_generations": 8})
+    whole = translate(tmp_path, LENGTH | {"steps_per_generation": 2, "num_generations": 8})
     assert whole.lost and whole.flags["per_sequence"] == "false" and whole.flags["minibatches"] == "2"
 
 
@@ -131,8 +132,8 @@ def test_with_partial_the_nearest_is_taken(tmp_path):
     ],
 )
 def test_epochs_become_steps_where_the_number_of_records_is_known(config, trainer, records, steps, tmp_path):
-    assert found(tmp_path, config, trainer).lost
-    known = found(tmp_path, config, trainer, records)
+    assert translate(tmp_path, config, trainer).lost
+    known = translate(tmp_path, config, trainer, records)
     assert known.lost == [] and known.flags["steps"] == steps
 
 
@@ -155,9 +156,9 @@ def test_epochs_become_steps_where_the_number_of_records_is_known(config, traine
 def test_a_trainer_is_known_by_what_it_alone_has_or_asked_for(config, trainer, tmp_path):
     if trainer is None:
         with pytest.raises(ValueError, match="several of TRL's trainers have these names; give --recipe="):
-            found(tmp_path, ONE | config)
+            translate(tmp_path, LENGTH | config)
     else:
-        assert trainer in found(tmp_path, ONE | config).source
+        assert trainer in translate(tmp_path, LENGTH | config).source
 
 
 SCRIPT = """
@@ -239,11 +240,11 @@ def test_references_inside_a_value_and_names_that_are_not_set(tmp_path):
         for part in parts:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    whole = found(tmp_path, nested)
+    whole = translate(tmp_path, nested)
     assert whole.lost == [] and whole.flags["run_dir"] == "runs/p"
 
 
 def test_the_last_line_says_which_flags_are_still_needed(tmp_path, capsys):
-    (tmp_path / "t.json").write_text(json.dumps(ONE | {"num_generations": 8}))
+    (tmp_path / "t.json").write_text(json.dumps(LENGTH | {"num_generations": 8}))
     assert cli.main(["funrl", "import", str(tmp_path / "t.json"), f"--to={tmp_path / 'o.yaml'}"]) == 0
     assert "with --model, --prompts or data" in capsys.readouterr().out

@@ -57,8 +57,8 @@ class Gym(http.server.BaseHTTPRequestHandler):
 
     def run(self, row):
         given = row["responses_create_params"]
-        said = given["input"]
-        items = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        prompt = given["input"]
+        items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         while True:
             response = self.respond({**given, "input": items})
             items += response["output"]

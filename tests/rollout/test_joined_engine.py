@@ -168,7 +168,7 @@ def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
     monkeypatch.setattr("funrl.rollout.joined.engine.psum", lambda pending, *_: pending + next(elsewhere))
     waits = []
     monkeypatch.setattr(engine, "_receive", waits.append)
-    monkeypatch.setattr(engine, "_shelf", SimpleNamespace(put=lambda *_: waits.append("put")))
+    monkeypatch.setattr(engine, "_weight_server", SimpleNamespace(put=lambda *_: waits.append("put")))
     engine.load([], 1)
     assert waits == [COMPLETION_WAIT_S, COMPLETION_WAIT_S, "put"]
     lease_server.close(complete=False)

@@ -12,7 +12,7 @@ from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import Hardware
 from funrl.cost.tracing.turns import EpisodeCost
 from funrl.mesh import mesh as meshes
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import compute_dtype
 
 
 def as_object(estimate: Estimate, verdict: Verdict, hardware: Hardware) -> dict[str, Any]:

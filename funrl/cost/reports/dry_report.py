@@ -38,8 +38,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
-from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import RLJob, compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import scorers_of

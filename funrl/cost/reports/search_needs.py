@@ -10,8 +10,7 @@ from funrl.cost.search.split_variants import Candidate, engine_bytes_of_node, en
 from funrl.cost.tables import size
 from funrl.cost.tracing.hardware import HARDWARE, USABLE
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import RLJob, compute_dtype
 from funrl.trainer.offload import PARTS
 from funrl.trainer.settings.settings import Settings, with_flags
 

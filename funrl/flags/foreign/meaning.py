@@ -91,17 +91,23 @@ class Library(NamedTuple):
     Attributes:
       title: its name.
       rows: cases of each name.
+      idle: further names, which change only memory, speed, files or output.
       defaults: values of names that are not given.
       values: functions that compute a text of a row, or the truth of a condition.
     """
 
     title: str
     rows: Mapping[str, list[NameCase]]
+    idle: re.Pattern[str]
     defaults: Mapping[str, str]
     values: Mapping[str, Callable[[NameQuery], object]]
 
     def meaning(self, name: str, text: str, context: NameContext) -> Meaning:
-        """The meaning of a value; a value that cannot be read differs."""
+        """The meaning of a value; an unknown name and a value that cannot be read differ."""
+        if name not in self.rows:
+            idle = self.idle.fullmatch(name) is not None
+            reason = "has no effect on results" if idle else "not set" if is_none(text) else "unknown"
+            return Meaning({}, reason, differs=reason == "unknown")
         query = NameQuery(self, text, context)
         try:
             row = next((row for row in self.rows[name] if all(map(query.holds, row.conditions))), NameCase((), "-", ""))

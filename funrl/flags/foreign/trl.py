@@ -304,11 +304,6 @@ for _line in _TRAINERS.strip().splitlines():
 COMMON = TRAINERS.pop("all")
 
 
-def decides_nothing(name: str) -> bool:
-    """True for a name of TRL that changes only memory, speed, files or output."""
-    return _IDLE.fullmatch(name) is not None
-
-
 def guess_trainer(content: Mapping[str, str]) -> str | None:
     """The trainer of a configuration, by a name or loss that only it has; None if several are possible."""
     loss = content.get("loss_type", "")
@@ -472,6 +467,7 @@ def _reward_functions(query: NameQuery) -> str:
 TRL = Library(
     title="TRL",
     rows=read_names(_TABLE),
+    idle=_IDLE,
     defaults=COMMON
     | {"loss_type": "sigmoid", "label_smoothing": "0", "f_alpha_divergence_coef": "0.5", "epsilon": "0.2"},
     values=COMMON_VALUES

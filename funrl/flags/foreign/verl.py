@@ -261,11 +261,6 @@ _IDLE = re.compile(
 )
 
 
-def decides_nothing(name: str) -> bool:
-    """True for a name of verl that changes only memory, speed, files or output."""
-    return name not in VERL.rows and _IDLE.fullmatch(name) is not None
-
-
 def is_of_verl(name: str) -> bool:
     """True for a name in a section of verl's configuration."""
     sections = "actor_rollout_ref data algorithm trainer critic reward reward_model custom_reward_function"
@@ -350,6 +345,7 @@ def _offload(query: NameQuery) -> str:
 VERL = Library(
     title="verl",
     rows=read_names(_TABLE),
+    idle=_IDLE,
     defaults=DEFAULTS
     | {
         "actor_rollout_ref.actor.optim.lr_warmup_steps": "-1",

@@ -399,7 +399,8 @@ class RunningSequences:
 
     def _ends_by_string(self, slot: int, position: int) -> bool:
         strings = self._strings[slot]
-        assert self.decode is not None
+        if self.decode is None:
+            raise ValueError("stop strings need a tokenizer")
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         begin = max(int(self._prompts[slot]), position + 1 - 4 * max(map(len, strings)) - 4)
         text = self.decode(self._tokens[slot, begin : position + 1].tolist())

@@ -131,7 +131,8 @@ class RemoteEngine:
           version: of the weights.
           further: weights of other engines of these ranks.
         """
-        assert self.sender is not None
+        if self.sender is None:
+            raise RuntimeError("nothing sends weights in the background: --staleness=0")
         transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
         self.sender.begin([weights, *(other.weights for other in further)], transfer)
         self.loading = -1

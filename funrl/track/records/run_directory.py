@@ -157,7 +157,7 @@ def _sandbox() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages that decide a run's numbers."""
-    packages = {name: _version(name) for name in ("torch", "transformers")}
+    packages = {name: installed_version(name) for name in ("torch", "transformers")}
     return {"funrl": funrl.__version__, "python": platform.python_version()} | packages
 
 
@@ -415,7 +415,8 @@ def _reason(error: OSError) -> str:
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a package; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

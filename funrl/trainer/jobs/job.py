@@ -13,6 +13,7 @@ from funrl.algos.reading import reads
 from funrl.data.prompts import Example
 from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
+from funrl.mesh.launch import device_type
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.models import Model
 from funrl.models.model import Lora
@@ -81,6 +82,19 @@ class Texts(NamedTuple):
     readable: Callable[[str], str] | None = None
     remarks: tuple[str, ...] = ()
     most: int | None = None
+
+
+def compute_dtype(settings: Settings) -> str:
+    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device.
+
+    The device of a dry run is its --hardware, a GPU by default.
+    """
+    if settings.models.dtype != "auto":
+        return settings.models.dtype
+    on_gpu = (settings.devices.device or device_type()) == "cuda"
+    if settings.estimate.dry_run:
+        on_gpu = settings.estimate.hardware != "cpu"
+    return "bfloat16" if on_gpu else "float32"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +168,7 @@ class BaseJob(JobModels, JobDevices):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype to compute in."""
-        return TORCH_DTYPES[self.settings.models.dtype]
+        return TORCH_DTYPES[compute_dtype(self.settings)]
 
     @property
     def placement(self) -> Placement | None:

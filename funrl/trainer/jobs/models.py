@@ -11,7 +11,7 @@ from funrl.algos.core import Algorithm, Loss
 from funrl.algos.reading import reads
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import POLICY, AgentMap
-from funrl.mesh.launch import device_type, submesh
+from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed, with_value_head
 from funrl.models.huggingface import directories as hf
@@ -22,7 +22,7 @@ from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, rewards_completions, scoring_pools
+from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
@@ -40,19 +40,6 @@ def located(settings: Settings) -> Settings:
         if path is not None:
             directories[name] = str(hf.find_directory(path)) + flag_value(settings, name).removeprefix(path)  # DIR@0.5
     return with_flags(settings, **directories, dtype=compute_dtype(settings))
-
-
-def compute_dtype(settings: Settings) -> str:
-    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device.
-
-    The device of a dry run is its --hardware, a GPU by default.
-    """
-    if settings.models.dtype != "auto":
-        return settings.models.dtype
-    on_gpu = (settings.devices.device or device_type()) == "cuda"
-    if settings.estimate.dry_run:
-        on_gpu = settings.estimate.hardware != "cpu"
-    return "bfloat16" if on_gpu else "float32"
 
 
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:

@@ -65,7 +65,7 @@ def admission_rule(job: RLJob) -> AdmissionRule:
 
 
 class GroupOptions(NamedTuple):
-    """How groups of a run are written and taken.
+    """Options of writing and taking groups.
 
     Attributes:
       rule: of admission.

@@ -252,8 +252,9 @@ class LoggedWriter:
         generation = self.generation
         if self._episodes is not None:
             done, rows = self._episodes
+        elif self._completed is None:
+            raise RuntimeError("no group of the step has been written")
         else:
-            assert self._completed is not None
             done = self._completed
             rows = to_rows(examples, done, sampling, generation.form._replace(versions=True))
         version = generation.engine.engine.version

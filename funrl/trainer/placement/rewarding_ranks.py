@@ -124,8 +124,8 @@ class RewardsOfTrainers:
           job, parts, frozen, show: as of any source, on the trainer ranks.
           generating: mesh of generator ranks.
         """
-        assert job.placement is not None
-        names = [name for name in scorers_of(job.settings) if name not in job.placement.scoring]
+        apart = {} if job.placement is None else job.placement.scoring
+        names = [name for name in scorers_of(job.settings) if name not in apart]
         self.scorers = {name: completion_scorer(job, parts, name, frozen.get(name), show) for name in names}
         numbers = list(scoring_pools(job))
         self._sides = [

@@ -16,7 +16,7 @@ from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.trainer.jobs.build import build, first_weights
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.job import RLJob, scoring_pools
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.steps.parts import Parts
@@ -39,8 +39,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
       name: of the role.
       training, own: meshes of the trainer ranks, and of those of the role; this rank is in the second.
     """
-    assert job.placement is not None
-    pool = list(job.placement.scoring).index(name)
+    pool = list(scoring_pools(job)).index(name)
     with heartbeat.phase("load"):
         parts = build(job, own, lambda _: None, only=name)
         scorer = RemoteScorer(name, parts.roles[name], training, pool, scoring_budget(job.settings))

@@ -53,7 +53,7 @@ class StoredState(NamedTuple):
 
 
 class StepLog(NamedTuple):
-    """What a source knows of the newest step for the log of a run.
+    """Facts of the newest step for the log of a run.
 
     Attributes:
       episodes: of this replica, where they are kept.

@@ -78,7 +78,8 @@ def plan_epoch(
       number: of the pass, from 0.
       units: what the rows belong to.
     """
-    assert plan.cost is not None
+    if plan.cost is None:
+        raise ValueError("the plan says nothing of the cost of rows")
     example, together = units
     ranks = mesh.size(mesh.row_axes) * mesh.lanes
     examples = len(lengths) if example is None else len(np.unique(example))

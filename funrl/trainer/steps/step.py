@@ -121,7 +121,8 @@ def train_step(
 @torch.no_grad()
 def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
     """The state after an update by a gradient of this norm, in place; all arguments are donated."""
-    assert role.optimizer is not None
+    if role.optimizer is None:
+        raise TypeError("a frozen role has no optimizer")
     updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
     return RoleState(apply_updates_(state.params, updates), opt_state)
 
@@ -245,9 +246,8 @@ def present_scores(
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
     teacher = None if role.companion is None else role.companion.teacher(frozen)
     scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
-    logp_BT = scores.logp
+    logp_BT = scores.read("logp")
     seen = dict[str, Metric]()
-    assert logp_BT is not None
     if role.watch_entropy and scores.entropy is not None:
         seen[f"{role.prefix}/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:

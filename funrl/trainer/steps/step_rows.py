@@ -58,7 +58,7 @@ class Epoch(NamedTuple):
 
 
 class RowUnits(NamedTuple):
-    """What rows belong to, by number.
+    """Units of rows, by number.
 
     Attributes:
       example: [B] such as the episode: its rows are in one mini-batch, on any ranks; None: each row is one.
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
         return None if episode_B is None else episode_B.cpu().numpy()
 
     def units(self, whole_episodes: bool) -> RowUnits:
-        """What the rows belong to, by number.
+        """Units of the rows, by number.
 
         Args:
           whole_episodes: whether a loss has sums over whole episodes.
