@@ -20,7 +20,7 @@ from funrl.trainer.settings.successors import REMOVED_FLAGS
 
 DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
 TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that are ambiguous alone
-REFUSED = "its value is none of ours"
+REFUSED_VALUES = "its value is none of ours"
 MOST_RECIPES = 4  # limit of recipes named in a message
 
 
@@ -136,7 +136,7 @@ def _accepted(meaning: Meaning, known: Mapping[str, Flag | None]) -> Meaning:
             if flag is not None:
                 flag.parse(text)
         except ValueError as error:
-            return Meaning({}, f"{REFUSED}: --{name}={text}: {error}", differs=True)
+            return Meaning({}, f"{REFUSED_VALUES}: --{name}={text}: {error}", differs=True)
     return meaning
 
 
@@ -194,7 +194,7 @@ def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameC
     if not near or near[0] in known:
         return f"; did you mean {near[0]}?" if near and python else ""  # a command line has `flags.refuse_unknown`
     (answer,) = answers_to({near[0]: text}, context, known)
-    if answer.meaning.reason.startswith(REFUSED):
+    if answer.meaning.reason.startswith(REFUSED_VALUES):
         return ""
     ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
     return f"; did you mean TRL's {near[0]}?{ours}"

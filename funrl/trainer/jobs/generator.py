@@ -31,7 +31,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.trainer.jobs.engines import MAKERS, EnginePlace, native_options
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.scorers import JUDGE
-from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator, JudgeJob
+from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
