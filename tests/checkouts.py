@@ -22,9 +22,9 @@ def copy_checkout(folder):
 
 def insert_after(file, line, text):
     """Insert a text after the first line of a file that is `line`."""
-    before, found, after = file.read_text().partition(f"{line}\n")
-    assert found, f"{file} has no line {line!r}"
-    file.write_text(before + found + text + after)
+    before, result, after = file.read_text().partition(f"{line}\n")
+    assert result, f"{file} has no line {line!r}"
+    file.write_text(before + result + text + after)
 
 
 def run_in(folder, *words):

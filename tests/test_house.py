@@ -109,10 +109,10 @@ def test_a_broken_rule_is_found(tmp_path, files, problem):
 def test_the_field_s_own_word_may_be_defined_twice(tmp_path):
     assert house.problems(checkout(tmp_path, {"algos/core.py": "def chain(): pass", "optim/b.py": "chain = 1"})) == []
     built = house.read_house()
-    defined = {one.removeprefix("funrl."): set(house.read_source(file).defined) for one, file in built.files.items()}
+    defined = {item.removeprefix("funrl."): set(house.read_source(file).defined) for item, file in built.files.items()}
     for name, places in house.SHARED_DEFINITIONS.items():
-        users = [one for one, names in defined.items() if name in names]
-        assert all(any(f"{one}.".startswith(f"{place}.") for one in users) for place in places), name
+        users = [element for element, names in defined.items() if name in names]
+        assert all(any(f"{user}.".startswith(f"{place}.") for user in users) for place in places), name
 
 
 def test_an_index_is_looked_through(tmp_path):
@@ -122,8 +122,8 @@ def test_an_index_is_looked_through(tmp_path):
         "models/huggingface/directories.py": "",
         "trainer/jobs/job.py": "from funrl.models import load",
     }
-    found = house.imports(checkout(tmp_path, files))
-    assert found == [house.Import("funrl.trainer.jobs.job", 1, "funrl.models.huggingface.directories")]
+    imports = house.imports(checkout(tmp_path, files))
+    assert imports == [house.Import("funrl.trainer.jobs.job", 1, "funrl.models.huggingface.directories")]
 
 
 def test_an_arrow_that_follows_from_others_is_not_drawn(tmp_path):
@@ -145,13 +145,13 @@ def test_importing_an_index_imports_no_other_file(built):
 
 def names_in(file):
     """Functions, classes and methods of a file."""
-    found = set()
+    result = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+            result |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -202,31 +202,31 @@ FORBIDDEN = {  # a word that is not the field's: what to write instead
 
 def pages_and_sources():
     root = Path(__file__).parents[1]
-    found = [
+    results = [
         file for folder in ("funrl", "docs", "examples", "benchmarks", "tools") for file in (root / folder).rglob("*")
     ]
-    return [file for file in (*found, *root.glob("*.md")) if file.suffix in (".py", ".md")]
+    return [file for file in (*results, *root.glob("*.md")) if file.suffix in (".py", ".md")]
 
 
 @pytest.mark.parametrize("words", FORBIDDEN)
 def test_words_are_the_field_s(words):
-    root, found = Path(__file__).parents[1], []
+    root, results = Path(__file__).parents[1], []
     for file in pages_and_sources():
         if file.parent.name == "foreign" or file.name in ("names.py", "migration.md"):
             # other libraries' words
             continue
         text = file.read_text()
-        found += [f"{file.relative_to(root)}: {match[0]}" for match in re.finditer(rf"\b(?:{words})\b", text)]
-    assert found == [], f"write: {FORBIDDEN[words]}"
+        results += [f"{file.relative_to(root)}: {match[0]}" for match in re.finditer(rf"\b(?:{words})\b", text)]
+    assert results == [], f"write: {FORBIDDEN[words]}"
 
 
 def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
-    root, found = Path(__file__).parents[1], []
+    root, results = Path(__file__).parents[1], []
     others = r"(What|How|Where|When|Which|Whether|Who|Why|Raises|Returns|Writes|Reads|Makes|Gives)\b(?!:)"
     for file in (file for file in pages_and_sources() if file.suffix == ".py"):
         lines = house.read_source(file).docstrings
-        found += [f"{file.relative_to(root)}: {line}" for line in lines if re.match(others, line)]
-    assert found == []
+        results += [f"{file.relative_to(root)}: {line}" for line in lines if re.match(others, line)]
+    assert results == []
 
 
 def test_a_model_is_called_by_its_record_and_not_by_the_module_that_made_it():

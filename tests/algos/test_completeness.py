@@ -120,20 +120,20 @@ SERVE = {  # name: the rows that fail if it is wrong
 
 
 def modules():
-    found = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
-    return [importlib.import_module(x.name) for x in found if not x.ispkg]
+    result = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
+    return [importlib.import_module(x.name) for x in result if not x.ispkg]
 
 
 def public_functions():
     """Public functions and where they are, those of recipes aside."""
-    found = {}
+    results = {}
     for module in modules():
         for name, value in vars(module).items():
             own = inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
             if own and name not in NAMES:
-                assert name not in found, f"{name} is in {module.__name__} and in {found[name]}"
-                found[name] = module.__name__
-    return found
+                assert name not in results, f"{name} is in {module.__name__} and in {results[name]}"
+                results[name] = module.__name__
+    return results
 
 
 def test_every_public_piece_has_a_row_or_a_test():

@@ -99,7 +99,7 @@ def test_it_is_what_the_printed_command_makes(made, cache, tmp_path, capsys, mon
     )
     assert "--model=initial" in line and "--steps=2 " in line and "--batch_prompts=256" in line
     records = [json.loads(line) for line in (kept / "demonstrations.jsonl").read_text().splitlines()]
-    pairs = [(one["prompt"], one["completion"]) for one in records]
+    pairs = [(record["prompt"], record["completion"]) for record in records]
     assert pairs == arithmetic.demonstrations(0, 2 * 256)
     config = json.loads((kept / "run" / "config.json").read_text())["flags"]
     assert {name: config[name] for name in sft_flags(job_of())} == sft_flags(job_of()) | {"save_every": "0"}

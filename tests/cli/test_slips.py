@@ -73,15 +73,15 @@ def refusal(program, flags, own, tmp_path, capsys):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("program", "flags", "said"), REFUSED, ids=[flags[-1] for _, flags, _ in REFUSED])
-def test_a_slip_is_refused(program, flags, said, own, tmp_path, capsys):
-    assert said in refusal(program, flags, own, tmp_path, capsys)
+@pytest.mark.parametrize(("program", "flags", "message"), REFUSED, ids=[flags[-1] for _, flags, _ in REFUSED])
+def test_a_slip_is_refused(program, flags, message, own, tmp_path, capsys):
+    assert message in refusal(program, flags, own, tmp_path, capsys)
 
 
-@pytest.mark.parametrize(("program", "flags", "said"), EARLY, ids=[flags[-1] for _, flags, _ in EARLY])
-def test_it_is_refused_before_anything_is_loaded(program, flags, said, own, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("program", "flags", "message"), EARLY, ids=[flags[-1] for _, flags, _ in EARLY])
+def test_it_is_refused_before_anything_is_loaded(program, flags, message, own, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "_job", lambda command: pytest.fail("the job was made"))
-    assert said in refusal(program, flags, own, tmp_path, capsys)
+    assert message in refusal(program, flags, own, tmp_path, capsys)
 
 
 def test_none_is_no_value():
@@ -113,8 +113,8 @@ def remarks(own, file="p.jsonl", **settings):
 def test_flags_that_reach_beyond_the_data_and_the_model_are_said(own):
     assert remarks(own) == ()
     assert remarks(own, eval_prompts=1000) == ("--eval_prompts=1000: there are 2 examples to evaluate on",)
-    (said,) = remarks(own, max_prompt_tokens=600)
-    assert said.startswith("--max_prompt_tokens=600 changes nothing: --max_new_tokens is 32 and the model has 64")
+    (remark,) = remarks(own, max_prompt_tokens=600)
+    assert remark.startswith("--max_prompt_tokens=600 changes nothing: --max_new_tokens is 32 and the model has 64")
 
 
 def test_prompts_that_are_trained_on_and_held_out_are_counted(own, tmp_path):
@@ -132,6 +132,6 @@ def test_prompts_that_are_trained_on_and_held_out_are_counted(own, tmp_path):
 
 
 def test_a_place_of_a_template_that_is_not_filled_is_said():
-    (said,) = remarks_on_template(settings_of(prompt_template="{prompt} {x}"))
-    assert said == "--prompt_template: {x} stays in every prompt as it is written; only {prompt} is replaced"
+    (remark,) = remarks_on_template(settings_of(prompt_template="{prompt} {x}"))
+    assert remark == "--prompt_template: {x} stays in every prompt as it is written; only {prompt} is replaced"
     assert remarks_on_template(settings_of(prompt_template=r"{prompt} Write \boxed{answer}, or {{answer}}.")) == []

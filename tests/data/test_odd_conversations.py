@@ -26,8 +26,8 @@ def answered(content, **fields):
     return {"messages": [ASK, {"role": "assistant", "content": content, **fields}]}
 
 
-def refused(record, tokenizer, said, kind="demonstrations"):
-    with pytest.raises((DataError, TokenizerError), match=said):
+def refused(record, tokenizer, message, kind="demonstrations"):
+    with pytest.raises((DataError, TokenizerError), match=message):
         text_example(record, kind, tokenizer)
 
 

@@ -220,7 +220,7 @@ def run_here(line: str) -> bool:
     return "torchrun" not in line and not line.startswith((*PREPARED,))
 
 
-CASES = [(page, found) for page, lines in BLOCKS if (found := [line for line in lines if run_here(line)])]
+CASES = [(page, results) for page, lines in BLOCKS if (results := [line for line in lines if run_here(line)])]
 
 
 def words_of(line: str) -> list[str]:

@@ -59,11 +59,11 @@ def test_what_cannot_work_is_refused():
 
 
 def test_one_value_has_two_explanations_and_two_values_mostly_one():
-    one = [{"role": "user", "content": "f([7,2,5])==5"}]
-    assert p.explanations(one) == ["f=lambda x:x[2]", "f=lambda x:sorted(x)[1]"]
-    two = [*one, {"role": "assistant"}, {"role": "user", "content": "f([1,8,4]) gives 4, not 8"}]
+    results = [{"role": "user", "content": "f([7,2,5])==5"}]
+    assert p.explanations(results) == ["f=lambda x:x[2]", "f=lambda x:sorted(x)[1]"]
+    two = [*results, {"role": "assistant"}, {"role": "user", "content": "f([1,8,4]) gives 4, not 8"}]
     assert p.explanations(two) == []
-    assert p.explanations([*one, {"role": "user", "content": "f([1,4,8]) gives 8, not 4"}]) == [
+    assert p.explanations([*results, {"role": "user", "content": "f([1,4,8]) gives 8, not 4"}]) == [
         "f=lambda x:sorted(x)[1]"
     ]
 

@@ -60,8 +60,8 @@ def test_an_error_of_the_reward_is_the_environment_s():
 
 
 def test_conversations_do_not_share_their_attempts():
-    one, other = (Retry(lambda example, answer: ScoredAnswer(0.0, "no"), attempts=2) for _ in range(2))
-    assert not replies(one, "1")[-1][2] and not replies(other, "1")[-1][2]
+    first, other = (Retry(lambda example, answer: ScoredAnswer(0.0, "no"), attempts=2) for _ in range(2))
+    assert not replies(first, "1")[-1][2] and not replies(other, "1")[-1][2]
 
 
 @pytest.mark.parametrize(

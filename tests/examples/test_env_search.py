@@ -87,14 +87,14 @@ def test_the_demonstrator_seldom_searches_and_says_what_it_finds():
     records = [record["messages"] for record in s.search_conversations(0, 2000)]
     searches = [messages for messages in records if len(messages) == 4]
     assert abs(len(searches) / len(records) - s.SEARCHES) < 0.03
-    assert all(found["content"].endswith(f": {answer['content']}") for *_, found, answer in searches)
+    assert all(search["content"].endswith(f": {answer['content']}") for *_, search, answer in searches)
     right = [messages[-1]["content"] == s.facts()[messages[0]["content"]] for messages in records]
     assert 0.1 < sum(right) / len(right) < 0.25
 
 
 def test_no_word_is_part_of_another():
     words = s.QUESTION_WORDS
-    assert not [(one, other) for one in words for other in words if one != other and one in other]
+    assert not [(word, other) for word in words for other in words if word != other and word in other]
 
 
 @needs_bm25s

@@ -155,6 +155,6 @@ def test_weights_that_are_no_numbers_are_refused_with_their_tensor(value, tmp_pa
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    said = r"1 numbers of the tensor model\.layers\.1\.mlp\.up_proj\.weight are NaN or infinite"
-    with pytest.raises(ModelError, match=said):
+    message = r"1 numbers of the tensor model\.layers\.1\.mlp\.up_proj\.weight are NaN or infinite"
+    with pytest.raises(ModelError, match=message):
         hf.load(tmp_path)

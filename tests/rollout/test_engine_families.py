@@ -155,9 +155,9 @@ def test_log_probabilities_are_the_trainers(name):
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
     done = completed(engine_of(config, torch.float64), PROMPTS, how)
     assert_same(completed(engine_of(config, torch.float64, static=True), PROMPTS, how), done, 1e-12)
-    for number, one in enumerate(done):
+    for number, completion in enumerate(done):
         prompt = PROMPTS[number]
-        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
-        for temperature, got in ((0.7, one.sampling_logp), (1.0, one.raw_logp)):
+        batch = Batch(tokens=torch.tensor([[*prompt, *completion.tokens.tolist()]]), mask=None)
+        for temperature, got in ((0.7, completion.sampling_logp), (1.0, completion.raw_logp)):
             logp = placed.token_scores(params, batch, temperature=temperature).logp[0, len(prompt) :]
             assert (logp - got).abs().max() < 1e-10

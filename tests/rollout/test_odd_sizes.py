@@ -94,14 +94,14 @@ def test_ranks_that_do_not_divide_a_dim_have_the_numbers_of_one_device(case):
     family, mesh, over = case
     model = _model(family)
     table = fully_sharded(STORED, over) if over else STORED
-    for one in (model, with_value_head(model)) if family == "dense" else (model,):
-        alone, expected, best = _learned(one, None)
-        ranks = run_ranks(functools.partial(_learned, one, over), parse(mesh))
+    for item in (model, with_value_head(model)) if family == "dense" else (model,):
+        alone, expected, best = _learned(item, None)
+        ranks = run_ranks(functools.partial(_learned, item, over), parse(mesh))
         grads = [dict(trees.named(grads)) for _, grads, _ in ranks]
         for loss, _, own_best in ranks:
             assert abs(loss - alone) < 1e-10
             assert best is None or over is not None or len(own_best) < 4 or torch.equal(own_best, best)
-        stored = dict(trees.named(layouts(one.shapes, one.axes, table, parse(mesh))))
+        stored = dict(trees.named(layouts(item.shapes, item.axes, table, parse(mesh))))
         assert any(
             layout.local_shape(rank) != layout.local_shape() for layout in stored.values() for rank in range(len(grads))
         )
@@ -146,9 +146,9 @@ def test_an_engine_samples_the_tokens_of_one_device(case):
     model = _model(family)
     alone = _written(model)
     for rank in run_ranks(functools.partial(_written, model), parse(mesh)):
-        for one, other in zip(alone, rank, strict=True):
-            assert torch.equal(one.tokens, other.tokens)
-            assert (one.raw_logp - other.raw_logp).abs().max() < 1e-9
+        for completion, other in zip(alone, rank, strict=True):
+            assert torch.equal(completion.tokens, other.tokens)
+            assert (completion.raw_logp - other.raw_logp).abs().max() < 1e-9
 
 
 def test_less_than_one_for_each_rank_is_refused():

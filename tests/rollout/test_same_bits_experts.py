@@ -217,8 +217,8 @@ OF_BOTH = [("deepseek v3", torch.bfloat16), ("gpt-oss", torch.float32)]
 def test_the_bits_do_not_depend_on_the_mesh(mesh, cases):
     for family, dtype in cases:
         texts_of_one_rank(family, dtype)
-    found = launch(functools.partial(count_on, cases=cases), parse(mesh), "cpu")
-    assert all(not any(counts) for counts in found.values()), found
+    result = launch(functools.partial(count_on, cases=cases), parse(mesh), "cpu")
+    assert all(not any(counts) for counts in result.values()), result
 
 
 def scored_by_ulysses(mesh, families):
@@ -231,8 +231,8 @@ def test_ranks_that_share_a_row_keep_the_bits():
     families = ["deepseek", "gpt-oss"]
     for family in families:
         texts_of_one_rank(family, torch.float32)
-    found = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
-    assert found == dict.fromkeys(families, 0)
+    result = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
+    assert result == dict.fromkeys(families, 0)
 
 
 def test_equal_scores_choose_the_first_expert():

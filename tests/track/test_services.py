@@ -96,18 +96,18 @@ def fake_wandb(calls, fails_at):
 
 
 def test_a_service_that_fails_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch):
-    calls, said = [], []
+    calls, results = [], []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, 2))
     run = open_run(tmp_path / "mine", "ppo", {"steps": 3})
-    tracker = open_service("wandb", run, said.append)
+    tracker = open_service("wandb", run, results.append)
     for step in (1, 2, 3):
         tracker(step, {"reward/mean": 0.5, "x": float("inf")})
     tracker.close()
     assert calls[0]["name"] == "mine" and calls[0]["id"] is None and calls[0]["config"] == {"steps": 3}
     assert calls[1:] == [(1, {"reward/mean": 0.5}), "closed"]
-    assert said == ["wandb: ConnectionError: no route to host; nothing goes there from step 2 on"]
+    assert results == ["wandb: ConnectionError: no route to host; nothing goes there from step 2 on"]
     assert json.loads(run.trackers.read_text()) == {"wandb": "x7"}
-    open_service("wandb", run, said.append)
+    open_service("wandb", run, results.append)
     assert calls[-1]["id"] == "x7"
 
 

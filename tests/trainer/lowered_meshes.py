@@ -77,8 +77,8 @@ def difference(text):
         role = role_on(model, mesh, stored, as_one_operator(model.layer))
 
         def run(params, fields, denominators):
-            found = gradient(role, params, [Batch(**fields)], denominators)
-            return found.tree, found.loss
+            result = gradient(role, params, [Batch(**fields)], denominators)
+            return result.tree, result.loss
 
         return run
 

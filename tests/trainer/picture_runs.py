@@ -191,7 +191,7 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, *
     prompts = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.prompts[:24])]
     heldout = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.heldout)]
     lora = job.lora if adapted is None or job.lora is None else job.lora._replace(targets=adapted)
-    learning = {name: one.adapters is not None for name, one in job.models.items()}
+    learning = {name: item.adapters is not None for name, item in job.models.items()}
     models = {name: with_lora(model, lora) if lora and own else model for name, own in learning.items()}
     task = job.task._replace(prompts=prompts, heldout=heldout)
     return dataclasses.replace(job, model=model, models=models, task=task, lora=lora)

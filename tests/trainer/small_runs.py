@@ -109,9 +109,9 @@ def resized(job, sizes):
     model = decoder_model(with_fields(job.model.config, **sizes))
     layouts(model.shapes, model.axes, STORED, job.sizes)
     valued = with_value_head(model)
-    own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
-    adapted = {name: one for name, one in job.models.items() if one.adapters is not None}
-    own |= {name: with_lora(own[name], one.adapters.lora) for name, one in adapted.items()}
+    own = {name: valued if item.unembed is None else model for name, item in job.models.items()}
+    adapted = {name: element for name, element in job.models.items() if element.adapters is not None}
+    own |= {name: with_lora(own[name], entry.adapters.lora) for name, entry in adapted.items()}
     return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
@@ -164,7 +164,7 @@ class Gradient(NamedTuple):
 
 def gradients(run, state, rows, token_budget=None):
     """The gradients of every role that learns, over all rows."""
-    found = {}
+    results = {}
     for name, role in run.parts.roles.items():
         if role.loss is not None:
             budget = token_budget or run.job.settings.updates.token_budget
@@ -174,8 +174,8 @@ def gradients(run, state, rows, token_budget=None):
             rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, **given)]
             grads, metrics, loss, *_ = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
             whole = unshard(grads, role.stored, run.parts.mesh)
-            found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
-    return found
+            results[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
+    return results
 
 
 def whole_batch(rows):
@@ -242,21 +242,21 @@ def relative(a, b):
     return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
-def assert_same_gradients(one, other, tolerance, metrics=False):
-    assert one.keys() == other.keys()
+def assert_same_gradients(first, other, tolerance, metrics=False):
+    assert first.keys() == other.keys()
     for name in other:
-        assert gap(one[name].tree, other[name].tree) < tolerance, name
-        assert abs(one[name].loss - other[name].loss) < tolerance, name
+        assert gap(first[name].tree, other[name].tree) < tolerance, name
+        assert abs(first[name].loss - other[name].loss) < tolerance, name
         if metrics:
-            assert one[name].metrics == pytest.approx(other[name].metrics, abs=tolerance)
+            assert first[name].metrics == pytest.approx(other[name].metrics, abs=tolerance)
 
 
 MEASURED = ("/environment_s", "/recomputed_tokens")  # how long, and what was evicted meanwhile
 
 
-def assert_same(one, other, tolerance):
+def assert_same(first, other, tolerance):
     """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
-    for a, b in zip(one["batches"], other["batches"], strict=True):
+    for a, b in zip(first["batches"], other["batches"], strict=True):
         assert a.names() == b.names()
         for name in a.names():
             x, y = a.get(name), b.get(name)
@@ -264,10 +264,10 @@ def assert_same(one, other, tolerance):
                 assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
             else:
                 assert torch.equal(x, y), name
-    for a, b in zip(one["grads"], other["grads"], strict=True):
+    for a, b in zip(first["grads"], other["grads"], strict=True):
         assert_same_gradients(a, b, tolerance)
-    for a, b in zip(one["metrics"], other["metrics"], strict=True):
+    for a, b in zip(first["metrics"], other["metrics"], strict=True):
         assert a.keys() == b.keys()
         a = {name: number for name, number in a.items() if not name.endswith(MEASURED)}
         assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
-    assert gap(one["weights"], other["weights"]) < tolerance
+    assert gap(first["weights"], other["weights"]) < tolerance

@@ -259,16 +259,16 @@ def test_a_checkpoint_without_its_record_is_named(whole, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(whole, folder)
     (folder / "step-2" / "complete.json").unlink()
-    said = f"{folder / 'step-2' / 'complete.json'}: it is missing"
+    message = f"{folder / 'step-2' / 'complete.json'}: it is missing"
     for step in (None, 2):
-        with pytest.raises(DamagedError, match=re.escape(said)):
+        with pytest.raises(DamagedError, match=re.escape(message)):
             checkpoint_of(folder.parent, step)
     assert checkpoint_of(folder.parent, 1).facts["step"] == 1
     _, steps, notes, _ = run(folder, resume=True, run_dir="x")
-    assert f"{said}; the checkpoint before it is taken" in notes and [step for step, _ in steps] == [2, 3]
+    assert f"{message}; the checkpoint before it is taken" in notes and [step for step, _ in steps] == [2, 3]
     for name in ("step-1", "step-3"):
         shutil.rmtree(folder / name)
-    with pytest.raises(CheckpointError, match=re.escape(f"--resume: {said}; no other checkpoint is left")):
+    with pytest.raises(CheckpointError, match=re.escape(f"--resume: {message}; no other checkpoint is left")):
         run(folder, resume=True, run_dir="x")
 
 

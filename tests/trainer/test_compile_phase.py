@@ -201,7 +201,7 @@ def ran(cache, how):
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert [one["error"] for one in facts] == [None, None]
+    assert [fact["error"] for fact in facts] == [None, None]
     return facts
 
 

@@ -146,6 +146,6 @@ def test_a_run_without_a_usable_episode_fails_and_exports_nothing(files, tmp_pat
     assert "NaNReward.step returned the reward nan" in capsys.readouterr().err
     assert not (tmp_path / "refused").exists()
     assert run(files, tmp_path / "off", "--env_check=off") == 1
-    said = capsys.readouterr().err
-    assert "error: none of the run's 2 steps had an episode that can be trained on" in said
+    errors = capsys.readouterr().err
+    assert "error: none of the run's 2 steps had an episode that can be trained on" in errors
     assert (tmp_path / "off" / "metrics.jsonl").exists() and not (tmp_path / "off" / "model").exists()

@@ -175,8 +175,8 @@ def test_workers_of_an_environment_change_no_bit(files, mesh):
         flags = {"env_args": f"folder:{pids}", "episode_turns": 3, "env_workers": workers, "queue": "fixed"}
         job = job_of(files, "Noted", mesh=mesh, steps=1, **flags)
         steps, params, rank = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
-        found = {int(path.name) for path in pids.iterdir()}
-        assert len(found) == max(1, workers) * (2 if mesh == "dp2" else 1) and (rank in found) == (workers == 0)
+        result = {int(path.name) for path in pids.iterdir()}
+        assert len(result) == max(1, workers) * (2 if mesh == "dp2" else 1) and (rank in result) == (workers == 0)
         measured = ("memory/", *MEASURED)
         runs.append(
             [{k: v for k, v in m.items() if not k.startswith(measured) and not k.endswith(measured)} for _, m in steps]

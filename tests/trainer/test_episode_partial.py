@@ -167,9 +167,9 @@ def steps_on(mesh, **more):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_the_same_numbers_on_two_ranks():
-    one = steps_on("dp1")
-    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
-    assert_same(steps_on("dp2", queue="tickets"), one, 1e-9)
+    steps = steps_on("dp1")
+    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in steps["batches"])
+    assert_same(steps_on("dp2", queue="tickets"), steps, 1e-9)
 
 
 @pytest.mark.gloo

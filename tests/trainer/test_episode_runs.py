@@ -56,8 +56,8 @@ class Branching:
         start = policy.start(example.tokens)
         first, trajectory = await policy.sample(start, max_tokens=3)
         heard = policy.extend(trajectory, [5, 6])
-        (left, one), (right, two) = await policy.sample(heard), await policy.sample(heard)
-        ends, rewards = [one, two], {"policy": self.reward(first.tokens, left.tokens, right.tokens)}
+        (left, item), (right, two) = await policy.sample(heard), await policy.sample(heard)
+        ends, rewards = [item, two], {"policy": self.reward(first.tokens, left.tokens, right.tokens)}
         if len(first.tokens) > 1 and first.tokens[0] % 2:
             reply, path = await policy.sample(policy.start([7, *example.tokens], agent="other"), max_tokens=2)
             ends.append(path)
@@ -112,8 +112,8 @@ CASES = [  # ranks that share rows, or the tokens of a row, see parts of an epis
 @pytest.mark.parametrize("case", quick(CASES, [("grpo", "dp2")]), ids=" on ".join)
 def test_episodes_give_the_same_numbers_on_every_mesh(case):
     name, mesh = case
-    one, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
-    assert_same(one, other, 1e-9)
+    steps, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
+    assert_same(steps, other, 1e-9)
     batch = other["batches"][0]
     assert batch.agent.max() == 1 and not batch.episode_first.all()
     for metrics in other["metrics"]:
@@ -162,8 +162,8 @@ def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it
 def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
     """Rows of an episode are in one micro-batch, however small it is to be."""
     jobs = [episode_job(sequences, Branching(), token_budget=budget) for budget in (16, 4096)]
-    one, other = (launch(steps_program(job, 1), job.sizes, "cpu") for job in jobs)
-    assert_same(one, other, 1e-9)
+    first, other = (launch(steps_program(job, 1), job.sizes, "cpu") for job in jobs)
+    assert_same(first, other, 1e-9)
 
 
 @pytest.mark.slow

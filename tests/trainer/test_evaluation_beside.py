@@ -149,7 +149,7 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
     assert evaluation_of(steps[4]) == evaluation_of(outcome.last) == evaluation_of(alone[4])
     check_ages(list(steps.values()), 2)
     again = repeated(tmp_path, small_job(rollout_is, **together), single())
-    assert [str(part) for one in again for part in one.differences if not part.agrees(0.0)] == []
+    assert [str(part) for step_again in again for part in step_again.differences if not part.agrees(0.0)] == []
 
 
 def turned(folder, aside, writer):

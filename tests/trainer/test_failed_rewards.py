@@ -140,12 +140,12 @@ def plain(prompt, completion, level):
 
 def batched(prompts, level):
     batches.append(list(zip(prompts, level, strict=True)))
-    return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
+    return [len(prompt) + item for prompt, item in zip(prompts, level, strict=True)]
 
 
 async def both(prompts, completion_ids, level):
     assert all(ids == [7] for ids in completion_ids)
-    return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
+    return [len(prompt) + item for prompt, item in zip(prompts, level, strict=True)]
 
 
 batches = []
@@ -191,11 +191,11 @@ def test_a_batch_is_of_whole_prompts():
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_a_run_whose_rewards_are_skipped_is_the_same_with_workers():
-    found = []
+    results = []
     for workers in (0, 2):
         job = job_of("skip", reward_workers=workers, steps=2)
         observer = Quiet()
         with open_rewards(job, 0) as pool:
             assert loop.train_loop(job, single(), observer, pool=pool).error is None
-        found.append(observer.params)
-    assert gap(*found) == 0
+        results.append(observer.params)
+    assert gap(*results) == 0

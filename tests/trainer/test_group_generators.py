@@ -178,7 +178,7 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
     assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
     batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
     scored = with_scores(samples, rows_of(batch, np.zeros(8, dtype=np.int64), single()), 2, ["right", "reward_model"])
-    assert [(one.text, one.score, one.parts) for one in scored] == [
+    assert [(episode.text, episode.score, episode.parts) for episode in scored] == [
         ("2", 2.0, {"right": 4.0, "reward_model": 5.0}),
         ("4", 4.0, {"right": 8.0, "reward_model": 9.0}),
     ]

@@ -110,8 +110,8 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(tmp_path):
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-12
     save_file(tensors, file, metadata={"format": "pt"})
-    said = "the base base is not the one that its adapters were trained on: layers/1/mlp/up differs"
-    with pytest.raises(CheckpointError, match=said):
+    message = "the base base is not the one that its adapters were trained on: layers/1/mlp/up differs"
+    with pytest.raises(CheckpointError, match=message):
         again(**LORA)
 
 
@@ -147,7 +147,7 @@ def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(en
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"lora_rank": 0}, "--lora_rank=0: it must be at least 1"),
         ({"lora_alpha": 8.0}, "--lora_alpha=8 does nothing without --lora_rank"),
@@ -160,8 +160,8 @@ def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(en
         ),
     ],
 )
-def test_flags_that_cannot_work_are_named(settings, said):
-    with pytest.raises(SettingsError, match=said):
+def test_flags_that_cannot_work_are_named(settings, message):
+    with pytest.raises(SettingsError, match=message):
         small_job(GRPO, **settings)
 
 

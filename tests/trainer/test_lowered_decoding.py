@@ -68,8 +68,8 @@ def requests(adapters=(None,), **sampling):
     ]
 
 
-def assert_same(wanted, found, gap):
-    by_number = {x.number: x for x in found}
+def assert_same(wanted, result, gap):
+    by_number = {x.number: x for x in result}
     for want in wanted:
         x = by_number[want.number]
         assert x.tokens.tolist() == want.tokens.tolist() and x.finish == want.finish
@@ -93,8 +93,8 @@ def test_windows_adapters_and_ways_to_sample_are_those_of_torch():
             mixed = [request(i, *case, **way) for i, (*case, way) in enumerate(cases)]
             done.append(complete(engine, mixed[:count]))
         results.append(done)
-    for wanted, found in zip(*results, strict=True):
-        assert_same(wanted, found, 1e-12)
+    for wanted, item in zip(*results, strict=True):
+        assert_same(wanted, item, 1e-12)
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_latent_attention_decodes_as_in_torch():
     latent = LatentSizes(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
     sizes = SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4, "layers": 1}
     model = decoder_model(decoder_config(**sizes, latent=latent))
-    wanted, found = (complete(engine, requests(greedy=True)[1:3]) for engine in engines(model, torch.float64))
-    assert_same(wanted, found, 1e-12)
+    wanted, result = (complete(engine, requests(greedy=True)[1:3]) for engine in engines(model, torch.float64))
+    assert_same(wanted, result, 1e-12)
 
 
 @pytest.mark.slow

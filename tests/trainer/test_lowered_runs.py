@@ -38,8 +38,8 @@ def steps_of_run(recipe, steps, **settings):
 def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, steps, settings, tolerance):
     """tests/trainer/test_lowered_meshes.py has float32, and the test below has adapters."""
     pytest.importorskip("jax")
-    wanted, found = (steps_of_run(recipe, steps, **settings, backend=name) for name in ("torch", "xla"))
-    for want, numbers in zip(wanted, found, strict=True):
+    wanted, result = (steps_of_run(recipe, steps, **settings, backend=name) for name in ("torch", "xla"))
+    for want, numbers in zip(wanted, result, strict=True):
         assert numbers.keys() == want.keys()
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
 
@@ -88,8 +88,8 @@ def test_a_run_of_adapters_in_jax_is_continued_by_torch(tmp_path):
     train_loop(small_job(GRPO, **settings, resume=True, run_dir="x"), single(), again)
     assert any("resumed after step 1" in note for note in again.notes)
     assert [step for step, _ in again.steps] == [2, 3]
-    found = learned(before.steps + again.steps)
-    for numbers, want in zip(found, learned(whole.steps[:2] + whole.steps[1:]), strict=True):
+    result = learned(before.steps + again.steps)
+    for numbers, want in zip(result, learned(whole.steps[:2] + whole.steps[1:]), strict=True):
         assert numbers == pytest.approx(want, rel=1e-9, abs=1e-9)
 
 

@@ -53,11 +53,13 @@ def both(recipe="grpo", sizes=(), **settings):
 
 def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
     wanted = gradients(run, state, rows)
-    found = gradients(lowered, state, rows)
-    assert found.keys() == wanted.keys()
+    result = gradients(lowered, state, rows)
+    assert result.keys() == wanted.keys()
     for name, want in wanted.items():
-        assert relative(found[name].tree, want.tree) < tolerance and abs(found[name].loss - want.loss) < tolerance, name
-        assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
+        assert relative(result[name].tree, want.tree) < tolerance and abs(result[name].loss - want.loss) < tolerance, (
+            name
+        )
+        assert result[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
 
 
 @pytest.mark.parametrize("recipe", quick([*RECIPES], ["grpo"]))

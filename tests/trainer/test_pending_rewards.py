@@ -147,14 +147,14 @@ def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
 
     def program(mesh):
         nonlocal seconds
-        found = []
+        results = []
         for of_rank in ((0.0, 0.0), (1.5, 0.0)):
             seconds, engine = of_rank[mesh.rank], ScriptedEngine(write)
             pool = Pool([lambda prompt, completion: time.sleep(1.5 * mesh.rank) or 1.0])
             collectives.psum(torch.ones(1), mesh, "data")  # so that they begin together
             rewarded = RewardedEngine(engine, mesh, str, pool, queue="fixed")
-            found.append(rollout(rewarded, examples, Sampling(max_new_tokens=1), 0).reward_s)
-        return found
+            results.append(rollout(rewarded, examples, Sampling(max_new_tokens=1), 0).reward_s)
+        return results
 
     seconds, examples = 0.0, [Example([1], "p", {})] * 2
     waiting, busy = launch(program, parse("dp2"), "cpu")
@@ -180,7 +180,7 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         loop.train_loop(job, m, observer, pool=pool)
         return observer.steps, observer.params, os.getpid(), pool is not None
 
-    found = []
+    results = []
     for workers in (0, 2):
         settings = {"reward": reward, "reward_workers": workers, "queue": "fixed", "steps": 1, "eval_prompts": 2}
         job = small_job(GRPO, mesh=mesh, generate_mesh=mesh, **settings)
@@ -191,9 +191,9 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         assert replicas <= len(pids) <= max(1, workers) * replicas  # one of two workers may have been quick enough
         assert (rank in pids) == (workers == 0)
         steps = [(n, {k: v for k, v in metrics.items() if not k.startswith("memory/")}) for n, metrics in steps]
-        found.append((steps, params))
-    assert found[0][0] == found[1][0]
-    assert gap(found[0][1], found[1][1]) == 0
+        results.append((steps, params))
+    assert results[0][0] == results[1][0]
+    assert gap(results[0][1], results[1][1]) == 0
 
 
 def test_only_the_first_tensor_rank_of_a_replica_has_workers():
@@ -258,5 +258,5 @@ def test_many_more_workers_than_cores_are_remarked(mesh, workers, processes, mon
     monkeypatch.setattr(job_source, "cores", lambda: 4)
     job = small_job(mesh=mesh, generate_mesh=mesh, reward_workers=workers)
     remarks = job_source.remarks_on_workers(job)
-    said = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
-    assert [one.startswith(said) for one in remarks] == ([] if processes is None else [True])
+    message = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
+    assert [remark.startswith(message) for remark in remarks] == ([] if processes is None else [True])

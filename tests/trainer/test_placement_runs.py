@@ -167,12 +167,12 @@ AHEAD = {
 @pytest.mark.parametrize("name", quick(AHEAD, ["1"]))
 def test_no_token_is_older_than_the_staleness(name):
     staleness, settings = AHEAD[name]
-    one = run(rollout_is, staleness=staleness, **(STALE | settings))
-    assert one.outcome.error is None
-    check_ages([metrics for _, metrics in one.observer.steps], staleness)
+    item = run(rollout_is, staleness=staleness, **(STALE | settings))
+    assert item.outcome.error is None
+    check_ages([metrics for _, metrics in item.observer.steps], staleness)
     first = run(rollout_is, minibatches=1, steps=1).observer.shown[0]
-    assert first[0] == 0 and first in one.observer.shown
-    assert one.observer.steps[0][1]["sync/verified"] == 1
+    assert first[0] == 0 and first in item.observer.shown
+    assert item.observer.steps[0][1]["sync/verified"] == 1
 
 
 @pytest.mark.slow

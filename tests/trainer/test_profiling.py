@@ -24,7 +24,7 @@ def ranges(path):
     timed = [event for event in events if event.get("ph") == "X"]
     own = [event for event in timed if event.get("cat") == "user_annotation"]
     rest = [event for event in timed if event.get("cat") == "cpu_op"]
-    return tuple([(one["name"], one["ts"], one["ts"] + one["dur"]) for one in some] for some in (own, rest))
+    return tuple([(row["name"], row["ts"], row["ts"] + row["dur"]) for row in some] for some in (own, rest))
 
 
 @pytest.mark.slow
@@ -34,12 +34,12 @@ def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank-0-steps-1-2.json.gz" and any(str(path) in note for note in observer.notes)
     own, operators = ranges(path)
-    (first, begin, _), (last, _, end) = sorted(one for one in own if one[0].startswith("step "))
+    (first, begin, _), (last, _, end) = sorted(element for element in own if element[0].startswith("step "))
     assert (first, last) == ("step 1", "step 2")
     names = {name for name, *_ in own}
     assert {"generate", "reward", "score_policy", "advantage", "update_policy", "reshard", "verify"} <= names
     assert all(begin <= low and high <= end for name, low, high in own)
-    ((_, low, high), *_) = [one for one in own if one[0] == "update_policy"]
+    ((_, low, high), *_) = [item for item in own if item[0] == "update_policy"]
     assert any("mm" in name and low <= at and to <= high for name, at, to in operators)
 
 

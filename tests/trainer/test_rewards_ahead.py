@@ -64,7 +64,9 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     assert all(metrics[f"reward/{model}/mean"] for model in names for _, metrics in steps)
     flags |= {"reward": further["reward"]} if "reward" in further else {}
     done = repeated(tmp_path, small_job(compose, **flags), single())
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     assert len(done) == STEPS and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
     log = read_groups(tmp_path)
     assert log is not None
@@ -88,9 +90,9 @@ def test_a_resumed_run_takes_each_group_once(folders, tmp_path):
 def test_runs_by_the_clock_are_the_same_twice(folders, tmp_path):
     flags = settings_of(folders, "judge") | {"place": "train:1 generate:1 judge:1", "steps": 3}
     runs = [tmp_path / "one", tmp_path / "other"]
-    one, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
-    assert differences(one, other) + differing_files(runs, 3) == []
-    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+    first, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
+    assert differences(first, other) + differing_files(runs, 3) == []
+    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
 
 
 @pytest.mark.slow
@@ -99,8 +101,8 @@ def test_samples_and_evaluations_have_their_scores(folders):
     ahead = run(rollout_is, place="train:1 generate:1 reward_model:1", staleness=1, **flags)
     together = run(rollout_is, **flags)
     by_step = [
-        {shown[0]: (shown, parts) for shown, parts in zip(one.observer.shown, one.observer.parts, strict=True)}
-        for one in (ahead, together)
+        {shown[0]: (shown, parts) for shown, parts in zip(item.observer.shown, item.observer.parts, strict=True)}
+        for item in (ahead, together)
     ]
     for step in (0, 1):  # an evaluation and a batch of the first weights
         assert by_step[0][step] == by_step[1][step] and by_step[0][step][1][0].keys() >= {"reward_model"}

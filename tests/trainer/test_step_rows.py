@@ -61,7 +61,9 @@ def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_byte
     batch = Batch(tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), **beside)
     rows = score({"teacher": role}, {"teacher": plain.init(torch.Generator().manual_seed(0))}, rows_of(batch))
     assert rows.batch.teacher_topk.dtype == TOKEN_INT and rows.batch.teacher_topk.max() < plain.config.vocab
-    assert {x.dtype for one in given for x in (one.tokens, one.positions, one.segments)} == {torch.int64}
+    assert {
+        x.dtype for completion in given for x in (completion.tokens, completion.positions, completion.segments)
+    } == {torch.int64}
 
 
 def test_a_pass_is_planned_once_and_never_taken_from_another_division(monkeypatch):

@@ -18,8 +18,8 @@ def test_a_prompt_is_what_comes_before_the_trained_tokens():
         return TextExample((Text(tokens, [i >= trained for i in range(len(tokens))]),))
 
     short, whole, long = example([3, 4, 5], 2), example([3, 4], 9), example([3] * 40, 30)
-    found = held_out_prompts([short, whole, long], tokenizer, 20)
-    assert [one.tokens for one in found] == [[3, 4]] and found[0].text == tokenizer.decode([3, 4])
+    result = held_out_prompts([short, whole, long], tokenizer, 20)
+    assert [completion.tokens for completion in result] == [[3, 4]] and result[0].text == tokenizer.decode([3, 4])
 
 
 @pytest.mark.slow
@@ -31,11 +31,11 @@ def test_a_supervised_run_writes_samples_alike_on_every_mesh(tmp_path):
             main("sft", ["sft", *flags, "--warmstart_steps=0", f"--mesh={mesh}", *more, f"--run_dir={tmp_path / mesh}"])
             == 0
         )
-    one, two = (
+    first, two = (
         [json.loads(x) for x in (tmp_path / mesh / "samples.jsonl").read_text().splitlines()] for mesh in ("dp1", "dp2")
     )
-    assert one == two and [row["step"] for row in one] == [0] * 8 + [2] * 8 + [3] * 8
-    assert {row["prompt"] for row in one} == {p.prompt for p in arithmetic.heldout_prompts(9)[:8]}
+    assert first == two and [row["step"] for row in first] == [0] * 8 + [2] * 8 + [3] * 8
+    assert {row["prompt"] for row in first} == {p.prompt for p in arithmetic.heldout_prompts(9)[:8]}
     page = (tmp_path / "dp1/report.html").read_text()
     assert "At the end" in page and "the model writes the ones first" in page
 

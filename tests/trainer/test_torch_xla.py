@@ -38,20 +38,20 @@ def test_gradients_of_the_embedded_model_in_float32_are_those_of_torch():
     run, state = begin(small_job(GRPO, sizes=None, dtype="float32"), single())
     rows, state, _ = scored_batch(run, state)
     lowered, _ = on_device(run, state)
-    wanted, found = gradients(run, state, rows), gradients(lowered, state, rows)
+    wanted, result = gradients(run, state, rows), gradients(lowered, state, rows)
     for name, want in wanted.items():
-        assert relative(found[name].tree, want.tree) < 1e-6
-        assert abs(found[name].loss - want.loss) < 1e-6
+        assert relative(result[name].tree, want.tree) < 1e-6
+        assert abs(result[name].loss - want.loss) < 1e-6
 
 
 def test_scores_and_updates_of_two_roles_are_those_of_torch():
     job = small_job(PPO)
-    found, others = steps_of(*on_device(*begin(job, single())))  # first: autograd counts devices once
+    result, others = steps_of(*on_device(*begin(job, single())))  # first: autograd counts devices once
     wanted, numbers = steps_of(*begin(job, single()))
     for want, other in zip(numbers, others, strict=True):
         assert other == pytest.approx(want, abs=1e-9)
     for name, role in wanted.roles.items():
-        assert relative(found.roles[name].params, role.params) < 1e-9
+        assert relative(result.roles[name].params, role.params) < 1e-9
 
 
 def losses_of(folder):

@@ -70,9 +70,9 @@ def server():
     with start_python(["-m", "funrl.rollout.vllm.server", "--port=0"], os.environ, stderr=None) as program:
         assert program.stdout is not None
         try:
-            said = next((line for line in program.stdout if line.startswith("listening at ")), None)
-            assert said is not None, program.wait(60)  # libraries may write lines of their own before it
-            url = said.split()[-1]
+            message = next((line for line in program.stdout if line.startswith("listening at ")), None)
+            assert message is not None, program.wait(60)  # libraries may write lines of their own before it
+            url = message.split()[-1]
             vllm_client(url, small_job(GRPO, sizes=SIZES, dtype="float32").model)
             yield Server(url, program)
         finally:
@@ -201,9 +201,9 @@ def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     done, peer = (run_steps(2, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
     assert 0 < max(reported["rollout/logprob_gap_max"] for reported in done["metrics"]) < 1e-4
     # The noise is the same, so the native engine draws the same tokens, and learns the same.
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+    for completion, other in zip(done["batches"], peer["batches"], strict=True):
+        assert completion.tokens.equal(other.tokens)
+        assert (completion.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
 @needs_vllm
@@ -211,9 +211,9 @@ def test_steps_with_a_server_are_those_of_the_native_engine(server):
     flags = {"engine": "vllm_server", "engine_url": server.url}
     done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
     peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+    for completion, other in zip(done["batches"], peer["batches"], strict=True):
+        assert completion.tokens.equal(other.tokens)
+        assert (completion.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
 @needs_vllm

@@ -35,7 +35,7 @@ def test_every_operator_has_an_example():
 @functools.cache
 def of_torch(dtype):
     """Arguments, results, what is given back, and gradients by float arguments, of every example in torch."""
-    found = []
+    results = []
     for case in CASES:
         draw = Draw(dtype)
         args = case.args(draw)
@@ -52,8 +52,8 @@ def of_torch(dtype):
         wanted = [leaves[i] for i in floats]
         grads = torch.autograd.grad([outs[i] for i in learned], wanted, back, allow_unused=True) if learned else []
         grads = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=False)]
-        found.append((leaves, structure, floats, [x.detach() for x in outs], (learned, back), grads, out))
-    return found
+        results.append((leaves, structure, floats, [x.detach() for x in outs], (learned, back), grads, out))
+    return results
 
 
 @functools.cache
