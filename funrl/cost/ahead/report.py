@@ -205,7 +205,9 @@ def phase_tables(phases: Mapping[str, CompiledPhase]) -> list[str]:
 
     Those of phases have the dry run's numbers beside the compiled programs'.
     """
-    programs, costs, collectives = [], [], []
+    programs = []
+    costs = []
+    collectives = []
     for name, phase in phases.items():
         pair = phase.costs, phase.dry
         costs.append((name, *(size(x.memory) for x in pair), *(f"{x.flops / 1e9:.4g}" for x in pair)))
@@ -233,7 +235,8 @@ def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about numbers that differ from the dry run's by more than `FINDING`."""
     lines = []
     for name, phase in phases.items():
-        costs, dry = phase.costs, phase.dry
+        costs = phase.costs
+        dry = phase.dry
         pairs = {"memory": (costs.memory, dry.memory), "FLOPs": (costs.flops, dry.flops)}
         for axes in sorted({*costs.sent, *dry.sent}):
             pairs[f"bytes over {short(axes)}"] = costs.sent.get(axes, 0), dry.sent.get(axes, 0)
