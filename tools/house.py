@@ -106,7 +106,7 @@ SHARED_DEFINITIONS = {
     **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
     "check_algorithm": ("testing.check_pieces", "trainer.jobs.compatibility"),
     "load": ("api.python", "models.huggingface.directories", "trainer.checkpoints.checkpoint"),
-    "main": ("cli", "cost", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
+    "main": ("cli", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
     "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
