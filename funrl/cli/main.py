@@ -49,7 +49,7 @@ from funrl.flags.arguments import (
 from funrl.processes.output import lasting_output
 from funrl.trainer.settings import successors
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, one_of
-from funrl.trainer.settings.models import SAVED_DTYPES
+from funrl.trainer.settings.records import SAVED_DTYPES
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags

@@ -216,9 +216,8 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     page = hardware_page_tokens(hardware)
     count = sizes.rows
     pages = count * sizes.row_pages
-    assert model.init_cache is not None
     cells = count if model.cell_bytes(mesh, job.dtype) else 0
-    cache = model.init_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells)
+    cache = model.empty_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells=cells)
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
     adapted = () if generator.base is None else generator.engine.weights.layouts

@@ -227,7 +227,8 @@ def _function_episodes(function: Callable[..., Any], scorer: _Rewards) -> Enviro
             trainer.close()
         if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
             raise TypeError(f"{_name(function)} returned no {', '.join(missing)}")
-        prompt_ids, completion_ids = output["prompt_ids"][0], output["completion_ids"][0]
+        prompt_ids = output["prompt_ids"][0]
+        completion_ids = output["completion_ids"][0]
         mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)
         end = replies.end_of([*prompt_ids, *completion_ids], [*[0] * len(prompt_ids), *mask])
         extra = {name: value for name, value in output.items() if name not in (*ROLLOUT_OUTPUTS, "env_mask")}

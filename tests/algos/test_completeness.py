@@ -78,6 +78,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "total": "test_pieces.py::test_a_piece_has_its_properties",
     "value_of": "test_pieces.py::test_a_piece_has_its_properties",
     "units_of": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
+    "episode_units": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
     "episodes_of": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
     "by_unit": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
     "acted_tokens": "../trainer/test_episode_steps.py::test_observations_are_learned_and_counted_once",
@@ -168,7 +169,7 @@ def test_the_index_has_every_public_name_and_where_it_is():
     inner = {"on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
     inner |= {"piece_call", "chain_links", "composition_text", "expression", "is_piece"}  # of explanations
     inner |= {"reverse_linear_scan"}
-    inner |= {"units_of", "by_unit", "episode_fields", "episodes_of"}  # of chains on rows of episodes
+    inner |= {"units_of", "by_unit", "episode_fields", "episode_units", "episodes_of"}  # of chains on rows of episodes
     inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
     inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
     assert set(functions) - set(WHERE) == inner

@@ -18,7 +18,7 @@ from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import open_run
 from funrl.track.records.services import SERVICES, TrackerError, open_service
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.outputs import TRACKERS
+from funrl.trainer.settings.records import TRACKERS
 from funrl.trainer.settings.settings import settings_of
 
 ROOT = Path(__file__).parents[2]

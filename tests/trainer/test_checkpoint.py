@@ -17,7 +17,7 @@ from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import checkpoint_of, export_checkpoint
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, kept_steps, score_of
 from funrl.trainer.loop import train_loop
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError, record_digest
 

@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
-from funrl.trainer.settings.outputs import TRACKERS
+from funrl.trainer.settings.records import TRACKERS
 
 TRUTHS = {"true": True, "1": True, "": True, "false": False, "0": False}
 

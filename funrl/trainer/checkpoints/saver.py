@@ -34,7 +34,7 @@ from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.parts import Parts

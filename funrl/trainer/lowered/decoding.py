@@ -240,7 +240,7 @@ class EnginePrograms:
                 stacked = StackedCache(self.stacks, cache)
                 inner = TorchBackend(self._model, mesh, self._dtype, stacked.layer, self._page_tokens)
                 inner._params = self.stacks.unstack(params)
-                inner._unembed_VD = torch.empty(0) if self._model.unembed is None else self._model.unembed(params)
+                inner._unembed_VD = self._model.unembedding(params)
                 inner._cache = stacked.numbers
                 inner._adapters = {n: Adapter(factors[str(n)], scale) for n, scale in scales if scale is not None}
                 result, more = run(inner, *rest)
@@ -265,9 +265,8 @@ class EnginePrograms:
 
     def cache(self, spare: Spare) -> CacheStacks:
         """The form of the caches of all chips, one after the other; a lane has pages and cells up to the spare ones."""
-        assert self._model.init_cache is not None
         sizes = spare.page + 1, self._page_tokens, self._dtype, torch.device("meta")
-        own = self._model.init_cache(self.chips, *sizes, 0 if spare.cell is None else spare.cell + 1)
+        own = self._model.empty_cache(self.chips, *sizes, cells=0 if spare.cell is None else spare.cell + 1)
         chips = self.chips.world
 
         def stacked(layers: Sequence[tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], ...]:
@@ -305,6 +304,7 @@ class XlaBackend(TorchBackend):
         self._factors: dict[int, trees.Tree] = {}
         self._programs: dict[Any, MeshProgram] = {}
         self._spare = Spare(0)
+        self._arrays = EMPTY_STACKS  # the cache
 
     @functools.cached_property
     def _copies(self) -> DeviceCopies:
@@ -337,22 +337,23 @@ class XlaBackend(TorchBackend):
             self._factors[number] = self._copies.laid_out(adapter.factors, self._copies.mesh, specs)
 
     def resize(self, pages: int, cells: int = 0) -> None:
-        self._cache = None
+        self._arrays = EMPTY_STACKS
         self._spare = Spare(pages // self.lanes, cells // self.lanes or None)
         if pages:
             sharding = NamedSharding(self._copies.mesh, ON_EACH)
             form = self._functions.cache(self._spare)
             with jax.enable_x64(True):
-                self._cache = trees.map(lambda x: jnp.zeros(tuple(x.shape), JAX_DTYPES[x.dtype], device=sharding), form)
+                self._arrays = trees.map(
+                    lambda x: jnp.zeros(tuple(x.shape), JAX_DTYPES[x.dtype], device=sharding), form
+                )
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        assert isinstance(self._cache, CacheStacks)
-        self._cache = self._cache._replace(pages=self._copied(self._cache.pages, (sources, targets), self._spare.page))
+        pages = self._copied(self._arrays.pages, (sources, targets), self._spare.page)
+        self._arrays = self._arrays._replace(pages=pages)
 
     def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
-        assert isinstance(self._cache, CacheStacks) and self._spare.cell is not None
-        places = tuple(zip(*copies, strict=True))
-        self._cache = self._cache._replace(cells=self._copied(self._cache.cells, places, self._spare.cell))
+        cells = self._copied(self._arrays.cells, tuple(zip(*copies, strict=True)), self._spare.cell or 0)
+        self._arrays = self._arrays._replace(cells=cells)
 
     def _copied(self, stacks: trees.Tree, places: Sequence[Sequence[int]], each: int) -> trees.Tree:
         """Pages or cells of all layers after a copy of some.
@@ -425,7 +426,7 @@ class XlaBackend(TorchBackend):
     def _run(self, program: MeshProgram, adapters: Sequence[int], *args: trees.Tree) -> tuple[trees.Tree, Any]:
         """The results of a pass with some adapters, whose cache becomes the engine's."""
         factors = {str(number): self._factors[number] for number in adapters if number >= 0}
-        result, self._cache, more = program.arrays(self._weights, factors, self._cache, *args)
+        result, self._arrays, more = program.arrays(self._weights, factors, self._arrays, *args)
         return result, more
 
 

@@ -20,7 +20,7 @@ from funrl.rewards.named import VERIFIERS, parse_rewards
 from funrl.rollout.engine_abilities import engines_that
 from funrl.tasks.embedded import is_embedded_tokenizer
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
     NO_OBJECTS,

@@ -13,7 +13,7 @@ from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.rewards import EnvironmentSettings
+from funrl.trainer.settings.records import EnvironmentSettings
 from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is_given
 
 JUDGE = "judge"

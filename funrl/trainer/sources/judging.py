@@ -26,7 +26,7 @@ from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.rewards import JudgeSettings
+from funrl.trainer.settings.records import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.own_texts import Decode, own_completions, written_texts
