@@ -12,7 +12,7 @@ from dry_jobs import plain
 
 from funrl.cli import main as cli
 from funrl.cost.ahead.report import compile_steps, decoding_plan, engine_passes, rows_of_chips, short
-from funrl.cost.full_rows import full_rows
+from funrl.cost.rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse
 from funrl.xla.ahead import compile_for_chips, topology_mesh

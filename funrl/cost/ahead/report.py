@@ -24,8 +24,8 @@ from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.cost.decoding import EngineWork, WaveSizes, hardware_page_tokens, traced_passes, wave_sizes, waves
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
-from funrl.cost.full_rows import full_rows
-from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.rows import full_rows
+from funrl.cost.search import chosen_mesh
 from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended, rows_of_a_pass
