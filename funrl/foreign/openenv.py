@@ -125,7 +125,7 @@ async def _calls(
 
 
 async def _replies(policy: Policy, connection: Any, messages: Sequence[Message], field: str) -> Episode:
-    """Let each reply be an action until the episode is done."""
+    """Send each reply as an action until the episode is done."""
 
     async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
         try:

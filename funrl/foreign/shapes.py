@@ -48,7 +48,7 @@ Act = Callable[[str], Awaitable[tuple[Sequence[Message], float | None, bool]]]
 async def text_turns(
     policy: Policy, messages: Sequence[Message], act: Act, written: Callable[[Reply], str] | None = None
 ) -> Episode:
-    """Let the policy and an environment take turns.
+    """Alternate turns of the policy and of an environment.
 
     Args:
       act: answers the text of a reply.
@@ -168,7 +168,7 @@ def seeded_prompts(instruction: str, episodes: int) -> Callable[[int], Sequence[
 
 
 def with_observation(messages: Sequence[Message], observation: str) -> list[Message]:
-    """Messages of a prompt, the last of which ends with an observation."""
+    """Messages of a prompt; the last ends with an observation."""
     *before, last = messages
     return [*before, {**last, "content": f"{last['content']}{observation}"}]
 

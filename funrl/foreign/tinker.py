@@ -164,7 +164,7 @@ class _Tinker:
         self._members = weakref.WeakKeyDictionary[Node, _Member]()  # by the last reply of each episode
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and an environment of the example's group take turns in token ids."""
+        """Alternate turns, in token ids, of the policy and of an environment of the example's group."""
         group = await self._group(policy, example)
         env = group.unused.pop()
         replies = RecordedReplies(policy)
@@ -199,7 +199,7 @@ class _Tinker:
         return Episode(ends, {POLICY: earned}, rewards, parts=mean_parts(_metrics(transitions)), status=status)
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[float | None]:
-        """The rewards of a group, with those that its builder gives."""
+        """The rewards of a group, with its builder's."""
         members = [self._members.pop(episode.ends[-1].leaf) for episode in episodes]
         groups = {id(member.group): member.group for member in members}
         totals = [member.earned for member in members]
@@ -279,7 +279,7 @@ def _ids_of(observation: Any) -> list[int]:
 
 
 def _stop_texts(stop: Sequence[Any], policy: Policy) -> list[str]:
-    """Texts of a stop condition; its token ids must be among those that end a reply in the run."""
+    """Texts of a stop condition; its token ids must be among the run's end tokens."""
     others = [token for token in stop if not isinstance(token, str) and token not in policy.sampling.stop]
     if others:
         raise ValueError(

@@ -117,7 +117,7 @@ class _Rewards:
         Args:
           prompt: as the functions get it.
           end, begin: trajectory, and its begin.
-          extra: further arguments, of which each is a list with one entry.
+          extra: further arguments; each is a list with one entry.
         """
         parts: dict[str, float] = {}
         ids = end.token_ids()[len(begin.token_ids()) :]

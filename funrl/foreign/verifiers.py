@@ -234,7 +234,7 @@ def trace_reward(trace: Any) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Mean of those that are there; None: none is."""
+    """Mean of the given values; None: there are none."""
     scored = [value for value in values if value is not None]
     return math.fsum(scored) / len(scored) if scored else None
 
@@ -276,7 +276,7 @@ def _graph_nodes(trace: Any, replies: Mapping[tuple[int, ...], list[Node]]) -> l
 
 
 def _leaves(trace: Any) -> list[int]:
-    """Numbers of the last nodes of the trace's branches that are trained."""
+    """Indices of the last nodes of the trained branches of a trace."""
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
     return [numbers[id(branch.nodes[-1])] for branch in trace.branches if branch.trainable and branch.nodes]
 

@@ -49,7 +49,7 @@ class ModelCost:
     Attributes:
       embed: size D of hidden states.
       layers: the layers' own.
-      looked_up: parameters, besides the embedding, of which a token takes a row and multiplies none.
+      looked_up: parameters, besides the embedding, that a token looks up as a row instead of multiplying.
     """
 
     embed: int

@@ -42,7 +42,7 @@ class Endpoint(NamedTuple):
 
 
 class SampledNumbers(NamedTuple):
-    """Numbers of tokens that the policy sampled, as in `Node`."""
+    """Values per token that the policy sampled, as in `Node`."""
 
     raw_logp: Tensor
     sampling_logp: Tensor
@@ -88,7 +88,7 @@ class Node:
 
     @property
     def numbers(self) -> SampledNumbers:
-        """Numbers of its tokens from the policy. Raises: ValueError, they were not sampled."""
+        """Values of its tokens from the policy. Raises: ValueError, they were not sampled."""
         if self.raw_logp is None or self.sampling_logp is None or self.versions is None:
             raise ValueError("the node is context: no policy sampled its tokens")
         return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions)

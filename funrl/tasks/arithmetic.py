@@ -84,7 +84,7 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
       seed: fixes the problems and which of them go wrong.
       count: how many.
       digits: of the longest summand.
-      error: share of the problems whose carries are forgotten (some of which have none to forget).
+      error: share of the problems whose carries are forgotten (some have none to forget).
     """
     pairs = problems(seed, count, digits)
     forgets = np.random.default_rng((seed, 1)).random(count) < error
@@ -195,7 +195,7 @@ def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
 
     Args:
       head: size of a head; keys and values have fewer of a larger size, and as many parameters.
-      model: one of `embedded.TASK_NAMES`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large
+      model: one of `embedded.TASK_NAMES`; "arithmetic_moe" has 8 experts a layer and takes 2 a token, as large
         together as the other's mlp.
     """
     from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch

@@ -53,7 +53,7 @@ def chat_model(head: int, vocab: int, positions: int = 64) -> Config:
 
     Args:
       head: size of a head, at least; keys and values have fewer of a larger size, and as many parameters.
-      vocab: token ids, of which a tensor axis up to 16 needs a multiple.
+      vocab: token ids; a tensor axis up to 16 needs a multiple of its size.
       positions: of the longest episode.
     """
     from funrl.models.flat import with_fields  # here, for flags are read without torch

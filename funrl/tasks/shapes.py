@@ -1,6 +1,6 @@
 """The embedded task with pictures: how many red squares are there?
 
-A picture of 32 x 32 pixels has 4 cells, some of which hold a square or a triangle in red, green or blue, of a shade and
+A picture of 32 x 32 pixels has 4 cells; some hold a square or a triangle in red, green or blue, of a shade and
 at a place that vary. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
 decoder with a vision tower that imitates it sees what is there and counts, with the demonstrator's errors;
 reinforcement removes these.
@@ -89,7 +89,7 @@ def drawings(seed: int, split: Split = "train") -> Iterator[Drawing]:
 
 
 def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
-    """A picture of 2 to 4 shapes, about half of which are of one kind."""
+    """A picture of 2 to 4 shapes; about half are of one kind."""
     pixels = np.full((SIDE * CELL, SIDE * CELL, 3), BACKGROUND, np.uint8)
     cells = np.full(CELLS, -1)
     frequent = rng.integers(len(COLORED_SHAPES))

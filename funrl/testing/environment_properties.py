@@ -163,7 +163,7 @@ def cancellable(subject: EnvironmentSubject) -> None:
         await asyncio.wait({task, asyncio.ensure_future(replies.hanging.wait())}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
         await asyncio.wait({task}, timeout=CLEAN_UP_S)
-        assert task.done(), f"it goes on for {CLEAN_UP_S:g} s: it swallows asyncio.CancelledError"
+        assert task.done(), f"it continues for {CLEAN_UP_S:g} s: it swallows asyncio.CancelledError"
 
     asyncio.run(run())
 
@@ -272,7 +272,7 @@ async def _tasks_left(subject: EnvironmentSubject, seed: int) -> list[str]:
 
 
 def _resources() -> dict[str, int]:
-    """Numbers of threads, child processes and open files of this process."""
+    """Counts of threads, child processes and open files of this process."""
     gc.collect()
     counts = {"threads": threading.active_count()}
     if os.path.isdir("/proc/self/fd"):

@@ -114,7 +114,7 @@ class Progress:
     def sample(self, sample: Sample) -> None:
         """Print a sample above the table, unless one was printed a moment ago.
 
-        Of an episode the begin and the end are printed, what the policy sampled in bold.
+        Of an episode the start and the end are printed, what the policy sampled in bold.
         """
         if time.monotonic() < self._next_sample:
             return

@@ -70,7 +70,7 @@ def changes_nothing(node: fx.Node) -> bool:
 
 
 def repeats(kinds: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
-    """Ways to read the begin of a sequence as turns: (kinds of a turn, at least two turns), the longest first."""
+    """Ways to read the start of a sequence as turns: (kinds of a turn, at least two turns), the longest first."""
     ways = []
     for size in range(1, min(MOST_KINDS, len(kinds) // 2) + 1):
         turns = 1

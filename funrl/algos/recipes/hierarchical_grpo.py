@@ -1,4 +1,4 @@
-"""Hierarchical GRPO: agents that propose are compared over the prompt, those that solve within their episode.
+"""Hierarchical GRPO: proposing agents are compared over the prompt, solving agents within their episode.
 
 References: prime-rl's hierarchical_grpo, https://github.com/PrimeIntellect-ai/prime-rl.
 verl and TRL: none. prime-rl names the roles that are compared within an episode, and does not divide by a deviation.

@@ -46,7 +46,7 @@ class ModuleConfig(ModelConfig):
       head: size of one.
       kv_heads: heads of keys and values.
       mlp: inner size of the mlp.
-      raw: the JSON text of its config.json, of which the sizes are a summary.
+      raw: the JSON text of its config.json; the sizes are a summary of it.
     """
 
     heads: int = 1

@@ -198,7 +198,7 @@ def load(
       path: the directory, which all ranks of the mesh see.
       dtype: of the weights; None: as in config.json.
       mesh: the devices; None: the CPU alone.
-      layouts: one `Layout` per weight, of which this rank gets its part; None: every rank gets whole tensors.
+      layouts: one `Layout` per weight: this rank gets its part; None: every rank gets whole tensors.
       model: the model, if `check_directory` has made it already; `with_vocabulary` may have given it more token ids.
 
     Raises:

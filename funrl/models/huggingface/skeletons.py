@@ -97,7 +97,7 @@ def attending(offsets: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[FakeTensorMode]:
-    """Inside, modules are traced without computing; what torch logs of those that cannot be is left out."""
+    """Inside, modules are traced without computing; torch's log of untraceable ones is dropped."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL + 1)

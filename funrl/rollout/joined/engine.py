@@ -113,7 +113,7 @@ class JoinedEngine:
         self._said_alone = False
         self._program = 0  # number of the program that asks, of those of this rank
         self._programs = 0  # that were begun beside this one
-        self._beside: set[JoinedEngine] = set()  # engines of those that go on
+        self._beside: set[JoinedEngine] = set()  # engines whose runs continue
         self._stopped = False
 
     def serve(self, connection: Connection) -> None:
@@ -203,7 +203,7 @@ class JoinedEngine:
             self._lease_server.wake()
 
     def stop(self) -> None:
-        """Let `step` raise StoppedError from now on. May be called by any thread."""
+        """Make `step` raise StoppedError from now on. May be called by any thread."""
         self._stopped = True
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
@@ -224,7 +224,7 @@ class JoinedEngine:
             self._asked |= {number: request.number for number, request in zip(numbers, unit, strict=True)}
 
     def write_ahead(self, requests: Sequence[Request]) -> None:
-        """Let generators complete requests that are submitted later, with the weights of now, unless they do already.
+        """Tell generators to complete later requests with the present weights, unless they do already.
 
         The later requests have the same prompts, sampling and seeds; their numbers may be others.
         """
@@ -250,7 +250,7 @@ class JoinedEngine:
           StoppedError: `stop` was called.
         """
         if self._stopped:
-            raise StoppedError("the run goes on without what was begun ahead")
+            raise StoppedError("the run continues without what was begun ahead")
         if self.paused or not self._requests:
             return []
         if self.version is None:
@@ -344,7 +344,7 @@ class JoinedEngine:
         return EngineCost(cache_bytes=0, page_tokens=1, pages=0, rows=ROOM, **counts)
 
     def sync_digests(self, source: DeviceWeights, version: int) -> JoinedDigests:
-        """Let generators prove that they hold the trainer's weights. Collective over the trainer ranks.
+        """Ask generators to prove that they hold the trainer's weights. Collective over the trainer ranks.
 
         Args:
           source: the weights that were put on the weight server.

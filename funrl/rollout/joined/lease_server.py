@@ -112,7 +112,7 @@ class LeaseServer:
             return self._lock.wait_for(lambda: self.weight_server.version in self._proved.values(), timeout_s)
 
     def published(self) -> None:
-        """Note that the weight server has new weights, of which no digests are known."""
+        """Note that the weight server has new weights with unknown digests."""
         with self._lock:
             self._expected = None
             version = self.weight_server.version
@@ -140,7 +140,7 @@ class LeaseServer:
             return Collected(completed.pop(program, ()), remarks, self._fault)
 
     def wake(self) -> None:
-        """Let the main program's `collect` return."""
+        """Wake the main program's `collect`."""
         with self._lock:
             self._woken = True
             self._lock.notify_all()

@@ -29,7 +29,7 @@ PULLS = 8  # ranks that are asked at the same time
 
 
 class StaleVersionError(RuntimeError):
-    """The trainer ranks have newer weights than those that are asked for."""
+    """The trainer ranks have newer weights than the requested ones."""
 
 
 class WeightServer:
@@ -55,7 +55,7 @@ class WeightServer:
         self._lock = threading.Lock()
 
     def put(self, named_weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy this rank's parts of all weights. A pull that goes on meanwhile sends the old ones to its end.
+        """Copy this rank's parts of all weights. A running pull still sends the old ones.
 
         Raises:
           KeyError: a weight is missing.
@@ -150,7 +150,7 @@ def pull(
 
     Raises:
       PeerError: a rank does not answer, or does not have this version in time.
-      StaleVersionError: a rank has a newer one; the connections go on.
+      StaleVersionError: a rank has a newer one; the connections stay open.
     """
     layouts = dict(trees.named(spec.layouts))
     own = {name: layout.box(spec.mesh.rank) for name, layout in layouts.items()}

@@ -26,7 +26,7 @@ class LoadRequest(NamedTuple):
 
     Attributes:
       version: of the weights.
-      base: whether they are those that adapters stand on.
+      base: whether they are the base weights of adapters.
       digests: whether the answer has digests of the weights.
       model: name of the agents' model whose weights they are; "": they are the policy's.
     """
@@ -120,7 +120,7 @@ class RemoteEngine:
 
     @property
     def in_background(self) -> bool:
-        """True if the next weights are sent while the engine goes on with the present ones."""
+        """True if the next weights are sent while the engine continues with the present ones."""
         return self.sender is not None and self.version is not None
 
     def send(self, weights: SentWeights, version: int, further: Sequence[FurtherWeights] = ()) -> None:

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
 
 class Monitor:
-    """Guards over a run that goes on: each reports once."""
+    """Guards over a running run: each reports once."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
@@ -96,7 +96,7 @@ def host_memory_grows(rows: Sequence[Row]) -> str | None:
     rises = all(a < b for a, b in itertools.pairwise(marks))
     if rises and marks[-1] > 1.3 * marks[0] and marks[-1] - marks[0] > 0.2:
         return (
-            f"the memory of the host has grown from {marks[0]:.1f} to {marks[-1]:.1f} GB and goes on: what a reward "
+            f"the memory of the host has grown from {marks[0]:.1f} to {marks[-1]:.1f} GB and grows: what a reward "
             "function keeps between calls is one cause; --save_every and --resume begin with fresh processes"
         )
     return None

@@ -389,7 +389,7 @@ def check_can_go_on(path: Path) -> None:
         return
     if last == steps:
         raise RunDirectoryError(
-            f"--resume: the run in {path} has made its {steps} steps and has no checkpoint to go on from; give another "
+            f"--resume: the run in {path} has made its {steps} steps and has no checkpoint to continue; give another "
             f"--run_dir, with --model={run.model} to begin with its weights"
         )
 

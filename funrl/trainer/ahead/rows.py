@@ -43,7 +43,7 @@ class RowsAhead:
         self.episodes = episodes
 
     def write(self, consumed: int, step: int) -> None:
-        """Let generators write the rows of as many steps after `step` as --staleness says, this replica's share.
+        """Ask generators for the rows of the --staleness steps after `step`, this replica's share.
 
         Where a filter may take further prompts for a step, only the next one's prompts are known.
 

@@ -215,7 +215,7 @@ def load(
       layouts: of the tensors that are split.
       mesh: all ranks.
       server: reads.
-      held: leaves of rows, of which each rank is given a share; None: there are none.
+      held: leaves of rows; each rank is given a share. None: there are none.
 
     Raises:
       CheckpointError: it holds another state; the message lists the names.

@@ -244,7 +244,7 @@ def lead_weights(
       record: the checkpoint.
       model: what `OUTLINE` describes.
       dtype: of the weights; None: as they are stored.
-      layouts: of those that are split, by name.
+      layouts: of split leaves, by name.
       mesh: the ranks.
 
     Raises:

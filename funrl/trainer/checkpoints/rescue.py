@@ -109,7 +109,7 @@ class RecoverableState:
             heartbeat.mark_recoverable(state.step)
 
     def release(self) -> None:
-        """Let go of the state, which changes from here on."""
+        """Release the state, which changes from here on."""
         heartbeat.mark_recoverable(-1)
         with self.lock:
             self.state = None

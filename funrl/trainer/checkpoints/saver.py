@@ -54,7 +54,7 @@ class Evaluations(NamedTuple):
     Attributes:
       first: before its first step.
       last: the newest after it; empty at first.
-      unfinished: metrics of the newest step while the evaluation after it goes on; None: none does.
+      unfinished: metrics of the newest step while the evaluation after it runs; None: none does.
     """
 
     first: dict[str, float]
@@ -131,7 +131,7 @@ class Saver:
         Args:
           state: before the first step.
 
-        Returns: the state, and the evaluations so far of a run that goes on; empty ones where these are on other
+        Returns: the state, and the evaluations so far of a run that continues; empty ones where these are on other
           held-out data.
 
         Raises:
@@ -175,7 +175,7 @@ class Saver:
             self.observer.note(f"{error}; it is written anew")
 
     def _continued(self, record: Recorded, state: State) -> State:
-        """The state to go on with, after the observer has received where it is from."""
+        """The state to continue with, after the observer has received where it is from."""
         self.saved = state.step
         self.rows.forget(state.step)
         evaluated = record.facts.get("unfinished") is None  # else the evaluation is made first
@@ -207,7 +207,7 @@ class Saver:
         """The newest checkpoint whose record and sizes are whole, the same on every rank.
 
         Args:
-          damaged: checkpoints to pass over and what is wrong with them; those that are met are added.
+          damaged: checkpoints to pass over and what is wrong with them; newly found ones are added.
         """
         record = None
         refusal = None
@@ -275,7 +275,7 @@ class Saver:
         return stop
 
     def save(self, state: State, evaluations: Evaluations, score: float | None = None) -> None:
-        """Begin to save a state, of which a copy is made at once. Every rank takes part.
+        """Begin to save a state; a copy is made at once. Every rank takes part.
 
         Raises:
           CheckpointError: the save before it has failed.
@@ -298,7 +298,7 @@ class Saver:
     def _commit(
         self, draft: str, step: int, snapshot: Snapshot, *, evaluations: Evaluations, score: float | None
     ) -> None:
-        """Have rank 0 make a checkpoint of what all ranks write, and remove those that are not kept."""
+        """Have rank 0 make a checkpoint of what all ranks write, and remove older ones beyond --keep."""
         folder = Path(str(self.folder))
         existing = complete_checkpoints(folder)
         for old, path in existing.items():
@@ -379,7 +379,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Wait until everything is on disk; after an exception, of which other ranks need not know, not for long."""
+        """Wait until everything is on disk; after an exception, which other ranks may not know of, not for long."""
         timeout_s = HURRY_S
         try:
             if kind is None:

@@ -137,7 +137,7 @@ def tokens_digest(job: Job) -> str:
 def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:
     """Digest of the held-out examples and of how they are sampled and rewarded.
 
-    Numbers of two evaluations with the same digest may be compared.
+    Two evaluations with the same digest may be compared.
 
     Args:
       job: of the run.

@@ -74,10 +74,10 @@ from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
 CHAT_FLAGS = ("system_prompt", "tools", "template_arguments")
-LEAST_TO_SPLIT = 10  # examples, of which one is held out
+LEAST_TO_SPLIT = 10  # examples; one of them is held out
 MOST_COMPARED = 5000  # texts to train on that are compared with those held out
 PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of a command of LaTeX
-SPLIT = 0x5917  # sets the numbers that hold prompts out apart from those that shuffle
+SPLIT = 0x5917  # separates the random numbers of held-out prompts from those of shuffling
 
 
 def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:

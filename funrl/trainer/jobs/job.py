@@ -104,7 +104,7 @@ class JobModels:
     Attributes:
       model: the one that the run begins with.
       tokenizer: of `model`; None in a dry run.
-      models: of every role, by name; those that learn with adapters, where `lora` is given.
+      models: of every role, by name; learning ones have adapters where `lora` is given.
       directories: of the roles that do not begin as `model`.
       lora: adapters of the roles that learn; None: all of their weights learn.
     """

@@ -1,4 +1,4 @@
-"""Peak learning rates: those that flags give, and defaults that fit the size of the model.
+"""Peak learning rates: of flags, or defaults that fit the size of the model.
 
 A larger model wants smaller steps. The default of a model that is given falls with the square root of its number of
 parameters N,

@@ -69,7 +69,7 @@ def models_of(
     tokenizer: Any,
     read: Callable[[str, str], Model] = hf.check_directory,
 ) -> JobModels:
-    """The models of every role of a run, and the directories of those that do not begin as `model`.
+    """The models of every role of a run, and the directories of roles that do not begin as `model`.
 
     Args:
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
@@ -316,7 +316,7 @@ def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | 
 
 
 def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
-    """The algorithm with further policies, each of which has the policy's loss and begins as it.
+    """The algorithm with further policies; each has the policy's loss and its initial weights.
 
     Raises:
       ValueError: a name is that of another role, or the algorithm has no loss of a policy alone.

@@ -324,7 +324,7 @@ def demonstrations_of(job: RLJob) -> DemonstrationReader:
 
 
 def filter_of(job: Job) -> Filter | None:
-    """The rows that are worth training on, among those that have rewards."""
+    """The rewarded rows that are worth training on."""
     filter = job.algorithm.filter
     if job.settings.rewards.on_reward_error != "skip":
         return filter
@@ -362,7 +362,7 @@ def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, s
 
 
 def verdict_scorer(job: RLJob, judge: Judge, weight: float, show: Show) -> Scorer:
-    """Scores by the verdicts of a judge, the first of which is shown."""
+    """Scores by the verdicts of a judge; the first verdict is shown."""
     shown: list[str] = []
 
     def note(text: str) -> None:

@@ -177,7 +177,7 @@ class CompletionWriter:
         return HeldRows(frozenset(names), tree["owner"].numpy(), self._mesh)
 
     def close(self) -> None:
-        """Nothing goes on between steps."""
+        """Do nothing: no work runs between steps."""
 
 
 def first_rollout(generation: Generation, rows: Rows, counts: np.ndarray) -> tuple[Rollout, Rows]:

@@ -7,7 +7,7 @@ are begun, so that a batch is full from the first step on. Prompts that finish b
 one, in the order of the prompts. None of this depends on the mesh or on timing.
 
 Begun prompts are part of the source's state. Each rank holds and checkpoints its own rows of them. So it is with
-episodes, of which each trajectory samples a limited number of new tokens; what a rank holds are their records.
+episodes; each trajectory samples a limited number of new tokens, and a rank holds their records.
 """
 
 from __future__ import annotations

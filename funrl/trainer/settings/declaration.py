@@ -136,7 +136,7 @@ class Flag(NamedTuple):
       text: meaning, for the help.
       chosen: what the run chooses if the default is None; "" if `text` says it.
       group: the record of `Settings` that holds it, or "algorithm" for an argument of a recipe.
-      bounds: conditions on its value, all of which must hold.
+      bounds: conditions on its value; all must hold.
       kinds: kinds of runs that the flag applies to.
       without: its value in the other kinds of runs.
       requires: name of the flag without which this one does nothing.

@@ -486,7 +486,7 @@ class DeviceSettings:
     )
     place: str | None = flag(
         None,
-        "ranks that train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
+        "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
         "generate:2 adds two; generate:join: other jobs; auto:8 chooses by a dry run",
         example="generate:1",
         chosen="all do both",

@@ -105,7 +105,7 @@ def read_shared_experts(got: Mapping[str, Any], **how: Any) -> Experts:
 
 
 def write_deepseek(config: Config) -> dict[str, Any]:
-    """Fields of config.json that only these families have, and those that they read otherwise.
+    """Fields of config.json that only these families have, or read otherwise.
 
     Raises:
       ModelError: it has no name for a part of the model.
