@@ -30,8 +30,8 @@ def findings(temporary=50, flops=1000, nbytes=100, attention=0):
 
 @pytest.mark.parametrize("ratio", [0.86, 1.0, 1.14])
 def test_numbers_within_15_percent_are_no_finding(ratio):
-    found = findings(temporary=round(100 * ratio) - 50, flops=round(1000 * ratio), nbytes=round(100 * ratio))
-    assert found == ["the dry run agrees within 15%"]
+    result = findings(temporary=round(100 * ratio) - 50, flops=round(1000 * ratio), nbytes=round(100 * ratio))
+    assert result == ["the dry run agrees within 15%"]
 
 
 @pytest.mark.parametrize(

@@ -160,14 +160,14 @@ def test_an_engine_does_the_flops_of_a_tower_once_a_prompt(folder):
     flops = counter.get_total_flops()
     assert flops > 1e6
     given = {"samples_per_prompt": 8}
-    found = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
-    without, with_one = (one.phases["generate"] for one in found)
+    estimates = [dry_run.estimate(own_job(folder, assume_pictures=count, **given), tokens, CPU) for count in (0, 1)]
+    without, with_one = (estimate.phases["generate"] for estimate in estimates)
     prompts = job.settings.run.batch_prompts
     assert with_one.flops - without.flops == pytest.approx(prompts * flops, rel=0.01)
     held = with_one.peak["cache"] - without.peak["cache"]
     layers = 1 + len(tower.form.deep_layers)
     assert held >= (prompts - 1) * layers * seen * job.model.config.embed * 4
-    assert f"with 1 picture of {patches} patches" in found[1].step and "picture" not in found[0].step
+    assert f"with 1 picture of {patches} patches" in estimates[1].step and "picture" not in estimates[0].step
 
 
 def seen_rows(job, parts, tokens, count):

@@ -99,8 +99,8 @@ def test_pools_of_roles_have_room_and_are_as_large_as_their_work(tmp_path):
     def pools(memory, seconds=1e9, left=8):
         work = Workload(law_of_mean(20, 24), 10, CPU._replace(memory=memory))
         shallow = {name: model_of(job, name) for name in names}
-        found = scoring_pools_of(job, names, shallow, work, seconds=seconds, left=left)
-        return [text(pool.sizes) for pool in found.values()]
+        scoring_pools = scoring_pools_of(job, names, shallow, work, seconds=seconds, left=left)
+        return [text(pool.sizes) for pool in scoring_pools.values()]
 
     assert pools(1e9) == ["dp1", "dp1"]
     assert pools(1e7) == ["tp2", "tp2"]  # 12 MB of weights
