@@ -66,14 +66,16 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
     """Make a function that shows how the policy continues held-out prompts. Every rank calls it.
 
     It does so at the first and the last evaluation, and at evaluations of steps that --sample_every divides. It does
-    nothing where no policy learns, or no engine can be made for it.
+    nothing where no policy learns, and says so where no engine can be made for it.
     """
     settings = job.settings
     task = job.task
     count = TOKENS if task.readable is None else embedded_task(settings.examples.task).max_new_tokens
     prompts = held_out_prompts(task.heldout, job.tokenizer, job.model.config.max_positions - count)
-    engine_exists = job.model.pages or (bool(job.model.abilities.code) and job.model.owned is None)
-    if not job.kind_of_role(job.main_role).generates or not prompts or not engine_exists:
+    if not job.kind_of_role(job.main_role).generates or not prompts:
+        return lambda states, step: None
+    if not job.model.pages and (not job.model.abilities.code or job.model.owned is not None):
+        show.note("no samples: no engine can generate with this model")
         return lambda states, step: None
     if not engine_fits(job, view(parts.mesh, job.generate_sizes)):
         show.note(f"no samples: an engine's weights would take more than {ENGINE_SHARE:.0%} of a rank's memory")
