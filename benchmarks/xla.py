@@ -106,7 +106,8 @@ def main(_: list[str]) -> None:
         assert abs(losses[0][2] - losses[1][2]) < 1e-4 and abs(losses[0][2] - losses[2]) < 1e-4, losses
         times = [[seconds(run) for run in runs] for _ in range(TURNS.value)]
         torch_s, jax_s, hand_s = (statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{depth:6} {torch_s:9.3f} {jax_s:9.3f} {hand_s:9.3f} {notes[0]}")
+        print(f"{depth:6} {torch_s:9.3f} {jax_s:9.3f} {hand_s:9.3f}")
+        print("\n".join(notes))
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ COMMANDS = {
     ),
     "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "replay": SmallCommand(
-        "Repeat of a run compared bit by bit, or the first difference of two runs",
-        "funrl replay RUN_DIR [OTHER_RUN_DIR] [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
+        "A run repeated, or two compared",
+        "funrl replay RUN_DIR [RUN_DIR] [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
     ),
     "explain": SmallCommand(
         "An algorithm's pieces and formulas", "funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]"

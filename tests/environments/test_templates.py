@@ -69,7 +69,7 @@ def test_what_a_template_does_not_allow_is_said_in_a_line():
     thinking = "the chat template leaves out what the policy thought once a user's message follows: what was sampled "
     assert {name for name, lines in limits.items() if lines} == {"qwen3", "glm_4_5", "harmony", "mistral_v3"}
     assert limits["qwen3"] == [thinking + "stays all the same; --history=template forks there"]
-    assert "renders the begin of a conversation anew" in limits["mistral_v3"][0]
+    assert "renders the start of a conversation anew" in limits["mistral_v3"][0]
     forks = TemplateChat(tokenizer_of("qwen3"), options=ChatOptions(history="template"))
     assert "the trajectory forks there; --history=append keeps" in template_limits(forks, tools=True)[0]
 

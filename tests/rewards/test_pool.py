@@ -366,9 +366,9 @@ def test_the_death_of_the_server_is_an_error_and_not_a_wait():
 
 PROGRAM = """
 import os, subprocess, time
-from funrl.rewards.pool import Completed, open_pool, score_rows
+from funrl.rewards.pool import CompletedRow, open_pool, score_rows
 with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "60"]).pid], 2) as pool:
-    pids = {int(pid) for f in score_rows(pool, [Completed("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
+    pids = {int(pid) for f in score_rows(pool, [CompletedRow("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
     fork = os.fork()
     if not fork:  # it keeps the rank's end of the pipe open
         os.close(1)

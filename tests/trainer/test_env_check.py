@@ -91,7 +91,7 @@ NEVER = {  # name: what the line says
     "Hangs": r"the environment took longer than 0.3 s between two calls of the policy \(--env_timeout\)",
     "Gymnasium": r"Gymnasium.reset takes .*; it is called as \(self, example, seed\); .*--env=gymnasium:FILE.py:NAME",
     "NoClose": r"class NoClose lacks close; .*--env=gymnasium:FILE.py:NAME",
-    "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and goes on; at least one message",
+    "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and continues; at least one message",
     "Raises": r"RuntimeError\('no database'\) at .*own.py:\d+; --env_check=off",
     "Making": r"class Making raised RuntimeError: no database \(.*own.py:\d+\)",
     "Prompting": r"prompts\(\) raised KeyError: 'no file' \(.*own.py:\d+\)",

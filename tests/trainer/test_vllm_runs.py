@@ -343,7 +343,7 @@ def test_the_servers_of_a_run_are_one_for_each_data_rank():
         ({"engine_url": "http://a"}, "http://a is not http://HOST:PORT"),
         ({"engine_url": None}, "--engine=vllm_server needs --engine_url"),
         ({"engine": "native"}, "does nothing without --engine=vllm_server"),
-        ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3.0 does nothing"),
+        ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3 does nothing"),
     ):
         with pytest.raises(SettingsError, match=message):
             small_job(GRPO, **{"mesh": "dp2"} | flags | more)

@@ -75,6 +75,10 @@ def check_settings(
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
+    if settings.models.model is not None and is_given(settings, "task"):
+        raise settings.refusal(
+            "{task} with {model}: the task trains its own decoder, but --model gives another; leave one of them out"
+        )
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -267,10 +271,6 @@ def check_requirements(s: Settings) -> None:
             refuse_beside(name, value, s)
     if s.run.resume and s.run.overwrite:
         raise s.refusal("--overwrite starts over and --resume continues; leave one of them out")
-    if s.models.model is not None and is_given(s, "task"):
-        raise s.refusal(
-            "{task} with {model}: the task trains its own decoder, but --model gives another; leave one of them out"
-        )
 
 
 def check_engine_flags(s: Settings) -> None:
