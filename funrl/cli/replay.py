@@ -4,7 +4,7 @@
                                             an asynchronous run: generate each token again by the logged weights
     funrl replay RUN_DIR --rows             train on the saved rows, and generate nothing
     funrl replay RUN_DIR --rows --step=7    that step, from the newest checkpoint before it
-    funrl replay RUN_DIR OTHER_RUN_DIR      compare the files of two runs, and repeat nothing
+    funrl replay RUN_DIR RUN_DIR            compare the files of two runs, and repeat nothing
 
 A repeated run must have saved the rows of its steps (`--save_rollouts`), those from the checkpoint to the step
 included. The exit status is 0 if all bits agree, else 1.

@@ -155,7 +155,7 @@ def test_the_first_difference_is_named(runs, without, first, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["replay"], "usage: funrl replay RUN_DIR [OTHER_RUN_DIR] [--rows] [--step=N]"),
+        (["replay"], "usage: funrl replay RUN_DIR [RUN_DIR] [--rows] [--step=N]"),
         (["replay", "RUN", "OTHER", "--step=2"], "--step is for repeating a run; two runs are compared as they are"),
         (["replay", "RUN", "--step=0"], "--step=0: it must be at least 1"),
         (["replay", "nowhere", "--step=1"], "nowhere/config.json: not the config.json of a run: No such file"),
