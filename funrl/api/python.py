@@ -292,35 +292,14 @@ def train(
         curriculum=curriculum,
     )
     given = given_of(objects)
-    prompt_files = texts.pop("prompts", None)
-    named: dict[str, Any] = {"mesh": mesh_text(mesh), **texts}
-    if "model" in texts:
-        named["model"] = str(find_model(texts["model"]))
-    algorithm = recipe
-    if not isinstance(algorithm, Algorithm):
-        settled = resolved(settings_of(**values, **named), prompts is not None or env is not None)
-        algorithm = composed(algorithm, settled, own)
-    if prompt_files is not None:
-        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = prompt_files
-    wanted = with_model_directories(settings_of(**named, **values))
-    if isinstance(model, Model) and wanted.devices.train.wanted is not None:
-        raise SettingsError(
-            f"mesh={wanted.devices.train.text!r}: auto works only for the embedded task's model or a directory; name a "
-            "mesh"
-        )
-    chosen, note = (wanted, None) if isinstance(model, Model) else choose_mesh(wanted, lambda: algorithm)
-    if note is not None and os.environ.get("RANK") == "0":
-        print(note, file=sys.stderr)
+    algorithm, wanted = _algorithm_and_settings(
+        recipe, {"mesh": mesh_text(mesh), **texts}, values, own, prompts is not None or env is not None
+    )
+    chosen = _with_mesh(wanted, model, algorithm)
     check_source(source, chosen.devices.place)
     job = prepare(chosen, lambda: algorithm, given)
-    config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
-    if given.records is not None:
-        config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
     shown = {**objects, "recipe": recipe, "source": source, "environment": given.environment}
-    names = ("recipe", "model", "prompts", "reward", "source", "environment")
-    unsayable = [name for name in names if not isinstance(shown.get(name), (str, type(None)))]
-    if unsayable:
-        config["given_in_python"] = ", ".join(name if name == "prompts" else f"the {name}" for name in unsayable)
+    config = _recorded_flags(flag_values(chosen) | own, job, given, shown)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
         folder = expanded(str(chosen.run.run_dir))
@@ -329,6 +308,62 @@ def train(
     if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
         check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _algorithm_and_settings(
+    recipe: str | Algorithm,
+    named: Mapping[str, Any],
+    values: Mapping[str, Any],
+    own: Mapping[str, Any],
+    has_prompts: bool,
+) -> tuple[Algorithm, Settings]:
+    """The algorithm of a recipe, and the settings of a call with the directories of their models.
+
+    Args:
+      named: texts of arguments of `train`; "prompts" is the file of whichever flag the kind of run reads.
+      values: flags.
+      own: arguments of the recipe.
+      has_prompts: whether the call gives prompts or an environment.
+    """
+    named = dict(named)
+    prompt_files = named.pop("prompts", None)
+    if "model" in named:
+        named["model"] = str(find_model(named["model"]))
+    algorithm = recipe
+    if not isinstance(algorithm, Algorithm):
+        settled = resolved(settings_of(**values, **named), has_prompts)
+        algorithm = composed(algorithm, settled, own)
+    if prompt_files is not None:
+        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = prompt_files
+    return algorithm, with_model_directories(settings_of(**named, **values))
+
+
+def _with_mesh(settings: Settings, model: object, algorithm: Algorithm) -> Settings:
+    """The settings with a mesh in place of "auto", which rank 0 reports. Raises: SettingsError."""
+    if isinstance(model, Model):
+        if settings.devices.train.wanted is not None:
+            text = settings.devices.train.text
+            raise SettingsError(
+                f"mesh={text!r}: auto works only for the embedded task's model or a directory; name a mesh"
+            )
+        return settings
+    chosen, note = choose_mesh(settings, lambda: algorithm)
+    if note is not None and os.environ.get("RANK") == "0":
+        print(note, file=sys.stderr)
+    return chosen
+
+
+def _recorded_flags(flags: Mapping[str, Any], job: Job, given: Given, shown: Mapping[str, object]) -> dict[str, Any]:
+    """Flags for config.json, with the names of the arguments `shown` that no flag can say."""
+    recipe = shown["recipe"]
+    config = {**flags, "algorithm": recipe if isinstance(recipe, str) else None}
+    if given.records is not None:
+        config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
+    names = ("recipe", "model", "prompts", "reward", "source", "environment")
+    objects = [name for name in names if not isinstance(shown.get(name), (str, type(None)))]
+    if objects:
+        config["given_in_python"] = ", ".join(name if name == "prompts" else f"the {name}" for name in objects)
+    return config
 
 
 def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], given: Given) -> Provenance:

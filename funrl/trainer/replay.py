@@ -107,9 +107,8 @@ def replay(
     server = ShardServer()
     threads = torch.get_num_threads()
     environment = logged if isinstance(logged, LoggedEnvironment) else None
-    source = replay_source(folder)
-    if logged is not None:
-        source = make_source if isinstance(logged, LoggedEnvironment) else logged
+    generating = make_source if isinstance(logged, LoggedEnvironment) else logged
+    source = generating or replay_source(folder)
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
         if logged is None and not job.settings.engines.abilities.unpaged:  # without weights an engine costs nothing
@@ -140,9 +139,7 @@ def replay(
                 environment.open(read_episodes(folder, number))
             repeat_step = _train_again if logged is None else _generate_again
             trainer, state, differences = repeat_step(trainer, state, saved)
-            for name, role in state.roles.items():
-                digests = weight_digests(role.params, trainer.parts.roles[name].stored, mesh)
-                differences.append(digest_difference(name, digests, saved.record["weights"].get(name, {})))
+            differences += _digest_differences(trainer, state, saved, mesh)
             if number == last and after is not None:
                 theirs = load(_without_source(after), state._replace(source=()), layouts, mesh=mesh, server=server)
                 differences += _compare_states(state, theirs, layouts, mesh)
@@ -151,6 +148,15 @@ def replay(
     finally:
         torch.set_num_threads(threads)
         server.close()
+
+
+def _digest_differences(trainer: Trainer, state: State, saved: SavedRows, mesh: Mesh) -> list[Difference]:
+    """Differences of the weights of all roles from those after the saved step."""
+    differences = []
+    for name, role in state.roles.items():
+        digests = weight_digests(role.params, trainer.parts.roles[name].stored, mesh)
+        differences.append(digest_difference(name, digests, saved.record["weights"].get(name, {})))
+    return differences
 
 
 def _train_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
