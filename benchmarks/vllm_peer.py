@@ -41,7 +41,8 @@ sys.path.insert(0, "benchmarks")
 from generate import engine_turn
 from funrl.mesh.mesh import SINGLE
 from funrl.models.huggingface import directories as hf
-from funrl.rollout.vllm.engine import vllm_engine, VLLMOptions
+from funrl.rollout.vllm.engine import vllm_engine
+from funrl.rollout.vllm.contract import VLLMOptions
 folder, name, _, _, cache_bytes, rows = sys.argv[1:]
 dtype = getattr(torch, name)
 model, params = hf.load(folder, dtype)

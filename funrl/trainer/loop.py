@@ -85,11 +85,11 @@ def train_loop(
     """
     with heartbeat.phase("load"):
         trainer, state = begin_run(job, mesh, observer, source, pool=pool)
-        job, digests = first_digests(trainer, state)
+        job, frozen = first_digests(trainer, state)
     folder = trainer.folder
     with (
         Saver(
-            job, trainer.parts, trainer.source, state=state, folder=folder, observer=observer, digests=digests
+            job, trainer.parts, trainer.source, state=state, folder=folder, observer=observer, frozen=frozen
         ) as saver,
         stops_when_asked(),
         closed_at_end(trainer.source),

@@ -10,7 +10,7 @@ from funrl.processes.processor import products_problem
 from funrl.rewards.pool import Pool
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
 from funrl.trainer.checkpoints.saver import shared_folder
-from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
+from funrl.trainer.checkpoints.weight_digests import agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import loaded_cache
 from funrl.trainer.gap import gap_check
 from funrl.trainer.initial_weights import initial_weights
@@ -78,16 +78,12 @@ def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -
     return weights
 
 
-def first_digests(trainer: Trainer, state: State) -> tuple[Job, FrozenDigests]:
-    """The job with digests of its first weights, and those of its frozen weights; none without a run directory."""
+def first_digests(trainer: Trainer, state: State) -> tuple[Job, Mapping[str, object]]:
+    """The job with digests of its first weights, and facts on its frozen ones; none without a run directory."""
     job = trainer.job
     parts = trainer.parts
     if trainer.folder is None:
-        return job, FrozenDigests()
-    adapters = adapter_facts(job, parts, trainer.frozen)
-    digests = FrozenDigests(
-        role_digests(parts.roles, trainer.frozen, parts.mesh),
-        adapters,
-        agent_digests(parts),
-    )
-    return with_first_digests(job, parts, state.roles[job.main_role].params, digests), digests
+        return job, {}
+    frozen = role_digests(parts.roles, trainer.frozen, parts.mesh) | agent_digests(parts)
+    facts = {"frozen": frozen, **adapter_facts(job, parts, trainer.frozen)}
+    return with_first_digests(job, parts, state.roles[job.main_role].params, facts), facts

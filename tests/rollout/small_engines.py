@@ -21,8 +21,9 @@ from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
-from funrl.rollout.vllm.engine import VLLMEngine, VLLMOptions, vllm_weights
+from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 
 SMALL = {"vocab": 40, "embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "mlp": 48, "max_positions": 128}
 CONFIGS = {
@@ -90,7 +91,7 @@ def _vllm(model, mesh, dtype):
     """An engine of its own over a vLLM that the tests of a process share, for it takes seconds to start."""
     key = model.config, mesh.rank, dtype
     if key not in _vllm_cores:
-        _vllm_cores[key] = start_vllm(model, mesh, dtype, max_rows=64, cache_bytes=1 << 24)
+        _vllm_cores[key] = start_vllm(model, mesh, dtype, VLLMOptions(64, 1 << 24))
     core = _vllm_cores[key]
     core.wake()
     return VLLMEngine(model.config, vllm_weights(model, mesh, dtype), core, 64, decode)

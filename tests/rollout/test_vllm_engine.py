@@ -22,6 +22,7 @@ from funrl.rollout.native.engine import native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import WholeWeights
 from funrl.rollout.vllm.weights import unfused
@@ -240,7 +241,7 @@ def test_the_end_of_an_engine_leaves_another_and_the_group_of_the_run():
     engine = KINDS["vllm"].engine(WIDE)
     requests = requests_of(PROMPTS, Sampling(max_new_tokens=6), 0)
     before = complete(engine, requests)
-    other = start_vllm(decoder_model(with_fields(WIDE, layers=3)), SINGLE, torch.float32, 8, cache_bytes=1 << 24)
+    other = start_vllm(decoder_model(with_fields(WIDE, layers=3)), SINGLE, torch.float32, VLLMOptions(8, 1 << 24))
     ended = weakref.ref(other)
     del other
     gc.collect()

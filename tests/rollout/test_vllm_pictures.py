@@ -17,6 +17,7 @@ from funrl.models.vision.model import with_vision
 from funrl.rollout.engine import complete
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt
@@ -118,7 +119,7 @@ def assert_later_turns(engine, model, weights):
 @pytest.mark.parametrize("family", AXES)
 def test_completions_have_the_trainers_log_probabilities(family):
     model, params = model_of(family)
-    core = start_vllm(model, SINGLE, torch.float32, 4)
+    core = start_vllm(model, SINGLE, torch.float32, VLLMOptions(4))
     engine = VLLMEngine(model.config, vllm_weights(model, SINGLE, torch.float32), core, 4)
     other = model.init(torch.Generator().manual_seed(1))
     asked = requests()

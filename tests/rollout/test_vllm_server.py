@@ -19,8 +19,7 @@ from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm import server as vllm_server
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
-from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.engine import VLLMOptions
+from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.server import CoreHandler, CoreServer, plain_requests, request_of
 
 MODEL = decoder_model(WIDE)

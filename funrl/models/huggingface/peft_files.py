@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.names import HEAD_NAMES, module_name, names_of
-from funrl.models.huggingface.weight_files import read_json, read_table
+from funrl.models.huggingface.weight_files import read_json, read_table, save_tensors
 from funrl.models.lora import FIRST, OF_SOME, OF_TOWERS, PROJECTIONS, SECOND, plain_name, trained_part
 from funrl.models.model import Model
 from funrl.models.value_head import is_token_classifier
@@ -131,10 +131,7 @@ def write_peft(
     tensors |= {BEGIN + there: own[name] for name, there in HEAD_NAMES.items() if name in own}
     tensors = {name: x.detach().to("cpu").contiguous() for name, x in tensors.items()}
     partial = folder / f".{ADAPTER_WEIGHTS}.partial"
-    partial.write_bytes(b"")
-    mode = partial.stat().st_mode  # the umask's; safetensors makes files that only their owner reads
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(mode)
+    save_tensors(partial, tensors)
     os.replace(partial, folder / ADAPTER_WEIGHTS)
     ranks = {name.rpartition(".")[2]: len(a) for name, (a, _) in factors.items()}
     others = {name: rank for name, rank in sorted(ranks.items()) if rank != lora.rank}

@@ -117,10 +117,7 @@ def write_weight_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], limi
     for shard in split_shards(tensors, limit):
         dtype = max(shard.values(), key=Tensor.numel).dtype
         partials.append(folder / f"model-{len(shards) + 1:05}.safetensors.partial")
-        partials[-1].write_bytes(b"")
-        mode = partials[-1].stat().st_mode  # the umask's; safetensors makes files that only their owner reads
-        save_file(shard, partials[-1], metadata={"format": "pt"})
-        partials[-1].chmod(mode)
+        save_tensors(partials[-1], shard)
         shards.append(list(shard))
         total += sum(x.nbytes for x in shard.values())
     count = len(shards)
@@ -135,6 +132,14 @@ def write_weight_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], limi
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return dtype
+
+
+def save_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file that whoever the umask lets can read; safetensors makes one for its owner alone."""
+    file.write_bytes(b"")
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def split_shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,8 @@ def check_tied(file: Path, embed: str, tensor: Callable[[str], Any]) -> None:
 def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tuple[int, int], ...]) -> Tensor:
     """The part `box` of our tensor of `shape`, read from rows of a stored one in which some neighbouring dims are one.
 
+    Whole rows of the file are read, or a part of one.
+
     Args:
       tensor: a slice object of safetensors, or `Dequantized`.
     """
@@ -89,28 +92,15 @@ def read_part(tensor: Any, stored: Stored, shape: tuple[int, ...], box: tuple[tu
         if tuple(tensor.get_shape()) == (stored.shape[0], *stored.shape[:0:-1]):
             return tensor[(slice(*experts), own, slice(*inner))]
         return tensor[(slice(*experts), slice(*inner), own)].mT
-    index = []
-    part = []
-    rest = []
-    dim = 0
     begin, end = stored.rows
-    for length in (end - begin, *stored.shape[1:]):
-        # of the dims that are one in the file, up to `dim`
-        low = 0
-        high = 1
-        merged = 1
-        first = dim
-        while merged < length or dim == first:
-            # of one index of the dims before, only a part of this one is read
-            only = high - low == 1
-            inner = shape[dim]
-            inside = box[dim] if only else (0, inner)
-            low = low * inner + inside[0]
-            high = (high - 1) * inner + inside[1]
-            part.append(inside[1] - inside[0])
-            rest.append(slice(None) if only else slice(*box[dim]))
-            merged = merged * inner
-            dim = dim + 1
-        index.append(slice(begin + low, begin + high))
-        begin = 0  # of the dims behind the first
-    return tensor[tuple(index)].reshape(part)[tuple(rest)]
+    width = math.prod(shape) // (end - begin)  # numbers of a row of the file
+    strides = torch.empty(shape, device="meta").stride()
+    first = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
+    last = sum((high - 1) * stride for (_, high), stride in zip(box, strides, strict=True))
+    offset = first % width
+    index = [slice(begin + first // width, begin + last // width + 1), *(slice(0, n) for n in stored.shape[1:])]
+    if first // width == last // width and len(index) == 2:
+        index[1] = slice(offset, last % width + 1)
+        offset = 0
+    part = tensor[tuple(index)].contiguous()
+    return part.as_strided([high - low for low, high in box], strides, part.storage_offset() + offset)

@@ -23,9 +23,10 @@ from torch import Tensor
 from funrl.mesh.mesh import SINGLE, Mesh, MeshError
 from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.huggingface.config import config_to_hf
+from funrl.models.huggingface.weight_files import split_shards
 from funrl.models.model import Model
-from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.engine import VLLM_DEFAULTS, VLLMEngine, VLLMOptions, vllm_weights
+from funrl.rollout.vllm.contract import VLLM_DEFAULTS, CacheCounts, CoreRequest, SampledTokens, VLLMOptions
+from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 from funrl.rollout.vllm.server import plain_requests
 
 RETRY_S = 0.5  # between requests to a server that does not answer
@@ -87,7 +88,7 @@ class RemoteCore:
         """Store all weights in files, for a restarted server, and send them; see `Core`."""
         self._weights = []
         self._loaded = False
-        for number, bucket in enumerate(_buckets(named_weights)):
+        for number, bucket in enumerate(split_shards(named_weights, BUCKET_BYTES)):
             file = Path(self._folder.name) / f"{number:06}"
             file.write_bytes(save_safetensors(bucket))
             self._weights.append(file)
@@ -201,22 +202,8 @@ def vllm_client(
     sizes = {
         "config": config_to_hf(model.config),
         "dtype": str(dtype).removeprefix("torch."),
-        "max_rows": options.max_rows,
-        "cache_bytes": options.cache_bytes,
-        "compiled": options.compiled,
+        "options": options._replace(decode=None)._asdict(),
     }
     core = RemoteCore(url, sizes, timeout_s)
     weights = vllm_weights(model, mesh, dtype)
     return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
-
-
-def _buckets(named_weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Group weights into buckets of at most `BUCKET_BYTES`; a larger weight has its own."""
-    bucket: dict[str, Tensor] = {}
-    for name, x in named_weights:
-        if bucket and sum(weight.nbytes for weight in bucket.values()) + x.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = {}
-        bucket[name] = x.cpu().contiguous()
-    if bucket:
-        yield bucket

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from funrl.kinds import OwnedLines
 from funrl.rollout.sampling_parameters import Sampling
+
+
+class VLLMOptions(NamedTuple):
+    """Options of an engine.
+
+    Attributes:
+      max_rows: bound on the completions that are decoded together.
+      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
+      compiled: use vLLM's compiler.
+      decode: token ids -> text, for stop strings.
+    """
+
+    max_rows: int = 512
+    cache_bytes: int = 0
+    compiled: bool = False
+    decode: Callable[[list[int]], str] | None = None
+
+
+VLLM_DEFAULTS = VLLMOptions()
 
 
 class CoreRequest(NamedTuple):

@@ -28,7 +28,7 @@ from funrl.models.model import Model
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
-from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
+from funrl.rollout.vllm.contract import VLLM_DEFAULTS, CacheCounts, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.process import contained, ending_alone, import_vllm, inspect_models_here, launcher
@@ -252,19 +252,15 @@ class LocalCore:
         self._puts = now
 
 
-def start_vllm(
-    model: Model, mesh: Mesh, dtype: torch.dtype, max_rows: int, cache_bytes: int = 0, compiled: bool = False
-) -> LocalCore:
+def start_vllm(model: Model, mesh: Mesh, dtype: torch.dtype, options: VLLMOptions = VLLM_DEFAULTS) -> LocalCore:
     """Start vLLM in this process, with random weights. Collective over the mesh.
 
     Args:
       model: a decoder.
       mesh: its "tensor" axis splits the model; each index of its row axes is a separate vLLM.
       dtype: of weights and cache.
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: of keys and values on a rank; 0: half of the free memory, or what `max_rows` sequences of maximal
-        length need, whichever is less.
-      compiled: use vLLM's compiler, which takes about half a minute on a CPU.
+      options: bounds and choices. Without `cache_bytes` half of the free memory is taken, or what `max_rows` sequences
+        of maximal length need, whichever is less.
 
     Raises:
       ModelError: vLLM cannot generate with this model.
@@ -272,7 +268,7 @@ def start_vllm(
     """
     config = model.config
     tensor = mesh.size("tensor")
-    check_vllm(model, mesh.device.type, dtype, tensor=tensor, cache_bytes=cache_bytes)
+    check_vllm(model, mesh.device.type, dtype, tensor=tensor, cache_bytes=options.cache_bytes)
     if mesh.device.type == "cuda":
         expand_segments(False)  # the memory pool of the sleep mode refuses them
     with contained(mesh), as_whole_world(mesh), contextlib.ExitStack() as files:
@@ -284,8 +280,9 @@ def start_vllm(
         (Path(folder) / "config.json").write_text(json.dumps(config_json(config) | {"dtype": _name(dtype)}))
         pictures = _picture_options(Path(folder), model)
         page_tokens, page_bytes = vllm_page(model, mesh.device.type, dtype, tensor=tensor)
+        cache_bytes = options.cache_bytes
         if not cache_bytes:
-            most = (max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
+            most = (options.max_rows * -(-config.max_positions // page_tokens) + 2) * page_bytes
             cache_bytes = min(int(FREE_SHARE * free_bytes(mesh)), most)
         if model.abilities.routers is not None:
             make_expert_group(tensor)
@@ -297,8 +294,8 @@ def start_vllm(
             dtype=_name(dtype),
             seed=0,
             max_model_len=config.max_positions,
-            max_num_seqs=max_rows,
-            enforce_eager=not compiled,
+            max_num_seqs=options.max_rows,
+            enforce_eager=not options.compiled,
             tensor_parallel_size=tensor,
             block_size=page_tokens,
             kv_cache_memory_bytes=cache_bytes,

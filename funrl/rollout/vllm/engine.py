@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from funrl.models.huggingface.names import names_of
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.requests import Completion, Finish, Request, check_requests, logits_error
-from funrl.rollout.vllm.contract import Core, CoreRequest, SampledTokens
+from funrl.rollout.vllm.contract import VLLM_DEFAULTS, Core, CoreRequest, SampledTokens, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
 
 
@@ -49,25 +48,6 @@ class PartialCompletion:
         begun = self.request.begun
         most = self.request.most
         return count if most is None else min(count, most + (0 if begun is None else len(begun.tokens)))
-
-
-class VLLMOptions(NamedTuple):
-    """Options of an engine.
-
-    Attributes:
-      max_rows: bound on the completions that are decoded together.
-      cache_bytes: bound on the keys and values of one rank; 0: see `start_vllm`.
-      compiled: use vLLM's compiler.
-      decode: token ids -> text, for stop strings.
-    """
-
-    max_rows: int = 512
-    cache_bytes: int = 0
-    compiled: bool = False
-    decode: Callable[[list[int]], str] | None = None
-
-
-VLLM_DEFAULTS = VLLMOptions()
 
 
 class VLLMEngine:
@@ -324,9 +304,7 @@ def vllm_engine(
     Raises:
       ModelError, ImportError: as in `start_vllm`.
     """
-    core = start_vllm(
-        model, mesh, dtype, max_rows=options.max_rows, cache_bytes=options.cache_bytes, compiled=options.compiled
-    )
+    core = start_vllm(model, mesh, dtype, options)
     weights = vllm_weights(model, mesh, dtype)
     return VLLMEngine(model.config, weights, core, max_rows=options.max_rows, decode=options.decode)
 

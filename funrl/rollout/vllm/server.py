@@ -44,7 +44,7 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model
 from funrl.models.huggingface.config import config_from_hf
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.contract import Core, CoreRequest
+from funrl.rollout.vllm.contract import Core, CoreRequest, VLLMOptions
 from funrl.rollout.vllm.core import start_vllm
 
 IDLE_S = 10.0  # without a byte of a request, or before an answer is taken
@@ -296,15 +296,7 @@ def start_here(message: Answer, device: str) -> Core:
     """Start vLLM on this machine's device, for the model sizes in a message."""
     model = decoder_model(config_from_hf(message["config"]))
     mesh = single("cuda:0" if device == "cuda" else "cpu")
-    dtype = getattr(torch, message["dtype"])
-    return start_vllm(
-        model,
-        mesh,
-        dtype,
-        max_rows=message["max_rows"],
-        cache_bytes=message["cache_bytes"],
-        compiled=message["compiled"],
-    )
+    return start_vllm(model, mesh, getattr(torch, message["dtype"]), VLLMOptions(**message["options"]))
 
 
 def serve() -> None:

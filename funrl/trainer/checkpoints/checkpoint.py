@@ -86,8 +86,7 @@ def scalar_arrays(numbers: Mapping[str, int | float | bool]) -> dict[str, Array]
 
 def complete_checkpoints(folder: str | Path) -> dict[int, Path]:
     """The checkpoints of a folder by step, oldest first, whole at the time when they were written."""
-    paths = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
-    return {step: paths[step] for step in sorted(paths) if (paths[step] / COMPLETE).exists()}
+    return {step: path for step, path in step_folders(folder).items() if (path / COMPLETE).exists()}
 
 
 def incomplete_checkpoints(folder: str | Path) -> list[Path]:
@@ -96,8 +95,28 @@ def incomplete_checkpoints(folder: str | Path) -> list[Path]:
     Older ones are what the removal of a checkpoint has left when it was interrupted.
     """
     newest = max(complete_checkpoints(folder), default=-1)
-    paths = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
-    return [paths[step] for step in sorted(paths) if step > newest and paths[step].is_dir()]
+    return [path for step, path in step_folders(folder).items() if step > newest and path.is_dir()]
+
+
+def newest_checkpoint(folder: str | Path, damaged: dict[Path, str]) -> Recorded | None:
+    """The newest checkpoint whose record can be read and whose files have their sizes; None: there is none.
+
+    Args:
+      damaged: checkpoints to pass over and what is wrong with them; further ones are added, the newest first.
+
+    Raises:
+      CheckpointError: another version has written the newest.
+    """
+    for path in reversed(incomplete_checkpoints(folder)):
+        damaged.setdefault(path, f"{path / COMPLETE}: it is missing")
+    for path in reversed(complete_checkpoints(folder).values()):
+        if path in damaged:
+            continue
+        try:
+            return recorded(path)
+        except DamagedError as error:
+            damaged[path] = str(error)
+    return None
 
 
 def adopt_rescued(folder: str | Path) -> list[str]:
@@ -173,6 +192,12 @@ def step_of(path: Path) -> int | None:
     """The step in the name of a checkpoint."""
     match = re.fullmatch(r"step-(\d+)", path.name)
     return int(match[1]) if match else None
+
+
+def step_folders(folder: str | Path) -> dict[int, Path]:
+    """What is there of steps, oldest first."""
+    paths = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
+    return {step: paths[step] for step in sorted(paths)}
 
 
 def _array(shape: list[int], dtype: str, chunk: list[int] | tuple[int, ...] = ()) -> Array:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from funrl.trainer.checkpoints.base_model import check_lora
-from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
+from funrl.trainer.checkpoints.checkpoint import Recorded, newest_checkpoint
 from funrl.trainer.checkpoints.export import OUTLINE
 from funrl.trainer.checkpoints.weight_digests import tokens_digest
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
 from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS, START_FLAGS
-from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
+from funrl.trainer.storage.shard_server import CheckpointError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 FACT_WORDS = {"learns": "losses of"}  # of facts, where the name alone is no phrase
@@ -46,18 +46,15 @@ def check_resume(job: Job, run_dir: str | Path) -> Sequence[str]:
     Raises:
       CheckpointError: none of them can be read, or it is of another run; the message names it and what is wrong.
     """
-    problem = ""
-    for path in reversed(complete_checkpoints(Path(run_dir) / CHECKPOINTS).values()):
-        try:
-            record = recorded(path)
-        except DamagedError as error:
-            problem = problem or str(error)
-            continue
-        except CheckpointError as error:
-            raise CheckpointError(f"--resume: {error}") from error
+    damaged = dict[Path, str]()
+    try:
+        record = newest_checkpoint(Path(run_dir) / CHECKPOINTS, damaged)
+    except CheckpointError as error:
+        raise CheckpointError(f"--resume: {error}") from error
+    if record is not None:
         check_facts(record, job)
         return changes(record, job)
-    if problem:
+    for problem in damaged.values():
         raise CheckpointError(f"--resume: {problem}; no other checkpoint is left: give another --run_dir")
     return ()
 

@@ -14,7 +14,6 @@ have made of them. Nothing is gathered. A step is whole or not there: it is writ
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -33,6 +32,7 @@ from funrl.kinds import Value, from_row_lines, row_lines
 from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import gather_table
+from funrl.trainer.checkpoints.checkpoint import step_folders as saved_steps
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
@@ -225,12 +225,6 @@ def _write_own(beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, 
         nbytes += (beside / "table.safetensors").write_bytes(save(table))
         nbytes += (beside / "record.json").write_text(json.dumps({"format": ROWS_FORMAT, **record, **facts}))
     return nbytes
-
-
-def saved_steps(folder: str | Path) -> dict[int, Path]:
-    """The steps whose rows are there, oldest first."""
-    paths = {int(m[1]): p for p in Path(folder).glob("step-*") if (m := re.fullmatch(r"step-(\d+)", p.name))}
-    return {step: paths[step] for step in sorted(paths)}
 
 
 def forget_rows(folder: str | Path, after: int) -> None:

@@ -21,8 +21,8 @@ from funrl.trainer.checkpoints.checkpoint import (
     Recorded,
     adopt_rescued,
     complete_checkpoints,
-    incomplete_checkpoints,
     load,
+    newest_checkpoint,
     numbers_of,
     recorded,
     state_layouts,
@@ -32,14 +32,13 @@ from funrl.trainer.checkpoints.export import check_outline, write_outline
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other_held_out, run_facts, weights_changed
 from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
-from funrl.trainer.checkpoints.weight_digests import FrozenDigests
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
-from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, Commit, DamagedError, Reserve
+from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
 from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
 
@@ -79,7 +78,7 @@ class Saver:
         state: State,
         folder: str | None,
         observer: Observer,
-        digests: FrozenDigests = FrozenDigests(),  # noqa: B008  (immutable)
+        frozen: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare to save a run. Collective.
 
@@ -90,7 +89,7 @@ class Saver:
           state: of the run, whose names, shapes and layouts stay as they are.
           folder: the same on every rank.
           observer: receives what happens.
-          digests: of the weights that do not learn.
+          frozen: facts of checkpoints on the weights that do not learn.
 
         Raises:
           CheckpointError: the state has a leaf that cannot be saved.
@@ -103,8 +102,7 @@ class Saver:
         self.source = source
         self.folder = folder
         self.observer = observer
-        self.frozen = {**digests.roles, **digests.agents}
-        self.adapters = dict(digests.adapters)
+        self.frozen = {"frozen": {}, **(frozen or {})}
         self.layouts: dict[str, Layout] = state_layouts(parts, state)
         self.every = save_interval(job.settings.run.save_every)
         self.server = ShardServer()
@@ -142,11 +140,10 @@ class Saver:
         damaged: dict[Path, str] = {}
         while (record := self._newest(damaged)) is not None:
             check_facts(record, self.job)
-            check_frozen(record, self.frozen, self.job)
-            if self.adapters:
-                check_base(
-                    record.path, record.facts, self.adapters["base"]["digests"], directory=self.settings.models.model
-                )
+            check_frozen(record, self.frozen["frozen"], self.job)
+            if "base" in self.frozen:
+                digests = self.frozen["base"]["digests"]
+                check_base(record.path, record.facts, digests, directory=self.settings.models.model)
             held = held_rows(self.source, state)
             try:
                 state = load(record, state, self.layouts, mesh=self.mesh, server=self.server, held=held)
@@ -211,13 +208,16 @@ class Saver:
         """
         record = None
         refusal = None
+        known = set(damaged)
         if self.mesh.rank == 0:
             try:
-                record = self._newest_whole(damaged)
+                record = newest_checkpoint(str(self.folder), damaged)
             except CheckpointError as error:
                 refusal = str(error)
         record, all_damaged, refusal = gather_objects((record, damaged, refusal), self.mesh)[0]
         damaged.update(all_damaged)
+        for path in damaged.keys() - known:
+            self.observer.note(f"{damaged[path]}; the checkpoint before it is taken")
         if refusal is not None:
             raise CheckpointError(f"--resume: {refusal}")
         unseen = None
@@ -227,22 +227,6 @@ class Saver:
             if problem is not None:
                 raise CheckpointError(problem)
         return record
-
-    def _newest_whole(self, damaged: dict[Path, str]) -> Recorded | None:
-        """The same on the first rank alone. Raises: CheckpointError, another version has written the newest."""
-        for path in incomplete_checkpoints(str(self.folder)):
-            if path not in damaged:
-                damaged[path] = f"{path / COMPLETE}: it is missing"
-                self.observer.note(f"{damaged[path]}; the checkpoint before it is taken")
-        for path in reversed(complete_checkpoints(str(self.folder)).values()):
-            if path in damaged:
-                continue
-            try:
-                return recorded(path)
-            except DamagedError as error:
-                damaged[path] = str(error)
-                self.observer.note(f"{error}; the checkpoint before it is taken")
-        return None
 
     def after_step(self, state: State, complete: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
         """Save the state after a step if it is time to; True if the run was asked to stop, and its state is saved.
@@ -340,12 +324,11 @@ class Saver:
             "dtype": self.settings.models.dtype,
             "lead": self.job.main_role,
             "run": run_facts(self.job),
-            "frozen": self.frozen,
             "outline": self.outline or {},
             "processor": processor_facts(),
             "provenance": self.job.provenance._asdict(),
             **evaluations._asdict(),
-            **self.adapters,
+            **self.frozen,
         }
 
     def wait(self) -> None:

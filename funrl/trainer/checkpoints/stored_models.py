@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import MERGE_ADVICE, PeftAdapter, describe_adapter, is_adapter
-from funrl.trainer.checkpoints.checkpoint import Recorded
+from funrl.trainer.checkpoints.checkpoint import Recorded, step_of
 from funrl.trainer.checkpoints.export import OUTLINE, checkpoint_of, export_checkpoint
 from funrl.trainer.settings.checks import check_adapter_flags
 from funrl.trainer.settings.declaration import SettingsError, blaming
@@ -34,9 +33,6 @@ class StoredModel(NamedTuple):
     flags: Mapping[str, Any]
 
 
-CHECKPOINT = re.compile(r"step-(\d+)")
-
-
 def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel:
     """The model of a directory, of a name in the local Hugging Face cache, or of a run.
 
@@ -51,9 +47,8 @@ def find_stored_model(model: str | Path, step: int | None = None) -> StoredModel
     folder = hf.find_directory(model)
     if not folder.exists():
         raise SettingsError(f"{model}: no such directory, and no such model in the local cache")
-    checkpoint = CHECKPOINT.fullmatch(folder.name)
-    if checkpoint and folder.parent.name == "checkpoints" and step is None:
-        return find_stored_model(folder.parent.parent, int(checkpoint[1]))
+    if step is None and _is_checkpoint(folder):
+        return find_stored_model(folder.parent.parent, step_of(folder))
     flags = _run_flags(folder)
     if flags is None:
         if is_adapter(folder):
@@ -173,7 +168,7 @@ def model_directory(run: str | Path, weights: bool = True) -> Path:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return CHECKPOINT.fullmatch(folder.name) is not None and folder.parent.name == "checkpoints"
+    return step_of(folder) is not None and folder.parent.name == "checkpoints"
 
 
 @contextlib.contextmanager

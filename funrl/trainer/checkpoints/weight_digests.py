@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,21 +82,7 @@ def joined_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
-class FrozenDigests(NamedTuple):
-    """Digests of the weights of a run that do not learn.
-
-    Attributes:
-      roles: by role, as `role_digests` takes them.
-      adapters: as `base_model.adapter_facts`, of a run in which adapters learn.
-      agents: by the names of the frozen models of agents, as `agent_digests` takes them.
-    """
-
-    roles: Mapping[str, str] = {}
-    adapters: Mapping[str, Any] = {}
-    agents: Mapping[str, str] = {}
-
-
-def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: FrozenDigests) -> Job:
+def with_first_digests(job: Job, parts: Parts, params: trees.Tree, facts: Mapping[str, Any]) -> Job:
     """The job with digests of the weights that it begins with, and of its held-out set. Collective.
 
     The weights are those of a frozen reference or of the base of adapters, whose digests are known; only without either
@@ -104,17 +90,16 @@ def with_first_digests(job: Job, parts: Parts, params: trees.Tree, digests: Froz
 
     Args:
       params: this rank's weights of the leading role before the first step.
-      digests: of the weights that do not learn.
+      facts: of checkpoints, on the weights that do not learn: "frozen", and with adapters "base".
     """
-    frozen = digests.roles
-    adapters = digests.adapters
     inputs = dict(gather_objects(dict(job.provenance.inputs), parts.mesh)[0])
     own_head = job.kind_of_role(job.main_role).value_head
-    initial = [name for name in frozen if name not in job.directories and job.kind_of_role(name).value_head == own_head]
-    if adapters:
-        weights = joined_digest(adapters["base"]["digests"])
+    frozen = [name for name in facts["frozen"] if name in parts.roles and name not in job.directories]
+    initial = [name for name in frozen if job.kind_of_role(name).value_head == own_head]
+    if "base" in facts:
+        weights = joined_digest(facts["base"]["digests"])
     elif initial:
-        weights = frozen[initial[0]]
+        weights = facts["frozen"][initial[0]]
     else:
         weights = joined_digest(weight_digests(params, parts.roles[job.main_role].stored, parts.mesh, dtype=job.dtype))
     inputs |= {WEIGHTS: weights, HELD_OUT_SET: held_out_digest(job, inputs), RECORD_TOKENS: tokens_digest(job)}

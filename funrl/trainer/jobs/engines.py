@@ -19,8 +19,9 @@ from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.client import vllm_client
+from funrl.rollout.vllm.contract import VLLMOptions
 from funrl.rollout.vllm.core import check_vllm
-from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
+from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import driven_generate_sizes
 from funrl.trainer.lowered.backend import make_engine_backend
