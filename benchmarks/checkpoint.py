@@ -41,7 +41,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.mesh.rules import Layout
 from funrl.processes import heartbeat
 from funrl.trainer.checkpoints.checkpoint import CHECKPOINT_FORMAT, recorded
-from funrl.trainer.storage.shard_server import Commit, Reserve, WriteShards
+from funrl.trainer.storage.shard_server import Commit, WriteShards
 from funrl.trainer.storage.shards import Memory, OwnShards, ShardServer, copy_to_memory, own_shards, read_tensors
 
 MESH = flags.DEFINE_string("mesh", "dp1", "devices by axis")
@@ -76,8 +76,6 @@ class Bench:
         self.number = 0
         self.server = ShardServer()
         self.reader = ShardServer()  # a run reads before it writes, at full priority
-        self.server.send(Reserve(self.memory.path, self.own.nbytes))
-        self.finish()
 
     def copy(self) -> None:
         copy_to_memory(self.own, self.tensors, self.layouts, mesh=self.mesh, memory=self.memory)

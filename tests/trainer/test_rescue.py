@@ -19,13 +19,12 @@ from funrl.mesh.rules import Layout
 from funrl.processes.store import keep_store, listen
 from funrl.trainer import phases
 from funrl.trainer.checkpoints import rescue
+from funrl.trainer.checkpoints import saver as saver_module
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.rescue import replica_of
 from funrl.trainer.checkpoints.saver import Saver
 from funrl.trainer.loop import train_loop
-from funrl.trainer.storage import writer_watch
 from funrl.trainer.storage.shard_server import CheckpointError, WriteShards
-from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
 
 pytestmark = pytest.mark.gloo
 SETTINGS = {"steps": 3, "eval_every": 5, "queue": "fixed", "compose": GRPO}
@@ -176,7 +175,6 @@ def stopped_writer(trainer_saver):
     trainer_saver.server.send = stopping
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc"), reason="processes that are stopped are found in /proc")
 @pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp2", marks=pytest.mark.slow)])
 def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhere(mesh, tmp_path, monkeypatch, capfd):
     """As after a full disk: it stops at the first save, and the run at the second."""
@@ -190,38 +188,25 @@ def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhe
         return begin(saver)
 
     monkeypatch.setattr(Saver, "__enter__", entering)
+    monkeypatch.setattr(saver_module, "MINUTE_S", 3.0)
     with pytest.raises((WorkerError, CheckpointError)) as caught:
-        run(str(tmp_path / "run"), mesh, save_every="1", heartbeat=1, stalled_after=2)
+        run(str(tmp_path / "run"), mesh, save_every="1", heartbeat=1, timeout=1)
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     folder = tmp_path / "run"
     assert re.search(
-        rf"{folder}: the checkpoint cannot be written: process \d+, which writes {folder}/.step-1.1, has been stopped "
-        r"for 2 s \(--stalled_after\)",
+        rf"{folder}: the checkpoint cannot be written: process \d+, which writes {folder}/.step-1.1, has not ended "
+        r"within 3 s \(--timeout\)",
         text,
     )
     assert re.search(
-        rf"no progress for 1 s: rank 0 waits for process \d+, which writes {folder}/.step-1.1 and is stopped; the run "
-        r"ends after 2 s of that \(--stalled_after\)",
+        rf"no progress for 1 s: rank 0 waits for process \d+, which writes {folder}/.step-1.1; the run ends after 3 s "
+        r"of that \(--timeout\)",
         capfd.readouterr().err,
     )
     (there,) = tmp_path.glob("funrl-*saved*")
     move = f"mkdir -p {folder} && mv {there}/step-2 {folder}"
     assert f"the state after step 2 is saved in {there}; `{move}` moves it to the run, and --resume continues" in text
     assert list(complete_checkpoints(there)) == [2] and not complete_checkpoints(folder)
-
-
-def test_a_writer_that_is_slow_is_named_and_ends_the_run_at_the_timeout(monkeypatch):
-    seconds = iter(range(0, 10_000, 5))
-    monkeypatch.setattr(writer_watch.time, "monotonic", lambda: float(next(seconds)))
-    watch, results = WriterWatch(3, "RUN/checkpoints/.step-7.2", WriterLimits(60.0, 300.0, 1200.0)), []
-    while not (poll := watch.poll(os.getpid()))[1]:
-        results += [poll[0]] if poll[0] else []
-    assert [text.split(" s:")[0] for text in results] == [f"no progress for {n}" for n in (60, 120, 240, 480, 960)]
-    assert results[0] == (
-        f"no progress for 60 s: rank 3 waits for process {os.getpid()}, which writes RUN/checkpoints/.step-7.2, on a "
-        "slow disk or a dead one; the run ends after 20 minutes of that (--timeout)"
-    )
-    assert poll[1] == (f"process {os.getpid()} has not written RUN/checkpoints/.step-7.2 within 20 minutes (--timeout)")
 
 
 def test_an_interrupt_ends_a_run_at_once(tmp_path):

@@ -19,7 +19,7 @@ from funrl.mesh.rules import Uneven, layout
 from funrl.mesh.sums import own_range
 from funrl.trainer.storage import shards
 from funrl.trainer.storage.row_shards import HeldRows, copy_rows, own_row_shards, read_held_rows
-from funrl.trainer.storage.shard_server import Array, Commit, Reserve, WriteShards
+from funrl.trainer.storage.shard_server import Array, Commit, ReadShards, WriteShards
 from funrl.trainer.storage.shards import (
     Database,
     Memory,
@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_is_an_answer():
 def test_a_process_that_is_stopped_takes_a_long_request_without_blocking():
     """More than a pipe holds."""
     server = ShardServer()
-    server.send(Reserve("/nowhere", 1))
+    server.send(ReadShards("/nowhere", "/nowhere", {}, ()))
     assert server.process is not None
     os.kill(server.process.pid, signal.SIGSTOP)
     arrays = {f"array {number}": Array((number,), "float32", (number,)) for number in range(10_000)}
@@ -286,6 +286,6 @@ def test_a_process_that_is_stopped_takes_a_long_request_without_blocking():
     assert server.waiting == 2
     server.close(0.1)
     assert server.process is None and server._sender is None
-    server.send(Reserve("/nowhere", 1))  # to another process
+    server.send(ReadShards("/nowhere", "/nowhere", {}, ()))  # to another process
     assert ["No such file" in problem for problem in server.answers(wait=True)] == [True]
     server.close()

@@ -195,7 +195,7 @@ def step_of(path: Path) -> int | None:
 
 
 def step_folders(folder: str | Path) -> dict[int, Path]:
-    """What is there of steps, oldest first."""
+    """Folders of steps, oldest first."""
     paths = {step: path for path in Path(folder).glob("step-*") if (step := step_of(path)) is not None}
     return {step: paths[step] for step in sorted(paths)}
 

@@ -14,6 +14,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout
 from funrl.processes import heartbeat, stall_monitor
 from funrl.processes.processor import other_processor, processor_facts
+from funrl.processes.stall_monitor import GAP_S, duration
 from funrl.processes.workers import stop_asked
 from funrl.trainer.checkpoints.base_model import check_base
 from funrl.trainer.checkpoints.checkpoint import (
@@ -38,12 +39,12 @@ from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
-from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError, Reserve
+from funrl.trainer.storage.shard_server import CheckpointError, Commit, DamagedError
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
-from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch
 
 BETTER = {"eval/reward": 1.0, "eval/loss": -1.0}  # numbers by which a checkpoint is the best: larger, smaller
 POLL_S = 0.01
+MINUTE_S = 60.0  # of --timeout
 HURRY_S = 3.0  # for a save that is under way when the run fails
 
 
@@ -107,7 +108,6 @@ class Saver:
         self.every = save_interval(job.settings.run.save_every)
         self.server = ShardServer()
         self.memory: Memory | None = None
-        self.reserved = 0  # bytes of `memory`
         self.writing = str(folder)  # what the process of this rank writes
         self.saved = -1
         self.attempt = 0
@@ -252,8 +252,6 @@ class Saver:
         if stop or due or last or (every.steps and state.step % every.steps == 0):
             metrics, evaluations = complete()
             self.save(state, evaluations, score_of(metrics))
-        elif every.steps and self.memory is None:
-            self._prepare(state)
         if stop:
             self.wait()
         return stop
@@ -302,7 +300,7 @@ class Saver:
                 facts=self.facts(step, self.mesh, evaluations, score=score),
                 removed=tuple(str(existing[old]) for old in existing if old != step and old not in kept),
                 synced=tuple(str(path) for path in sorted(folder.parent.glob("*.jsonl"))),
-                timeout_s=60.0 * self.settings.waiting.timeout,
+                timeout_s=MINUTE_S * self.settings.waiting.timeout,
             )
         )
 
@@ -337,19 +335,26 @@ class Saver:
         Raises:
           CheckpointError: on every rank, where it is not.
         """
-        settings = self.settings
-        limits = WriterLimits(
-            settings.waiting.heartbeat, settings.waiting.stalled_after, 60.0 * settings.waiting.timeout
-        )
-        watch = WriterWatch(self.mesh.rank, self.writing, limits)
+        limits = self.settings.waiting
+        timeout_s = MINUTE_S * limits.timeout
+        waited_s = 0.0
+        line_s = limits.heartbeat
+        polled = time.monotonic()
         while True:  # one that has failed may be what rank 0's process waits for
             problems = self.server.answers(wait=False)
             if self.server.waiting and self.server.process is not None:
-                heartbeat.beat()  # it is the writer that is waited for, and the watch says so
-                line, problem = watch.poll(self.server.process.pid)
-                if line is not None:
+                heartbeat.beat()  # it is the writer that is waited for
+                now = time.monotonic()
+                waited_s += min(now - polled, GAP_S)  # time in which this process was stopped itself does not count
+                polled = now
+                writer = f"process {self.server.process.pid}, which writes {self.writing}"
+                if waited_s >= line_s:
+                    line_s = 2 * waited_s
+                    end = f"the run ends after {duration(timeout_s)} of that (--timeout)"
+                    line = f"no progress for {waited_s:.0f} s: rank {self.mesh.rank} waits for {writer}; {end}"
                     stall_monitor.say(line)
-                problems += [] if problem is None else [problem]
+                if waited_s >= timeout_s:
+                    problems.append(f"{writer}, has not ended within {duration(timeout_s)} (--timeout)")
             pending, failed = self._agree(self.server.waiting > 0, bool(problems))
             if failed:
                 self._raise(problems)
@@ -374,7 +379,7 @@ class Saver:
                 self.memory.close()
 
     def _prepare(self, state: State) -> tuple[Snapshot, Memory]:
-        """This rank's part of a state, and the memory for it, which is made while the run computes."""
+        """This rank's part of a state, and the memory for it."""
         snapshot = snapshot_of(state, self.source, self.layouts, mesh=self.mesh)
         if self.outline is None and self.mesh.rank == 0 and self.folder is not None:
             try:
@@ -382,13 +387,10 @@ class Saver:
             except OSError as error:
                 raise CheckpointError(_explained(self.folder, str(error))) from error
         nbytes = snapshot.own.nbytes
-        if self.memory is None or self.reserved < nbytes:
+        if self.memory is None or self.memory.nbytes < nbytes:
             if self.memory is not None:
                 self.memory.close()
             self.memory = Memory(nbytes)
-            self.reserved = nbytes
-            if nbytes:
-                self._send(Reserve(self.memory.path, nbytes))
         return snapshot, self.memory
 
     def _send(self, request: Any) -> None:

@@ -622,8 +622,8 @@ class WaitSettings:
     )
     stalled_after: int = flag(
         300,
-        "seconds without a heartbeat from a rank's process, or with a stopped checkpoint writer, after which the run "
-        "ends; a long computation does not stop the heartbeat",
+        "seconds without a heartbeat from a rank's process, after which the run ends; a long computation does not stop "
+        "the heartbeat",
         at_least(1),
         at_most(86400),
     )

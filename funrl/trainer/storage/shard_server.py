@@ -127,13 +127,6 @@ class ReadShards(NamedTuple):
     parts: tuple[ShardPart, ...]
 
 
-class Reserve(NamedTuple):
-    """Have the pages of a memory made, before a rank needs them in a hurry."""
-
-    memory: str
-    nbytes: int
-
-
 def main() -> None:
     """Answer requests until the rank has gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the rank, which may want a last save
@@ -148,26 +141,13 @@ def main() -> None:
         except EOFError:
             return
         try:
-            answer = _answer(request)
+            answer = ANSWERS[type(request)](request)
         except Exception as error:  # whatever it is, it is the rank's to handle
             answer = f"{type(error).__name__}: {_first_line(error)}"
         answers.send(answer)
         if isinstance(request, Commit) and answer is None:
             for name in request.removed:
                 shutil.rmtree(name, ignore_errors=True)
-
-
-def _answer(request: Any) -> str | None:
-    """Do what a request asks for; None, or what went wrong."""
-    if isinstance(request, WriteShards):
-        return write_own(request)
-    if isinstance(request, Commit):
-        return commit(request)
-    if isinstance(request, ReadShards):
-        return read_parts(request)
-    with open(request.memory, "r+b") as file:
-        os.posix_fallocate(file.fileno(), 0, request.nbytes)
-    return None
 
 
 def write_own(request: WriteShards) -> str | None:
@@ -403,6 +383,8 @@ def _first_line(error: BaseException) -> str:
         return f"{paths[-1]}: {match[2].lower()}"
     return text.split(" [source locations=")[0].split(" [tensorstore_spec=")[0][:300]
 
+
+ANSWERS = {WriteShards: write_own, Commit: commit, ReadShards: read_parts}
 
 if __name__ == "__main__":
     main()

@@ -156,6 +156,7 @@ class Memory:
             self.file = tempfile.NamedTemporaryFile(prefix="funrl-shards-")  # noqa: SIM115  (closed by `close`)
             self.path = self.file.name
         os.ftruncate(self.file.fileno(), nbytes)
+        self.nbytes = nbytes
         self.bytes = mmap.mmap(self.file.fileno(), nbytes) if nbytes else None
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
