@@ -133,7 +133,7 @@ def write_checkpoint(folder, mesh, server):
             )
         )
         arrays, memories = arrays | mine, [*memories, memory]
-    server.send(Commit(beside, str(folder / "step-1"), len(memories), arrays, {"step": 1}, (), (), 10.0))
+    server.send(Commit(beside, str(folder / "step-1"), len(memories), arrays, {"step": 1}, 10.0))
     assert server.answers(wait=True) == []
     return arrays
 
@@ -244,7 +244,7 @@ def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, 
         mine = {name: shards.arrays[name] for name in names}
         server.send(WriteShards(str(tmp_path / "b"), rank, memory.path, mine, shards.parts, shards.created, {}))
         arrays, memories = shards.arrays, [*memories, memory]
-    server.send(Commit(str(tmp_path / "b"), str(tmp_path / "step-1"), len(memories), arrays, {"step": 1}, (), (), 10.0))
+    server.send(Commit(str(tmp_path / "b"), str(tmp_path / "step-1"), len(memories), arrays, {"step": 1}, 10.0))
     assert server.answers(wait=True) == [] and written == 7 * 64 * 2, "each row once"
     for ranks in ("dp1", "dp4,tp2"):
         for rank in range(Mesh(parse(ranks)).world):
@@ -259,7 +259,7 @@ def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, 
 
 def test_a_rank_that_does_not_write_is_named(tmp_path):
     server = ShardServer()
-    server.send(Commit(str(tmp_path / ".step-1"), str(tmp_path / "step-1"), 2, {}, {}, (), (), 0.1))
+    server.send(Commit(str(tmp_path / ".step-1"), str(tmp_path / "step-1"), 2, {}, {}, 0.1))
     assert server.answers(wait=True) == ["rank 0 has not written its part within 0 s"]
     server.close()
     assert list(tmp_path.iterdir()) == []
@@ -267,7 +267,7 @@ def test_a_rank_that_does_not_write_is_named(tmp_path):
 
 def test_a_process_that_is_killed_is_an_answer():
     server = ShardServer()
-    server.send(Commit("/nowhere", "/nowhere", 1, {}, {}, (), (), 60.0))
+    server.send(Commit("/nowhere", "/nowhere", 1, {}, {}, 60.0))
     assert server.process is not None
     assert os.getpgid(server.process.pid) == server.process.pid  # which the Ctrl-C of a terminal does not reach
     server.process.kill()

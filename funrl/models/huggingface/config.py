@@ -350,21 +350,16 @@ def _rope(family: HFFamily, rope: ConfigFields, got: ConfigFields) -> tuple[floa
     theta = float(rope["rope_theta"])
     if kind == "default":
         return theta, None
-    given: ConfigFields = {"beta_fast": 32.0} | {name: x for name, x in rope.items() if x is not None}
+    given: dict[str, Any] = {"beta_fast": 32.0} | {name: x for name, x in rope.items() if x is not None}
     if kind == "longrope":
-        given = {**given, **_longrope(given, got)}
+        extended = whole_size(got, "max_position_embeddings")  # which is elsewhere in config.json
+        factors = {name: tuple(given[name]) for name in ("short_factor", "long_factor")}
+        ratio = extended / given["original_max_position_embeddings"]
+        given = {"factor": ratio, **given, **factors, "max_position_embeddings": extended}
     if kind == "yarn" and "attn_factor" in given:  # of vLLM
         raise ModelError(f"attn_factor is {given['attn_factor']!r}, supported is None")
     values: dict[str, Any] = {ours: given[theirs] for ours, theirs in _ROPE_FIELDS[kind].items() if theirs in given}
     return theta, RopeScaling(kind, **values)
-
-
-def _longrope(given: ConfigFields, got: ConfigFields) -> ConfigFields:
-    """The fields of rotary positions of "longrope", with fields from elsewhere in config.json."""
-    extended = whole_size(got, "max_position_embeddings")
-    original = given["original_max_position_embeddings"]
-    factors = {name: tuple(given[name]) for name in ("short_factor", "long_factor")}
-    return factors | {"max_position_embeddings": extended, "factor": given.get("factor", extended / original)}
 
 
 _ORIGINAL = {"factor": "factor", "original": "original_max_position_embeddings"}

@@ -29,7 +29,7 @@ from funrl.models.huggingface.config import (
     config_to_hf,
 )
 from funrl.models.huggingface.configs.hf_family import class_name
-from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.families import FAMILIES, family_of
 from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
 from funrl.models.huggingface.generation_config import GENERATION, with_generation_config
 from funrl.models.huggingface.left_out import is_redundant
@@ -329,8 +329,7 @@ def check_savable(model: Model) -> None:
 
 def has_token_classifier(config: ModelConfig) -> bool:
     """True if transformers has a token classifier of this family, which can hold two labels."""
-    family = FAMILIES.get(config.source.family)
-    return family is not None and family.vision is None and class_of_heads(config, tokens=True) is not None
+    return config.source.family in FAMILIES and class_of_heads(config, tokens=True) is not None
 
 
 def write(
@@ -446,7 +445,6 @@ def _architecture(model: Model) -> str:
 
 def class_of_heads(config: ModelConfig, tokens: bool) -> str | None:
     """The class of transformers that classifies tokens, or sequences, with a model of text; None: there is none."""
-    family = FAMILIES.get(config.source.family)
-    if family is not None and family.vision is not None:
+    if family_of(config.source.family).vision is not None:
         return None
     return class_name(config.source.family, "TOKEN_CLASSIFICATION" if tokens else "SEQUENCE_CLASSIFICATION")

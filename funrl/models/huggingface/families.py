@@ -237,3 +237,8 @@ FAMILIES: Mapping[str, HFFamily] = {
     "gemma3": _GEMMA3._replace(vision=siglip.GEMMA3_VISION),
     "gemma4_text": GEMMA4,
 }
+
+
+def family_of(name: str) -> HFFamily:
+    """The family of a name; one without anything of its own for names that are not in `FAMILIES`."""
+    return FAMILIES.get(name, HFFamily())

@@ -8,7 +8,7 @@ from funrl.models.decoder.config import Config
 from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.configs.delta_nets import NESTED_PREFIX, TEXT_PARTS, TOWER_PREFIXES
 from funrl.models.huggingface.configs.hf_family import LAYERS, UNEMBED
-from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.families import family_of
 from funrl.models.huggingface.fp8_files import FP8
 from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS
 from funrl.models.huggingface.weight_files import weight_tables
@@ -73,8 +73,7 @@ def _of_borrowed_keys(name: str, config: ModelConfig) -> bool:
 
 def _further_layer(name: str, config: ModelConfig) -> str | None:
     """Beginning of a tensor's name where its layer predicts tokens behind the next one; None: it does not."""
-    family = FAMILIES.get(config.source.family)
-    prefix = "" if family is None else family.further_layers
+    prefix = family_of(config.source.family).further_layers
     if not prefix or not name.startswith(prefix):
         return None
     if prefix != LAYERS:

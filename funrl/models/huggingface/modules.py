@@ -50,13 +50,13 @@ class ModuleContext(NamedTuple):
 
     Attributes:
       block: the layer's module.
-      args, kwargs: further arguments; where `args` is None the hidden states are named too.
+      args, kwargs: further arguments.
       offsets: of the packed row; None: rows are padded.
       kv_cache: None, as there is none.
     """
 
     block: nn.Module
-    args: tuple | None
+    args: tuple
     kwargs: dict[str, Any]
     offsets: Tensor | None
     kv_cache: None = None
@@ -201,15 +201,15 @@ def packs(config: ModuleConfig) -> bool:
             params = trees.map(lambda x: torch.empty(x.shape), _shapes(bones))
             tokens = torch.zeros(1, 4, dtype=torch.int64)
             offsets = torch.tensor([0, 1, 4], dtype=torch.int32)
-            _packed(
+            _hidden(
                 bones,
                 config,
                 params,
                 mesh=SINGLE,
                 layer=module_layer,
-                tokens_1N=tokens,
-                positions_1N=torch.tensor([[0, 0, 1, 2]]),
                 offsets=offsets,
+                input_ids=tokens,
+                position_ids=torch.tensor([[0, 0, 1, 2]]),
             )
             seen = list(windows)
     except Exception:  # a module may do whatever it likes: then it gets rows as it knows them
@@ -228,15 +228,8 @@ def module_layer(config: ModuleConfig, mesh: Mesh, params: trees.Tree, x_BTD: Te
       x_BTD: output of the layer before.
       context: the module, and its other arguments.
     """
-    args = context.args
-    kwargs = context.kwargs
-    if args is None:
-        args = ()
-        kwargs = {"hidden_states": x_BTD, **kwargs}
-    else:
-        args = (x_BTD, *args)
     with attending(context.offsets):
-        return functional_call(context.block, dict(params), args, kwargs)
+        return functional_call(context.block, dict(params), (x_BTD, *context.args), context.kwargs)
 
 
 def _apply(
@@ -255,29 +248,15 @@ def _apply(
     tokens_1N, positions_1N, offsets = _one_row(inputs)
     packed = packs(config)
     bones = skeleton(config, tokens_1N.device, packed)
+    hidden = functools.partial(_hidden, bones, config, params, mesh=mesh, layer=layer)
     if packed:
-        hidden_1ND = _packed(
-            bones,
-            config,
-            params,
-            mesh=mesh,
-            layer=layer,
-            tokens_1N=tokens_1N,
-            positions_1N=positions_1N,
-            offsets=offsets,
-        )
+        hidden_1ND = hidden(offsets=offsets, input_ids=tokens_1N, position_ids=positions_1N)
     else:
-        hidden_1ND = _padded(bones, config, params, mesh=mesh, layer=layer, tokens_1N=tokens_1N, offsets=offsets)
+        hidden_1ND = _padded(hidden, tokens_1N, offsets)
     return Output(hidden_1ND.view(*shape, -1), None, {})
 
 
-def _packed(one, config, params, mesh, layer, tokens_1N, positions_1N, offsets) -> Tensor:
-    return _hidden(
-        one, config, params, mesh=mesh, layer=layer, offsets=offsets, input_ids=tokens_1N, position_ids=positions_1N
-    )
-
-
-def _padded(one, config, params, mesh, layer, tokens_1N, offsets) -> Tensor:
+def _padded(hidden: Callable[..., Tensor], tokens_1N: Tensor, offsets: Tensor) -> Tensor:
     """Hidden states of the sequences of a packed row, computed as rows that are padded on the right."""
     begins_S = offsets[:-1].long()
     counts_S = offsets.diff().long()
@@ -291,9 +270,7 @@ def _padded(one, config, params, mesh, layer, tokens_1N, offsets) -> Tensor:
     used_SL = at_L < counts_S[:, None]
     index_SL = torch.where(used_SL, begins_S[:, None] + at_L, 0)
     tokens_SL = tokens_1N[0][index_SL]
-    hidden_SLD = _hidden(
-        one, config, params, mesh=mesh, layer=layer, offsets=None, input_ids=tokens_SL, attention_mask=used_SL.long()
-    )
+    hidden_SLD = hidden(offsets=None, input_ids=tokens_SL, attention_mask=used_SL.long())
     hidden_MD = hidden_SLD[used_SL]
     padding = hidden_MD.new_zeros(tokens_1N.shape[1] - len(hidden_MD), hidden_MD.shape[1])
     return torch.cat([hidden_MD, padding]).unsqueeze(0)
@@ -308,7 +285,7 @@ def _hidden(one, config, params, mesh, layer, offsets, **inputs: Tensor) -> Tens
         def run(number: int, args: tuple, kwargs: dict[str, Any]) -> Any:
             kwargs = dict(kwargs)
             x = args[0] if args else kwargs.pop("hidden_states")
-            context = ModuleContext(one.blocks[number], args[1:] if args else None, kwargs, offsets=offsets)
+            context = ModuleContext(one.blocks[number], args[1:], kwargs, offsets=offsets)
             # No name holds a layer's weights longer than the layer takes: they may be gathered for it.
             return layer(config, mesh, next(weights), x, context)
 

@@ -16,7 +16,7 @@ from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
 from funrl.models.huggingface.configs.delta_nets import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.configs.hf_family import UNEMBED
-from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.families import family_of
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model
 from funrl.models.value_head import HEAD, HEAD_BIAS
@@ -81,7 +81,13 @@ def names_of(model: Model) -> Names:
     names: dict[str, tuple[str, tuple[int, ...]]] = {}
     own = isinstance(config, ModuleConfig)
     theirs = _module_names(config) if own else _decoder_names(shapes, config.source.family)
-    merged = (lambda _, shape: shape) if own else _merged_shapes(config.source.family)
+    in_rows = family_of(config.source.family).in_rows
+
+    def merged(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if own:
+            return shape
+        return (1, *shape) if name.rsplit("/", 1)[-1] in in_rows else _hf_shape(name, shape)
+
     for name, shape in shapes.items():
         weight = name.removesuffix(FIRST).removesuffix(SECOND)
         if name in HEAD_NAMES:
@@ -100,7 +106,7 @@ def names_of(model: Model) -> Names:
 
 def module_name(family: str, name: str) -> str:
     """The name in transformers of a module of a family, by the beginning of the names of its weights in files."""
-    vision = FAMILIES[family].vision if family in FAMILIES else None
+    vision = family_of(family).vision
     modules = {} if vision is None else vision.modules
     begin = next((x for x in modules if name.startswith(x)), "")
     return modules.get(begin, begin) + name.removeprefix(begin)
@@ -123,11 +129,11 @@ def _module_names(config: ModuleConfig) -> Callable[[str], str]:
 
 def _decoder_names(shapes: Iterable[str], family: str) -> Callable[[str], str]:
     """The name in transformers of each weight of a decoder."""
-    layer = _LAYER | dict(FAMILIES[family].names if family in FAMILIES else {})
+    layer = {**_LAYER, **family_of(family).names}
     if any(name.endswith("mlp_out_norm") for name in shapes):  # else norms before and behind would have one name
         layer["mlp_norm"] = _MLP_NORM_OF_FOUR
 
-    vision = FAMILIES[family].vision if family in FAMILIES else None
+    vision = family_of(family).vision
     prefix, unembed = ("model.", UNEMBED) if vision is None else (vision.prefix, vision.unembed)
 
     def theirs(name: str) -> str:
@@ -233,9 +239,9 @@ def places_in_files(model: Model, found: Collection[str]) -> Mapping[str, Stored
 
         there = names_in_files(skeleton(config, CPU, False), [place.name for place in places.values()], found)
         return {name: place._replace(name=there.get(place.name, place.name)) for name, place in places.items()}
-    family = FAMILIES.get(config.source.family)
-    if family is not None and family.vision is not None:
-        others = family.vision.other_prefixes
+    vision = family_of(config.source.family).vision
+    if vision is not None:
+        others = vision.other_prefixes
         places = {name: place._replace(name=_other_name(place.name, others, found)) for name, place in places.items()}
     elif config.source.family in TEXT_PARTS.values() and any(name.startswith(NESTED_PREFIX) for name in found):
         places = {name: _nested(place) for name, place in places.items()}
@@ -324,22 +330,12 @@ def weave(parts: list[Tensor]) -> Tensor:
 def _joint_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, list[str]]]:
     """The tensors of a file that hold several weights: which field of `HFFamily` they are in, and these in order."""
     tensors = {}
-    for kind in ("fused", "woven", "abreast", "stacked") if family in FAMILIES else ():
-        for whole, parts in getattr(FAMILIES[family], kind).items():
+    for kind in ("fused", "woven", "abreast", "stacked"):
+        for whole, parts in getattr(family_of(family), kind).items():
             for name in (name for name in shapes if name.endswith(parts[0])):
                 layer = name.removesuffix(parts[0])
                 tensors[layer + whole] = kind, [layer + part for part in parts]
     return tensors
-
-
-def _merged_shapes(family: str) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
-    """The shape in files of a weight, by its name and shape here."""
-    in_rows = FAMILIES[family].in_rows if family in FAMILIES else ()
-
-    def merged(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (1, *shape) if name.rsplit("/", 1)[-1] in in_rows else _hf_shape(name, shape)
-
-    return merged
 
 
 def _hf_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.families import FAMILIES
+from funrl.models.huggingface.families import family_of
 from funrl.models.huggingface.names import HEAD_NAMES, module_name, names_of
 from funrl.models.huggingface.weight_files import read_json, read_table, save_tensors
 from funrl.models.lora import FIRST, OF_SOME, OF_TOWERS, PROJECTIONS, SECOND, plain_name, trained_part
@@ -67,8 +67,7 @@ def projections(model: Model) -> dict[str, tuple[str, ...]]:
     for name in (*PROJECTIONS, *OF_SOME):
         if name in there:
             weights[there[name]] = (*weights.get(there[name], ()), name)
-    family = FAMILIES.get(model.config.source.family)
-    for whole, parts in (family.fused if family is not None else {}).items():
+    for whole, parts in family_of(model.config.source.family).fused.items():
         own = [part.split(".")[-2] for part in parts]
         if set(own) <= weights.keys():
             weights[whole.split(".")[-2]] = tuple(weights[name][0] for name in own)
@@ -145,12 +144,6 @@ def write_peft(
         "rank_pattern": others,
         "alpha_pattern": {name: rank * lora.alpha / lora.rank for name, rank in others.items()},
         "modules_to_save": None if model.value is None else ["score"],
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
         "inference_mode": True,
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
@@ -167,8 +160,7 @@ def _factors(model: Model, own: Mapping[str, Tensor]) -> dict[str, tuple[Tensor,
             first, second = (own[name.removesuffix(FIRST) + end] for end in (FIRST, SECOND))
             there = names[name][0].removesuffix(".lora_A.weight")
             factors[there] = first.flatten(1), second.flatten(0, -2)
-    family = FAMILIES.get(model.config.source.family)
-    for whole, parts in (family.fused if family is not None else {}).items():
+    for whole, parts in family_of(model.config.source.family).fused.items():
         ends = [part.removesuffix(".weight") for part in parts]
         whole = whole.removesuffix(".weight")
         rows = {end: _rows(model, end) for end in ends}
@@ -285,9 +277,8 @@ def _split_fused(model: Model, tensors: dict[str, Tensor]) -> None:
 
     They share one A, unless it has rows of each and B is in blocks, as `write_peft` makes them.
     """
-    family = FAMILIES.get(model.config.source.family)
     first, second = FACTOR_ENDS
-    for whole, parts in (family.fused if family is not None else {}).items():
+    for whole, parts in family_of(model.config.source.family).fused.items():
         end = whole.removesuffix(".weight")
         ends = [part.removesuffix(".weight") for part in parts]
         for layer in [name.removesuffix(end + first) for name in tensors if name.endswith(end + first)]:

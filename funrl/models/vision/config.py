@@ -32,20 +32,6 @@ class PictureLayout:
     mutual: bool = False
     tiles: Tiles | None = None
 
-    @property
-    def square(self) -> int:
-        """`side` of squashed pictures. Raises: TypeError, pictures keep their proportions."""
-        if self.side is None:
-            raise TypeError("the pictures keep their proportions")
-        return self.side
-
-    @property
-    def tiling(self) -> Tiles:
-        """`tiles` of pictures in tiles. Raises: TypeError, a picture is one tile."""
-        if self.tiles is None:
-            raise TypeError("the pictures have no tiles")
-        return self.tiles
-
 
 @dataclass(frozen=True, kw_only=True)
 class TowerForm:

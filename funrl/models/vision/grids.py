@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from funrl.models.vision.config import TowerConfig
-from funrl.models.vision.tiles import NO_TILES, token_states
+from funrl.models.vision.tiles import NO_TILES, Tiles, token_states
 
 Grid = tuple[int, int]
 
@@ -119,16 +119,15 @@ def token_places(grids: Iterable[Grid], tower: TowerConfig) -> TokenPlaces:
     return TokenPlaces(*map(np.concatenate, zip(*(_token_places_of(grid, tower) for grid in grids), strict=True)))
 
 
-def arranged_states(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarray, np.ndarray]:
+def arranged_states(grids: Iterable[Grid], tiles: Tiles) -> tuple[np.ndarray, np.ndarray]:
     """States of blocks that the tokens of pictures are made of, which stand end to end, and their shares.
 
     Args:
       grids: of the pictures; at least one.
-      tower: with tiles.
+      tiles: of the tower.
 
     Returns: int64 and float64 [M, 4]; a negative entry is the newline.
     """
-    tiles = tower.layout.tiling
     entries: list[np.ndarray] = []
     shares: list[np.ndarray] = []
     begin = 0

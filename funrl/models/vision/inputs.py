@@ -97,7 +97,8 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
 
 def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of the tokens of each picture of a prompt; all are of one size."""
-    count = picture_tokens((tower.layout.square, tower.layout.square), tower)
+    side = tower.layout.side or 0
+    count = picture_tokens((side, side), tower)
     places = [place for place, token in enumerate(tokens) if token == tower.placeholder]
     return [(first, first + count) for first in places[::count]]
 

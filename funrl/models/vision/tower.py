@@ -25,6 +25,7 @@ from funrl.models.model import Adapt
 from funrl.models.vision.config import CHANNELS, TowerConfig, TowerForm
 from funrl.models.vision.grids import Grid, arranged_states, table_shares, tower_indices
 from funrl.models.vision.inputs import Pictures
+from funrl.models.vision.tiles import Tiles
 
 WINDOWED = TowerForm()
 _PARTS = ("query", "key", "value")
@@ -115,7 +116,7 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adap
       pictures: at least one.
       adapt: as `Inputs.adapt`.
     """
-    adapt = adapt or _unadapted
+    adapt = adapt or (lambda weights: weights)
     patches_PCHW = pictures.patches_PCHW
     device = patches_PCHW.device
     form = tower.form
@@ -143,22 +144,19 @@ def apply_tower(tower: TowerConfig, params: trees.Tree, pictures: Pictures, adap
         with regathering(mergers):
             hidden += [_merge(tower, adapt(other), x, deep=True) for other, x in zip(mergers, deep, strict=True)]
     hidden_LMD = torch.stack([x_MD[back_M] for x_MD in hidden])
-    return hidden_LMD if tower.layout.tiles is None else _arranged(tower, merger, hidden_LMD, pictures.grids)
+    tiles = tower.layout.tiles
+    return hidden_LMD if tiles is None else _arranged(tiles, merger, hidden_LMD, pictures.grids)
 
 
-def _arranged(tower: TowerConfig, params: trees.Tree, hidden_LND: Tensor, grids: tuple[Grid, ...]) -> Tensor:
+def _arranged(tiles: Tiles, params: trees.Tree, hidden_LND: Tensor, grids: tuple[Grid, ...]) -> Tensor:
     """Hidden states [L, M, D] of tokens, of the states of all tiles and of the newline."""
     states_LND = torch.cat([hidden_LND, params["newline"].expand(len(hidden_LND), 1, -1)], 1)
-    of_tokens = arranged_states(grids, tower)
+    of_tokens = arranged_states(grids, tiles)
     interpolated = of_tokens[1][:, 1:].any()
     entries_M4, shares_M4 = (torch.from_numpy(x).to(hidden_LND.device) for x in of_tokens)
     if not interpolated:
         return states_LND[:, entries_M4[:, 0]]  # -1 is the newline
     return (states_LND[:, entries_M4] * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
-
-
-def _unadapted(params: Mapping[str, object]) -> Mapping[str, Any]:
-    return params
 
 
 def normalized(patches_PCHW: Tensor, dtype: torch.dtype, form: TowerForm = WINDOWED) -> Tensor:

@@ -89,7 +89,6 @@ class Core(Protocol):
 
     def add(self, requests: Sequence[CoreRequest]) -> None:
         """Begin requests."""
-        ...
 
     def step(self) -> list[SampledTokens]:
         """One pass."""
@@ -97,15 +96,12 @@ class Core(Protocol):
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Forget requests; unknown numbers are ignored."""
-        ...
 
     def forget(self) -> None:
         """Forget all requests."""
-        ...
 
     def reload(self, named_weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights, and forget what the old ones computed. No request is unfinished."""
-        ...
 
     def held(self) -> Iterable[tuple[str, Tensor | None]]:
         """Weights by their Hugging Face names; None instead of one that cannot be read back."""
@@ -113,11 +109,9 @@ class Core(Protocol):
 
     def sleep(self) -> None:
         """Free the memory of keys and values. No request is unfinished."""
-        ...
 
     def wake(self) -> None:
         """Allocate it again."""
-        ...
 
     def counts(self) -> CacheCounts:
         """Pages of its cache."""

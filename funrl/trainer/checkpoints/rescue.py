@@ -205,8 +205,6 @@ class RecoverableState:
             processes=mesh.world,
             arrays=snapshot.arrays,
             facts=facts,
-            removed=(),
-            synced=(),
             timeout_s=ARRIVE_S,
         )
 

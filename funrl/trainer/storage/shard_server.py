@@ -103,9 +103,9 @@ class Commit(NamedTuple):
       processes: how many have written.
       arrays: of the whole checkpoint.
       facts: further content of `COMPLETE`.
+      timeout_s: how long to wait for the other ranks.
       removed: older checkpoints, which go when this one is there and has been answered for.
       synced: files beside the checkpoint that must have reached the disk before it is there.
-      timeout_s: how long to wait for the other ranks.
     """
 
     folder: str
@@ -113,9 +113,9 @@ class Commit(NamedTuple):
     processes: int
     arrays: Mapping[str, Array]
     facts: Mapping[str, Any]
-    removed: tuple[str, ...]
-    synced: tuple[str, ...]
     timeout_s: float
+    removed: tuple[str, ...] = ()
+    synced: tuple[str, ...] = ()
 
 
 class ReadShards(NamedTuple):

@@ -54,6 +54,7 @@ _LAYER_2_5 = {
 _NAMES_3 = {**_with_biases({"embed/patch": "patch_embed.proj"}), "embed/table": "pos_embed.weight"}
 _HALVES_3 = {"norm1": "norm1", "norm2": "norm2", "up_proj": "mlp.linear_fc1", "down_proj": "mlp.linear_fc2"}
 _LAYER_3 = _LAYER | _with_biases(_HALVES_3)
+_PARTS_3 = {"layers": "blocks", "merger": "merger", "deep_mergers": "deepstack_merger_list"}
 _MERGER_3 = _with_biases({"norm": "norm", "first": "linear_fc1", "second": "linear_fc2"})
 
 
@@ -148,10 +149,8 @@ def name_of_qwen2_5_vl(name: str) -> str:
 
     Example: name_of_qwen2_5_vl("layers/0/qkv") is "visual.blocks.0.attn.qkv.weight".
     """
-    if name in _NAMES_2_5:
-        return f"visual.{_NAMES_2_5[name]}"
-    _, layer, leaf = name.split("/")
-    return f"visual.blocks.{layer}.{_LAYER_2_5[leaf]}"
+    part, *rest = name.split("/")
+    return f"visual.{f'blocks.{rest[0]}.{_LAYER_2_5[rest[1]]}' if part == 'layers' else _NAMES_2_5[name]}"
 
 
 def name_of_qwen3_vl(name: str) -> str:
@@ -161,13 +160,9 @@ def name_of_qwen3_vl(name: str) -> str:
     """
     part, *rest = name.split("/")
     if part == "embed":
-        theirs = _NAMES_3[name]
-    elif part == "layers":
-        theirs = f"blocks.{rest[0]}.{_LAYER_3[rest[1]]}"
-    else:
-        merger = "merger" if part == "merger" else f"deepstack_merger_list.{rest[0]}"
-        theirs = f"{merger}.{_MERGER_3[rest[-1]]}"
-    return f"model.visual.{theirs}"
+        return f"model.visual.{_NAMES_3[name]}"
+    layer = "".join(f".{number}" for number in rest[:-1])
+    return f"model.visual.{_PARTS_3[part]}{layer}.{(_LAYER_3 if part == 'layers' else _MERGER_3)[rest[-1]]}"
 
 
 QWEN2_5_VISION = VisionFamily(
