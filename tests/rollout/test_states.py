@@ -147,6 +147,17 @@ def test_snapshots_are_used_where_a_text_goes_on(static):
         assert engine.cost().cached - before == known, prompt
 
 
+def test_a_prompt_leaves_a_snapshot_at_each_multiple_of_snapshot_tokens():
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16)
+    engine.reserve(400)
+    how = Sampling(max_new_tokens=1)
+    completed(engine, [LONG], how)
+    for length, known in ((20, 16), (40, 32), (60, 48), (10, 0)):
+        before = engine.cost().cached
+        completed(engine, [[*LONG[:length], 1, 2]], how)
+        assert engine.cost().cached - before == known
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_snapshots_are_taken_in_completions(static):
