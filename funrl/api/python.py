@@ -381,10 +381,7 @@ def _run(
     run_dir = None
     experiment = Path(name).stem.replace(":", "-")
     try:
-        start = owned_run(
-            chosen.run.run_dir, experiment, config, resume=chosen.run.resume, overwrite=chosen.run.overwrite
-        )
-        with start as owned:
+        with owned_run(chosen.run.run_dir, experiment, config, chosen.run.resume) as owned:
             run_dir = str(owned.path)
             rewards = functools.partial(open_rewards, job)
             try:
@@ -414,7 +411,7 @@ def _run(
 def _written_run(run_dir: str, outcome: Outcome) -> Run:
     """Read a run from its files, and write its report."""
     with contextlib.suppress(ReportError, OSError):  # the run stopped before its first step
-        write_report(run_dir, running=False)
+        write_report(run_dir)
     lines = RunDirectory(Path(run_dir)).metrics
     return Run(run_dir, list(read_lines(lines)) if lines.exists() else [], outcome)
 

@@ -33,12 +33,12 @@ from funrl.track.records.samples import Sample, open_samples
 from funrl.track.records.services import open_service
 from funrl.track.records.shown_pictures import shown_pictures
 from funrl.track.records.trackers import join_trackers, jsonl, tensorboard
-from funrl.track.report.page import ORDER
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
 
+ORDER = "answers are shown with their digits in the usual order; the model writes the ones first"
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
