@@ -19,7 +19,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.lora import trained_part
-from funrl.track.progress import open_progress
+from funrl.track.progress import Progress
 from funrl.track.records.guards import Monitor
 from funrl.track.records.run_directory import (
     RunDirectory,
@@ -69,8 +69,6 @@ class RunObserver:
         """Open the files and the trackers, and begin to show progress."""
         if self.run is None:
             return self
-        settings = self.job.settings
-        title = f"{self.job.task.name}, {settings.devices.written}, seed {settings.run.seed}"
         with _writing(self.run):
             self.track = join_trackers(
                 jsonl(self.run.metrics),
@@ -82,7 +80,7 @@ class RunObserver:
             self.stack.callback(self.write_sample.close)
             self.table = open_lines(self.run.eval_samples)
             self.stack.callback(self.table.close)
-        self.progress = self.stack.enter_context(open_progress(self.job.settings.run.steps, title))
+        self.progress = Progress(self.job.settings.run.steps)
         return self
 
     def __exit__(self, *exception: Any) -> None:

@@ -17,7 +17,7 @@ from funrl.environments.conversation import MOST_SEEN, conversation_of
 from funrl.models.vision.config import PictureLayout, TowerConfig
 from funrl.models.vision.tiles import Tiles
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.track.progress import open_progress
+from funrl.track.progress import Progress
 from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
 from funrl.track.records.shown_pictures import LONGEST_NAME, MOST_SHOWN, shown_pictures
 
@@ -79,8 +79,8 @@ def test_samples_keep_pictures_and_the_terminal_names_them(tmp_path):
     assert again == sample and plain.pictures == ()
     assert "pictures" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
     text = io.StringIO()
-    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
-        progress.sample(again)
+    progress = Progress(4, Console(file=text, width=200))
+    progress.sample(again)
     assert f"[cat.png 16x8 {pictures[0].digest}]" in text.getvalue() and "base64" not in text.getvalue()
 
 
@@ -89,8 +89,8 @@ def test_names_are_bounded_and_shown_without_what_moves_a_terminal():
     (picture,) = shown_pictures(example_of([noise(8, 16)], image={"bytes": b"", "path": hostile}), FORM)
     assert picture.name == hostile[-LONGEST_NAME:]
     text = io.StringIO()
-    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
-        progress.sample(Sample(3, "how many?", "2", 1.0, pictures=(picture,)))
+    progress = Progress(4, Console(file=text, width=200))
+    progress.sample(Sample(3, "how many?", "2", 1.0, pictures=(picture,)))
     assert r"\x1b[2J\u202e.png 16x8" in text.getvalue() and "\x1b[2J" not in text.getvalue()
 
 
