@@ -142,7 +142,8 @@ class RunObserver:
             with _writing(self.run):
                 self.track(step, metrics)
             self.progress.update(step, metrics)
-            for finding in self.monitor.check(step, metrics):
+            self.monitor.add(step, metrics)
+            for finding in self.monitor.new_findings():
                 self.progress.note(str(finding))
         if self.on_step is not None:
             self.on_step(step, metrics)
@@ -158,7 +159,8 @@ class RunObserver:
             keep_steps(self.run.samples, step)
             keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
-                self.monitor.check(row["step"], row)  # guards that have reported do not report again
+                self.monitor.add(row["step"], row)
+                self.monitor.new_findings()  # guards that have reported do not report again
                 last = row["step"]
             if metrics is not None and last < step:
                 self.track(step, metrics)
