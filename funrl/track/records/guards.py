@@ -112,7 +112,7 @@ def drift(metric: str, least: int, drifts: Callable[[float, float], bool], text:
     return guard
 
 
-def either(*guards: Guard) -> Guard:
+def first_message(*guards: Guard) -> Guard:
     """The first message of several guards."""
     return lambda rows: next((text for guard in guards if (text := guard(rows)) is not None), None)
 
@@ -125,7 +125,7 @@ def equal_rewards(rows: Sequence[Row]) -> str | None:
     return f"every reward of the last three steps was {rewards.pop()}: see samples.jsonl; --temperature may help"
 
 
-def equal_groups(rows: Sequence[Row]) -> str | None:
+def groups_without_difference(rows: Sequence[Row]) -> str | None:
     """Most groups have one reward for all of their completions, and not all the same one."""
     text = (
         "in {now:.0%} of the groups all rewards are equal: raise --samples_per_prompt, or leave them out as dapo does"
@@ -172,7 +172,9 @@ DRIFTING_GAP = (
 )
 LOST_ENTROPY = "the entropy has fallen from {before:.2g} to {now:.2g} nats a token: lower --lr, or raise --entropy_coef"
 MUCH_ENTROPY = "the entropy has risen from {before:.2g} to {now:.2g} nats a token: lower --lr or --entropy_coef"
-SKIPPED = "{now:.0f} updates were left out, as they were not finite: skipped/ has rows, --max_skipped ends the run"
+SKIPPED_UPDATES = (
+    "{now:.0f} updates were left out, as they were not finite: skipped/ has rows, --max_skipped ends the run"
+)
 CUT_OFF = "{now:.0%} of the completions are cut off: raise --max_new_tokens, or give the reward a price for length"
 MORE_MEMORY = "the host's memory has grown from {before:.1f} to {now:.1f} GB: --reward_workers shows if rewards keep it"
 GUARDS: dict[str, Guard] = {
@@ -181,21 +183,21 @@ GUARDS: dict[str, Guard] = {
         "rollout/logprob_gap_mean", 3 * WINDOW, lambda before, now: now > max(1e-3, 3 * before), DRIFTING_GAP
     ),
     "equal_rewards": equal_rewards,
-    "groups_without_difference": equal_groups,
+    "groups_without_difference": groups_without_difference,
     "zero_gradient": zero_gradient,
-    "skipped_updates": mean_above("update/skipped", 0.0, SKIPPED, window=1),
+    "skipped_updates": mean_above("update/skipped", 0.0, SKIPPED_UPDATES, window=1),
     "clipped_tokens": mean_above(
         "actor/pg_clipfrac",
         0.4,
         "the ratios of {now:.0%} of the tokens are clipped: lower --lr, or take fewer --epochs and --minibatches",
     ),
     "falling_reward": falling_reward,
-    "running_kl": either(
+    "running_kl": first_message(
         mean_above("actor/kl_loss", 1.0, FAR_FROM_REFERENCE),
         mean_above("actor/reward_kl_penalty", 1.0, FAR_FROM_REFERENCE),
         mean_above("actor/ppo_kl", 0.2, FAR_FROM_SAMPLER),
     ),
-    "running_entropy": either(
+    "running_entropy": first_message(
         drift("actor/entropy", 2 * WINDOW, lambda before, now: before > 0.05 and now < 0.05 * before, LOST_ENTROPY),
         drift("actor/entropy", 2 * WINDOW, lambda before, now: now > 2 * before + 1, MUCH_ENTROPY),
     ),
