@@ -32,7 +32,7 @@ from funrl.track.records.run_directory import (
 from funrl.track.records.samples import Sample, open_samples
 from funrl.track.records.services import open_service
 from funrl.track.records.shown_pictures import shown_pictures
-from funrl.track.records.trackers import join_trackers, jsonl, tensorboard
+from funrl.track.records.trackers import jsonl, tensorboard
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.sources.evaluation import EvalRow
@@ -70,16 +70,16 @@ class RunObserver:
         if self.run is None:
             return self
         with _writing(self.run):
-            self.track = join_trackers(
+            services = parts(self.job.settings.outputs.report_to)
+            self.trackers = [
                 jsonl(self.run.metrics),
                 tensorboard(self.run.tensorboard),
-                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.outputs.report_to)),
-            )
-            self.stack.callback(self.track.close)
+                *(open_service(name, self.run, self.note) for name in services),
+            ]
             self.write_sample = open_samples(self.run.samples)
-            self.stack.callback(self.write_sample.close)
             self.table = open_lines(self.run.eval_samples)
-            self.stack.callback(self.table.close)
+            for writer in (*self.trackers, self.write_sample, self.table):
+                self.stack.callback(writer.close)
         self.progress = Progress(self.job.settings.run.steps)
         return self
 
@@ -139,8 +139,7 @@ class RunObserver:
         times = {f"time_s/{phase}": value for phase, value in seconds.items()} | {"time_s/step": total}
         metrics = metrics | times | {"perf/tokens_per_s": tokens / max(total, 1e-9)}
         if self.run is not None:
-            with _writing(self.run):
-                self.track(step, metrics)
+            self._track(step, metrics)
             self.progress.update(step, metrics)
             self.monitor.add(step, metrics)
             for finding in self.monitor.new_findings():
@@ -162,8 +161,13 @@ class RunObserver:
                 self.monitor.add(row["step"], row)
                 self.monitor.new_findings()  # guards that have reported do not report again
                 last = row["step"]
-            if metrics is not None and last < step:
-                self.track(step, metrics)
+        if metrics is not None and last < step:
+            self._track(step, metrics)
+
+    def _track(self, step: int, metrics: Mapping[str, float]) -> None:
+        with _writing(self.run):
+            for tracker in self.trackers:
+                tracker.write(step, metrics)
 
     def began(self, step: int, inputs: Mapping[str, str]) -> None:
         """Record the start in config.json."""

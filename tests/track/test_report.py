@@ -274,7 +274,7 @@ def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
     for step in range(4):
         forks = {"episodes/forks/thinking": 0.5} if step != 2 else {}
         row = {"reward/mean": 0.1, "episodes/tool_calls": 2.0, "episodes/call_errors": 0.25, "episodes/turns": 3.0}
-        tracker(step, row | forks | {"episodes/drift/whitespace": 0.75})
+        tracker.write(step, row | forks | {"episodes/drift/whitespace": 0.75})
     tracker.close()
     page = write_report(run.path).read_text()
     for words in (
@@ -314,7 +314,7 @@ def test_sources_and_parts_of_rewards_have_figures(tmp_path):
             "reward/max": 1.0,
             "episodes/turns": 3.0,
         }
-        tracker(step, row | own | {"episodes/environment_s": 0.75, "episodes/context_tokens": 9.0})
+        tracker.write(step, row | own | {"episodes/environment_s": 0.75, "episodes/context_tokens": 9.0})
     tracker.close()
     page = render(read_run(run))
     text = checked(page).text

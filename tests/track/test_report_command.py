@@ -18,7 +18,7 @@ def a_run(path, reward, lr, supervised=False):
     tracker, samples = jsonl(run.metrics), open_samples(run.samples)
     for step in range(1, 5):
         row = {"train/loss": 1 / step} if supervised else {"reward/mean": reward * step, "actor/ppo_kl": 1e-3}
-        tracker(step, row | {"eval/loss" if supervised else "eval/reward": reward, "time_s/step": 1.0})
+        tracker.write(step, row | {"eval/loss" if supervised else "eval/reward": reward, "time_s/step": 1.0})
         samples.write(Sample(step, "1<2 & 3", f"answer {step} of {reward}", reward))
     tracker.close()
     samples.close()

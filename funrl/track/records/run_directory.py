@@ -268,19 +268,18 @@ def given_directory(path: Path) -> Path:
 
 def _new_default(experiment: str) -> Path:
     stem = f"{experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+    path = Path("runs") / stem
+    number = 1
+    while True:
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            if path.is_dir():
-                continue
-            raise RunDirectoryError(f"{path.parent}: is a file; give --run_dir") from None
+            return path
         except OSError as error:
-            here = Path.cwd()
-            raise RunDirectoryError(f"{here / path}: cannot be created: {_reason(error)}; give --run_dir") from None
-        return path
-    raise RunDirectoryError(f"runs/{stem}: a thousand of that name exist; give --run_dir")
+            if not path.is_dir():
+                here = Path.cwd()
+                raise RunDirectoryError(f"{here / path}: cannot be created: {_reason(error)}; give --run_dir") from None
+        number += 1
+        path = path.with_name(f"{stem}-{number}")
 
 
 def check_unused(run: RunDirectory) -> None:
