@@ -158,7 +158,7 @@ def test_report_stands_alone(tmp_path):
     assert not any({"src", "href", "onload"} & set(attributes) for _, attributes in tags)
     assert [attributes for tag, attributes in tags if tag == "script"] == [{}]
     policies = [a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
-    assert len(policies) == 1 and policies[0].startswith("default-src 'none';")  # nothing is loaded, whatever it says
+    assert len(policies) == 1 and policies[0].startswith("default-src 'none'; img-src data:;")  # nothing else is loaded
     assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
 
 

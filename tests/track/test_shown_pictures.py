@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import io
-import json
 
 import numpy as np
 from PIL import Image
@@ -11,7 +10,7 @@ from rich.console import Console
 
 from funrl.data.pictures import expand_placeholders
 from funrl.data.processors.form import PictureForm
-from funrl.data.processors.thumbnails import THUMBNAIL_BYTES, ShownPicture
+from funrl.data.processors.thumbnails import THUMBNAIL_BYTES
 from funrl.data.prompts import Example
 from funrl.environments.conversation import MOST_SEEN, conversation_of
 from funrl.models.vision.config import PictureLayout, TowerConfig
@@ -94,18 +93,6 @@ def test_names_are_bounded_and_shown_without_what_moves_a_terminal():
     assert r"\x1b[2J\u202e.png 16x8" in text.getvalue() and "\x1b[2J" not in text.getvalue()
 
 
-def test_samples_are_read_without_pictures_that_a_page_would_load(tmp_path):
-    entries = [
-        {"name": "a", "size": "1x1", "digest": "0", "thumbnail": "https://tracker.example/a.png"},
-        {"name": "b", "size": "1x1", "digest": "1", "thumbnail": "data:image/png;base64,AAAA", "later": 1},
-        "c",
-    ]
-    line = {"step": 1, "prompt": "how many?", "completion": "2", "pictures": entries}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    (sample,) = read_samples(tmp_path / "samples.jsonl")
-    assert sample.pictures == (ShownPicture("b", "1x1", "1", "data:image/png;base64,AAAA"),)
-
-
 def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
     def turn(parent, pictures, *words):
         parts = [{"type": "image"}] * len(pictures)
@@ -121,7 +108,6 @@ def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
     single, two = ([len(entry.get("pictures", ())) for entry in branch["says"]] for branch in conversation["branches"])
     assert single == [1, 2, 0] and two == [0, MOST_SEEN - 3]  # what an earlier branch shows is not shown again
     assert "pictures" not in conversation_of(episode, str)["branches"][0]["says"][0]
-    conversation["branches"][1]["says"][1]["pictures"] = [{"thumbnail": "https://tracker.example/a.png"}]
     writer = open_samples(tmp_path / "samples.jsonl")
     writer.write(Sample(3, "a", "b", 1.0, conversation=conversation, pictures=shown_pictures(example_of([]), FORM)))
     writer.close()

@@ -77,27 +77,20 @@ def read_samples(path: Path) -> list[Sample]:
 
 def _sample(line: dict[str, Any]) -> Sample:
     """The sample that a line of samples.jsonl holds."""
+    conversation = line.get("conversation")
+    for branch in conversation["branches"] if conversation else ():
+        for entry in branch["says"]:
+            if "pictures" in entry:
+                entry["pictures"] = read_shown(entry["pictures"])
     return Sample(
-        step=int(line.get("step") or 0),
-        prompt=str(line.get("prompt", "")),
-        completion=str(line.get("completion", "")),
+        step=line.get("step", 0),
+        prompt=line.get("prompt", ""),
+        completion=line.get("completion", ""),
         reward=line.get("reward"),
-        rewards=tuple((line.get("rewards") or {}).items()),
-        conversation=_conversation(line.get("conversation")),
-        pictures=read_shown(line.get("pictures")),
+        rewards=tuple(line.get("rewards", {}).items()),
+        conversation=conversation,
+        pictures=read_shown(line.get("pictures", ())),
     )
-
-
-def _conversation(line: Any) -> Mapping[str, Any] | None:
-    """The conversation in a line, with pictures as `read_shown` reads them."""
-    if not isinstance(line, Mapping):
-        return None
-
-    def read(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**entry, "pictures": read_shown(entry["pictures"])} if "pictures" in entry else entry
-
-    branches = [{**branch, "says": [*map(read, branch.get("says") or ())]} for branch in line.get("branches") or ()]
-    return {**line, "branches": branches}
 
 
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
