@@ -96,7 +96,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 _say(_check_resume(command, inputs), first)
             check_first_episode(_job(command))
             if first:
-                owner = owned_run(asked.run_dir, name, command.flags, resume=asked.resume, overwrite=asked.overwrite)
+                owner = owned_run(asked.run_dir, name, command.flags, asked.resume)
                 run_dir = str(owned.enter_context(owner).path)
         except (ValueError, OSError, ImportError) as error:
             return _ended(2, f"error: {error}", first)
@@ -160,7 +160,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
         from funrl.track.report.run_files import ReportError
 
         try:
-            report = f"open {write_report(run_dir, running=False)}"
+            report = f"open {write_report(run_dir)}"
         except ReportError as error:  # the run stopped before its first step, or the disk is full
             report = f"no report: {error}"
         except KeyboardInterrupt:

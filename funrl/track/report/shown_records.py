@@ -44,7 +44,7 @@ from funrl.data.tokenizer import (
     markers_of,
 )
 from funrl.models.huggingface import directories as hf
-from funrl.tasks.embedded import embedded_task
+from funrl.tasks.task import RIGHT_ANSWER
 from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
@@ -269,7 +269,7 @@ def show_prompt(reader: RecordReader, example: Example, remarks: list[str]) -> S
     rows = [ShownRow("prompt, which the policy continues", text_pieces(text, reader.tokenizer))]
     if learns_from_demonstrations(reader.algorithm):
         is_embedded = settings.examples.prompts is None and settings.environments.env is None
-        field = embedded_task(settings.examples.task).demonstration_field if is_embedded else DEMONSTRATION
+        field = RIGHT_ANSWER if is_embedded else DEMONSTRATION
         check_demonstrations([example], field, None)
         demonstrations = DemonstrationReader(field, reader.tokenizer, reader.form, most=0, pad=0, paired=False)
         rows.append(ShownRow("demonstration", text_pieces(demonstrations.text(example).texts[0], reader.tokenizer)))

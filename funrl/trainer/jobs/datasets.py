@@ -57,6 +57,7 @@ from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
+from funrl.tasks.task import RIGHT_ANSWER
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import (
@@ -235,7 +236,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         max_new_tokens=embedded.max_new_tokens,
         embedded=True,
         readable=embedded.readable,
-        demonstration_field=embedded.demonstration_field,
+        demonstration_field=RIGHT_ANSWER,
         environment=environment,
     )
 

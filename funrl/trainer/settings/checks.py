@@ -269,8 +269,6 @@ def check_requirements(s: Settings) -> None:
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if value not in (flag.default, 0):
             refuse_beside(name, value, s)
-    if s.run.resume and s.run.overwrite:
-        raise s.refusal("--overwrite starts over and --resume continues; leave one of them out")
 
 
 def check_engine_flags(s: Settings) -> None:

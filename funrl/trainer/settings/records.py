@@ -377,9 +377,6 @@ class RunSettings:
     resume: bool = flag(
         False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir", effect="output"
     )
-    overwrite: bool = flag(
-        False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir", effect="output"
-    )
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,12 @@ class RemovedFlag(NamedTuple):
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+    "overwrite": RemovedFlag("false", "give another --run_dir, or remove what a start without a step has left"),
     "latex": RemovedFlag("false", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
+    "compare": "`funrl replay RUN OTHER_RUN` lists flags that differ, `tensorboard --logdir=RUNS` draws the curves",
     "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
 }
 EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"
