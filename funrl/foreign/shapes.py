@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from funrl.data.prompts import Example
@@ -37,8 +35,15 @@ class AdaptedEnvironment:
             self.prompts = prompts
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Run one episode."""
+        """Run one episode. Raises: ValueError if its prompt has pictures."""
+        check_text(example)
         return await self._run(policy, example, seed)
+
+
+def check_text(example: Example) -> None:
+    """Refuse a prompt with pictures. Raises: ValueError."""
+    if example.opening is not None:
+        raise ValueError(f"{example.source or 'the prompt'} has pictures; environments of other frameworks get text")
 
 
 # text of a reply -> messages that answer it, its reward or None, whether the episode ends
@@ -243,8 +248,3 @@ def joined_text(content: Any) -> str:
         return content or ""
     texts = (part.get("text", "") if isinstance(part, Mapping) else getattr(part, "text", "") for part in content)
     return "".join(map(str, texts))
-
-
-def record_kind(module: str, name: str) -> Callable[..., Any]:
-    """A framework's record if its module is imported, else one with the same names."""
-    return getattr(sys.modules.get(module), name, SimpleNamespace)
