@@ -138,9 +138,8 @@ def test_an_episode_of_an_agent_server(gym):
 
 
 def test_tokens_are_those_of_the_engine(gym):
-    for node in (
-        run(load_environment(ENVIRONMENT, {"url": gym}), engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes()
-    ):
+    environment = load_environment(ENVIRONMENT, {"url": gym})
+    for node in run(environment, engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes():
         assert not node.sampled or len(node.sampling_logp) == len(node.tokens) == len(node.versions)
 
 
