@@ -27,6 +27,8 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from recorded_replies import RecordedReplies
+
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
 from funrl.environments.agents import POLICY
@@ -34,7 +36,7 @@ from funrl.environments.builtin.load import FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import RecordedReplies, check_arguments, check_text, mean_parts, taken_values
+from funrl.foreign.shapes import check_arguments, check_text, mean_parts, taken_values
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Node, Status
 from funrl.rollout.policy import LimitReached, Policy

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import verl_modules  # noqa: F401 (what tools import, where verl is not installed)
 import yaml
+from recorded_replies import RecordedReplies
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import ToolOutput, error_text, example_messages, output_text, tool_conversation
@@ -38,7 +39,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, answer_score, checked_call
+from funrl.foreign.shapes import AdaptedEnvironment, answer_score, checked_call
 from funrl.loading import LoadError, load_object
 from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Episode, Trajectory

@@ -11,7 +11,7 @@ from funrl.environments.environment import Environment
 from funrl.foreign.gym_text import load_gymnasium, load_skyrl
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
-from funrl.foreign.trl import load_trl
+from funrl.foreign.trl import trl_environment
 from funrl.foreign.verifiers import load_verifiers
 from funrl.loading import LoadError
 
@@ -21,7 +21,7 @@ FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "openenv": load_openenv,
     "program": load_program,
     "skyrl": load_skyrl,
-    "trl": load_trl,
+    "trl": trl_environment,
     "verifiers": load_verifiers,
 }
 

@@ -4,21 +4,19 @@
 |---|---|
 | a list of functions | `tools` |
 | a class, a function without arguments, or a dict of such | `environment_factory` |
-| a function of `(prompts, trainer)` | `rollout_func` |
+
+Its `rollout_func` is trained by examples/env_trl_rollout.py.
 
 TRL need not be installed. Written for TRL 1.16; reference: https://huggingface.co/docs/trl/grpo_trainer
 """
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 from funrl.data.prompts import Example
@@ -31,75 +29,61 @@ from funrl.environments.adapters import (
 from funrl.environments.agents import POLICY
 from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
-from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, checked_call, taken_values, with_observation
+from funrl.foreign.shapes import AdaptedEnvironment, checked_call, taken_values, with_observation
 from funrl.loading import load_object
-from funrl.rollout.episodes import Episode, Message, Node, Trajectory
-from funrl.rollout.policy import LimitReached, Policy
+from funrl.rollout.episodes import Episode, Message, Trajectory
+from funrl.rollout.policy import Policy
 
 NOT_TOOLS = ("reset", "get_reward")  # public methods of an environment that the policy cannot call
-ROLLOUT_ARGUMENTS = 2  # of a `rollout_func`
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-ROLLOUT_OUTPUTS = ("prompt_ids", "completion_ids", "logprobs")  # of what a `rollout_func` returns
 
 RewardFunctions = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 
 
-def load_trl(
-    name: str,
+def trl_environment(
+    name: Any,
     rewards: RewardFunctions = (),
     weights: Sequence[float] | None = None,
     tools: str | Sequence[Callable[..., Any]] = (),
-) -> Environment:
-    """The environment that "FILE.py:NAME" names, as `trl_environment` makes it.
-
-    Args:
-      rewards, tools: objects, or "FILE.py:NAME".
-    """
-    loaded_tools = load_object(ARGUMENTS, tools) if isinstance(tools, str) else tools
-    return trl_environment(load_object(FLAG, name), rewards, weights=weights, tools=loaded_tools)
-
-
-def trl_environment(
-    given: Any,
-    rewards: RewardFunctions = (),
-    *,
-    weights: Sequence[float] | None = None,
-    tools: Sequence[Callable[..., Any]] = (),
 ) -> Environment:
     """An environment of what TRL's GRPOTrainer takes.
 
     The reward of an episode is the weighted sum of the reward functions' numbers, and of `get_reward` with weight 1; it
     is unscored if all of them are None.
 
+    Each argument is an object or "FILE.py:NAME".
+
     Args:
-      given: `tools`, an `environment_factory` or a `rollout_func`.
+      name: `tools` or an `environment_factory`.
       rewards: as `reward_funcs`: (prompts, completions, completion_ids, **columns) -> a list of numbers or None.
       weights: as `reward_weights`; None: 1 each.
       tools: as `tools`, beside an `environment_factory`.
 
     Raises:
+      LoadError: an argument cannot be loaded.
       TypeError: it is none of these.
       ValueError: there is no reward, a tool has no docstring or types, or there are not as many weights as rewards.
     """
-    scorer = _Rewards(rewards, weights)
+    given = load_object(FLAG, name) if isinstance(name, str) else name
+    tools = load_object(ARGUMENTS, tools) if isinstance(tools, str) else tools
+    scorer = Rewards(rewards, weights)
     if isinstance(given, (list, tuple)):
-        _check_rewarded(scorer, "tools")
+        scorer.check("tools")
         return _tool_episodes({None: None}, [*given, *tools], scorer)
     if isinstance(given, Mapping):
         return _tool_episodes(dict(given), tools, scorer)
     if not callable(given):
-        raise TypeError(f"{given!r:.100} is neither a list of tools, a factory of environments nor a rollout function")
-    if not isinstance(given, type) and len(_required(given)) == ROLLOUT_ARGUMENTS:
-        _check_rewarded(scorer, "a rollout function")
-        return _function_episodes(given, scorer)
-    if names := _required(given):
-        raise TypeError(f"{_name(given)} needs {', '.join(names)}; a factory needs nothing, a rollout function two")
+        raise TypeError(f"{given!r:.100} is neither a list of tools nor a factory of environments")
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(given).parameters.values()
+    if names := [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]:
+        hint = "a rollout function is trained by --env=examples/env_trl_rollout.py:rollout_environment"
+        raise TypeError(f"{name_of(given)} needs {', '.join(names)}, but a factory of environments nothing; {hint}")
     return _tool_episodes({None: given}, tools, scorer)
 
 
-class _Rewards:
+class Rewards:
     """Reward functions of TRL, with their weights."""
 
     def __init__(self, rewards: RewardFunctions, weights: Sequence[float] | None):
@@ -108,6 +92,11 @@ class _Rewards:
         self._weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
         if len(self._weights) != len(self.functions):
             raise ValueError(f"there are {len(self._weights)} weights of {len(self.functions)} reward functions")
+
+    def check(self, kind: str) -> None:
+        """Refuse episodes of a kind that only reward functions score. Raises: ValueError if there is none."""
+        if not self.functions:
+            raise ValueError(f"{kind} of TRL needs reward functions; give --{ARGUMENTS}=rewards:FILE.py:function")
 
     async def score(
         self, example: Example, prompt: Any, end: Trajectory, begin: Trajectory, extra: Mapping[str, Any]
@@ -130,9 +119,11 @@ class _Rewards:
         for function, weight in zip(self.functions, self._weights, strict=True):
             values = await call(function, **taken_values(function, row))
             if not isinstance(values, Sequence) or len(values) != 1:
-                raise TypeError(f"{_name(function)} returned {values!r:.200}; a list with one number or None is needed")
+                raise TypeError(
+                    f"{name_of(function)} returned {values!r:.200}; a list with one number or None is needed"
+                )
             if values[0] is not None and not math.isnan(values[0]):
-                parts[_name(function)] = float(values[0])
+                parts[name_of(function)] = float(values[0])
                 earned.append(weight * float(values[0]))
         return (math.fsum(earned) if earned else None), {name: float(number) for name, number in parts.items()}
 
@@ -145,7 +136,7 @@ class _Pool:
         self._idle = [factory()]
         self.has_reward = callable(getattr(self._idle[0], "get_reward", None))
         if not callable(getattr(self._idle[0], "reset", None)):
-            raise TypeError(f"{type(self._idle[0]).__name__}, of {_name(factory)}, has no reset")
+            raise TypeError(f"{type(self._idle[0]).__name__}, of {name_of(factory)}, has no reset")
         for method in tool_methods(self._idle[0]).values():
             tool_schema(method)  # is checked before the run
 
@@ -159,7 +150,7 @@ class _Pool:
 
 
 def _tool_episodes(
-    factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: _Rewards
+    factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: Rewards
 ) -> Environment:
     """Episodes in which the policy calls tools and the methods of an environment until it replies without a call.
 
@@ -170,7 +161,7 @@ def _tool_episodes(
     common_schemas = [tool_schema(tool) for tool in tools]
     pools = {name: factory and _Pool(factory) for name, factory in factories.items()}
     if any(pool is not None and not pool.has_reward for pool in pools.values()):
-        _check_rewarded(scorer, "an environment without get_reward")
+        scorer.check("an environment without get_reward")
 
     async def run(policy: Policy, example: Example, seed: int) -> Episode:
         name = None if None in pools else example.fields.get("environment")
@@ -212,77 +203,6 @@ def _tool_episodes(
     return AdaptedEnvironment(run)
 
 
-def _function_episodes(function: Callable[..., Any], scorer: _Rewards) -> Environment:
-    """Episodes of a rollout function, which makes a completion of a prompt."""
-
-    async def run(policy: Policy, example: Example, seed: int) -> Episode:
-        replies = RecordedReplies(policy)
-        trainer = _TrainerShape(policy, replies)
-        prompt = list(map(dict, example.messages)) if example.conversational and example.messages else example.text
-        try:
-            output = await call(function, [prompt], trainer)
-        except LimitReached as limit:
-            return Episode(policy.ends(), {POLICY: None}, status=limit.status)
-        finally:
-            trainer.close()
-        if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
-            raise TypeError(f"{_name(function)} returned no {', '.join(missing)}")
-        prompt_ids = output["prompt_ids"][0]
-        completion_ids = output["completion_ids"][0]
-        mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)
-        end = replies.end_of([*prompt_ids, *completion_ids], [*[0] * len(prompt_ids), *mask])
-        extra = {name: value for name, value in output.items() if name not in (*ROLLOUT_OUTPUTS, "env_mask")}
-        reward, parts = await scorer.score(example, prompt, end, Trajectory(end.agent, next(end.nodes())), extra)
-        return Episode([end], {POLICY: reward}, parts=parts)
-
-    return AdaptedEnvironment(run)
-
-
-class _TrainerShape:
-    """The part of a GRPOTrainer that a rollout function of one prompt uses.
-
-    Attributes:
-      processing_class: the tokenizer.
-      args: `num_generations`, 1, and `max_completion_length`.
-      vllm_generation: has `generate`, as TRL's.
-    """
-
-    def __init__(self, policy: Policy, replies: RecordedReplies):
-        chat = policy.chat
-        most = policy.sampling.max_new_tokens
-        self.processing_class = chat.tokenizer if isinstance(chat, TemplateChat) else None
-        self.args = SimpleNamespace(num_generations=1, max_completion_length=most)
-        self.vllm_generation = self
-        self._loop = asyncio.get_running_loop()
-        self._replies = replies
-        self._asked: list[Future[Node]] = []
-
-    def close(self) -> None:
-        """Cancel what is being sampled."""
-        for asked in self._asked:
-            asked.cancel()
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
-    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Prompts, completions, and of each token of these its log-probability and its id, in lists of one.
-
-        It must not be called on the event loop; a plain rollout function is in a thread.
-        """
-        if images and any(images):
-            raise ValueError("images are not served; only text is")
-        sampled = [self._sampled(list(prompt)) for prompt in prompts for _ in range(num_generations)]
-        rows = [[] if node.sampling_logp is None else node.sampling_logp.tolist() for node in sampled]
-        logp = [[[value] for value in row] for row in rows]
-        ids = [list(node.tokens) for node in sampled]
-        return [list(prompt) for prompt in prompts], ids, logp, [[[token] for token in tokens] for tokens in ids]
-
-    def _sampled(self, prompt: list[int]) -> Node:
-        asked = asyncio.run_coroutine_threadsafe(self._replies.reply(prompt), self._loop)
-        self._asked.append(asked)
-        return asked.result()
-
-
 def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
     """Methods of an environment of TRL that the policy can call: all public ones but `reset` and `get_reward`."""
     methods = dict(inspect.getmembers(environment, predicate=inspect.ismethod))
@@ -303,17 +223,6 @@ def _failed(problem: str) -> ToolOutput:
     return ToolOutput(str({"error": problem}), succeeded=False)
 
 
-def _required(function: Callable[..., Any]) -> list[str]:
-    """Arguments that a function cannot do without."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """Name of a function for messages and metrics."""
     return getattr(function.func if isinstance(function, functools.partial) else function, "__name__", repr(function))
-
-
-def _check_rewarded(scorer: _Rewards, what: str) -> None:
-    if not scorer.functions:
-        raise ValueError(f"{what} of TRL needs reward functions; give --{ARGUMENTS}=rewards:FILE.py:function")

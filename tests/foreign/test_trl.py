@@ -4,6 +4,7 @@ import asyncio
 import math
 
 import pytest
+from env_trl_rollout import rollout_environment
 from foreign_runs import LIMITS, call_text, heard, run
 from small_chats import SETUP, engine_of, text
 
@@ -164,7 +165,7 @@ def seen_reward(completion_ids, seen, **kwargs):
 
 def test_a_rollout_function_samples_by_the_policy_whose_tokens_are_the_record():
     engine = engine_of()
-    episode = run(trl_environment(rollout, seen_reward), engine=engine, setup=SETUP)
+    episode = run(rollout_environment(rollout, seen_reward), engine=engine, setup=SETUP)
     nodes = list(episode.ends[0].nodes())
     assert [node.sampled for node in nodes] == [False, True, False, True]
     assert text(nodes[0].tokens) == "go" and text(nodes[2].tokens) == "!?"
@@ -189,12 +190,17 @@ def test_a_record_that_is_not_what_was_sampled_fails(change, problem):
         change(output)
         return output
 
-    episode = run(trl_environment(changed, seen_reward), "yes", "no")
+    episode = run(rollout_environment(changed, seen_reward), "yes", "no")
     assert episode.status == "failed" and problem in episode.problem
 
 
+def test_a_rollout_function_needs_rewards():
+    with pytest.raises(ValueError, match="a rollout function of TRL needs reward functions"):
+        rollout_environment(rollout, ())
+
+
 def test_a_limit_ends_a_rollout_function_unscored():
-    episode = run(trl_environment(rollout, seen_reward), "yes", limits=LIMITS._replace(turns=1))
+    episode = run(rollout_environment(rollout, seen_reward), "yes", limits=LIMITS._replace(turns=1))
     assert (episode.status, episode.rewards) == ("turns", {"policy": None})
     assert sum(node.sampled for node in episode.ends[0].nodes()) == 1
 
@@ -204,8 +210,7 @@ def test_a_limit_ends_a_rollout_function_unscored():
     [
         ([], "tools of TRL needs reward functions; give --env_args=rewards:FILE.py:function"),
         (Counter, "an environment without get_reward of TRL needs reward functions"),
-        (rollout, "a rollout function of TRL needs reward functions"),
-        (lambda one: one, "needs one; a factory needs nothing, a rollout function two"),
+        (rollout, "rollout needs prompts, trainer, but .*examples/env_trl_rollout.py:rollout_environment"),
         (type("Bare", (), {}), "Bare, of Bare, has no reset"),
         (3, "3 is neither a list of tools"),
     ],
@@ -229,9 +234,7 @@ def test_what_a_prefix_does_not_know_is_named():
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["environment", "rollout"])
 def test_properties_of_environments(which):
-    environment = trl_environment(
-        Rewarded if which == "environment" else rollout, () if which == "environment" else seen_reward
-    )
+    environment = trl_environment(Rewarded) if which == "environment" else rollout_environment(rollout, seen_reward)
     replies = [call_text("increment", step=1), call_text("increment", step=-1), call_text("look")]
     check_environment(environment, examples=[("go", {"start": 1})], replies=replies)
 
