@@ -23,7 +23,7 @@ from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.foreign.shapes import AdaptedEnvironment
-from funrl.foreign.trl import RewardFunctions, Rewards, name_of
+from funrl.foreign.trl import RewardFunctions, Rewards, function_name
 from funrl.loading import load_object
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
@@ -59,7 +59,7 @@ def rollout_environment(
         finally:
             trainer.close()
         if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
-            raise TypeError(f"{name_of(function)} returned no {', '.join(missing)}")
+            raise TypeError(f"{function_name(function)} returned no {', '.join(missing)}")
         prompt_ids = output["prompt_ids"][0]
         completion_ids = output["completion_ids"][0]
         mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)

@@ -79,7 +79,9 @@ def trl_environment(
     parameters = inspect.signature(given).parameters.values()
     if names := [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]:
         hint = "a rollout function is trained by --env=examples/env_trl_rollout.py:rollout_environment"
-        raise TypeError(f"{name_of(given)} needs {', '.join(names)}, but a factory of environments nothing; {hint}")
+        raise TypeError(
+            f"{function_name(given)} needs {', '.join(names)}, but a factory of environments nothing; {hint}"
+        )
     return _tool_episodes({None: given}, tools, scorer)
 
 
@@ -120,10 +122,10 @@ class Rewards:
             values = await call(function, **taken_values(function, row))
             if not isinstance(values, Sequence) or len(values) != 1:
                 raise TypeError(
-                    f"{name_of(function)} returned {values!r:.200}; a list with one number or None is needed"
+                    f"{function_name(function)} returned {values!r:.200}; a list with one number or None is needed"
                 )
             if values[0] is not None and not math.isnan(values[0]):
-                parts[name_of(function)] = float(values[0])
+                parts[function_name(function)] = float(values[0])
                 earned.append(weight * float(values[0]))
         return (math.fsum(earned) if earned else None), {name: float(number) for name, number in parts.items()}
 
@@ -136,7 +138,7 @@ class _Pool:
         self._idle = [factory()]
         self.has_reward = callable(getattr(self._idle[0], "get_reward", None))
         if not callable(getattr(self._idle[0], "reset", None)):
-            raise TypeError(f"{type(self._idle[0]).__name__}, of {name_of(factory)}, has no reset")
+            raise TypeError(f"{type(self._idle[0]).__name__}, of {function_name(factory)}, has no reset")
         for method in tool_methods(self._idle[0]).values():
             tool_schema(method)  # is checked before the run
 
@@ -223,6 +225,6 @@ def _failed(problem: str) -> ToolOutput:
     return ToolOutput(str({"error": problem}), succeeded=False)
 
 
-def name_of(function: Any) -> str:
+def function_name(function: Any) -> str:
     """Name of a function for messages and metrics."""
     return getattr(function.func if isinstance(function, functools.partial) else function, "__name__", repr(function))
