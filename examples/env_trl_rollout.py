@@ -23,8 +23,9 @@ from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.foreign.shapes import AdaptedEnvironment
-from funrl.foreign.trl import RewardFunctions, Rewards, function_name
+from funrl.foreign.trl import RewardFunctions, Rewards
 from funrl.loading import load_object
+from funrl.rewards.call import function_name
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
 

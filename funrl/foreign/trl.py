@@ -13,7 +13,6 @@ TRL need not be installed. Written for TRL 1.16; reference: https://huggingface.
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from funrl.environments.calls import call
 from funrl.environments.environment import Environment
 from funrl.foreign.shapes import AdaptedEnvironment, checked_call, taken_values, with_observation
 from funrl.loading import load_object
+from funrl.rewards.call import function_name
 from funrl.rollout.episodes import Episode, Message, Trajectory
 from funrl.rollout.policy import Policy
 
@@ -223,8 +223,3 @@ def _text(value: Any) -> str:
 def _failed(problem: str) -> ToolOutput:
     """Output of a call that failed, in TRL's words."""
     return ToolOutput(str({"error": problem}), succeeded=False)
-
-
-def function_name(function: Any) -> str:
-    """Name of a function for messages and metrics."""
-    return getattr(function.func if isinstance(function, functools.partial) else function, "__name__", repr(function))
