@@ -12,6 +12,8 @@ from small_chats import SETUP, engine_of, text
 from funrl.environments.builtin.load import load_environment
 from funrl.loading import LoadError
 from funrl.testing import check_environment
+from funrl.trainer.jobs.provenance import input_digests
+from funrl.trainer.settings.settings import settings_of
 
 ENVIRONMENT = "examples/env_verl.py:verl_environment"
 TOOLS = """
@@ -227,6 +229,16 @@ def test_files_that_cannot_be_used_are_named(tmp_path, monkeypatch):
     ):
         with pytest.raises(LoadError, match=problem):
             load_environment(ENVIRONMENT, {"name": f"{tmp_path}/{name}"})
+
+
+def test_a_changed_file_that_an_argument_names_has_another_digest(files):
+    _, file = files
+    settings = settings_of(env=ENVIRONMENT, env_args=f"name:{file}:twice")
+    digests = []
+    for source in (TOOLS, TOOLS + "\n# changed"):
+        Path(file).write_text(source)
+        digests.append(input_digests(settings, None)["env_args"])
+    assert digests[0] != digests[1]
 
 
 @pytest.mark.slow
