@@ -8,10 +8,9 @@ from typing import Any
 
 from funrl.environments.builtin.load import FLAG, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
-from funrl.foreign.gym_text import load_gymnasium, load_skyrl
+from funrl.foreign.gym_text import load_gymnasium
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
-from funrl.foreign.trl import trl_environment
 from funrl.foreign.verifiers import load_verifiers
 from funrl.loading import LoadError
 
@@ -20,8 +19,6 @@ FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "gymnasium": load_gymnasium,
     "openenv": load_openenv,
     "program": load_program,
-    "skyrl": load_skyrl,
-    "trl": trl_environment,
     "verifiers": load_verifiers,
 }
 

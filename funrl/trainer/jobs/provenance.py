@@ -125,7 +125,8 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
         digests |= {name: _data_digests(settings, name) for name in DATA_FLAGS}
         digests |= {name: _code_digest(flag_value(settings, name)) for name in CODE_FLAGS}
         digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
-        texts = (x for x in environment_arguments(settings.environments.env_args).values() if isinstance(x, str))
+        arguments = environment_arguments(settings.environments.env_args).values()
+        texts = [text for x in arguments for text in (x if isinstance(x, list) else [x]) if isinstance(text, str)]
         digests |= {"env_args": "".join(map(_text_digest, texts))}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error

@@ -1,22 +1,29 @@
-"""Environments of TRL's GRPOTrainer: --env=trl:FILE.py:NAME.
+"""Environments of TRL's GRPOTrainer.
 
-| NAME | argument of `GRPOTrainer` |
+funrl grpo --model=DIR --prompts=FILE --env=examples/env_trl.py:trl_environment \
+  --env_args=name:FILE.py:NAME,rewards:FILE.py:REWARD
+
+| name | argument of `GRPOTrainer` |
 |---|---|
 | a list of functions | `tools` |
 | a class, a function without arguments, or a dict of such | `environment_factory` |
-
-Its `rollout_func` is trained by examples/env_trl_rollout.py.
+| a function of `(prompts, trainer)` | `rollout_func` |
 
 TRL need not be installed. Written for TRL 1.16; reference: https://huggingface.co/docs/trl/grpo_trainer
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
+
+from recorded_replies import RecordedReplies
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import (
@@ -28,13 +35,16 @@ from funrl.environments.adapters import (
 from funrl.environments.agents import POLICY
 from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
+from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.foreign.shapes import AdaptedEnvironment, checked_call, taken_values, with_observation
 from funrl.loading import load_object
 from funrl.rewards.call import function_name
-from funrl.rollout.episodes import Episode, Message, Trajectory
-from funrl.rollout.policy import Policy
+from funrl.rollout.episodes import Episode, Message, Node, Trajectory
+from funrl.rollout.policy import LimitReached, Policy
 
+ROLLOUT_ARGUMENTS = 2  # of a `rollout_func`
+ROLLOUT_OUTPUTS = ("prompt_ids", "completion_ids", "logprobs")  # of what a `rollout_func` returns
 NOT_TOOLS = ("reset", "get_reward")  # public methods of an environment that the policy cannot call
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -55,7 +65,7 @@ def trl_environment(
     Each argument is an object or "FILE.py:NAME".
 
     Args:
-      name: `tools` or an `environment_factory`.
+      name: `tools`, an `environment_factory` or a `rollout_func`.
       rewards: as `reward_funcs`: (prompts, completions, completion_ids, **columns) -> a list of numbers or None.
       weights: as `reward_weights`; None: 1 each.
       tools: as `tools`, beside an `environment_factory`.
@@ -74,14 +84,16 @@ def trl_environment(
     if isinstance(given, Mapping):
         return _tool_episodes(dict(given), tools, scorer)
     if not callable(given):
-        raise TypeError(f"{given!r:.100} is neither a list of tools nor a factory of environments")
+        raise TypeError(f"{given!r:.100} is neither a list of tools, a factory of environments nor a rollout function")
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(given).parameters.values()
-    if names := [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]:
-        hint = "a rollout function is trained by --env=examples/env_trl_rollout.py:rollout_environment"
-        raise TypeError(
-            f"{function_name(given)} needs {', '.join(names)}, but a factory of environments nothing; {hint}"
-        )
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if not isinstance(given, type) and len(names) == ROLLOUT_ARGUMENTS:
+        scorer.check("a rollout function")
+        return _function_episodes(given, scorer)
+    if names:
+        needs = f"{function_name(given)} needs {', '.join(names)}"
+        raise TypeError(f"{needs}; a factory needs nothing, a rollout function two")
     return _tool_episodes({None: given}, tools, scorer)
 
 
@@ -223,3 +235,74 @@ def _text(value: Any) -> str:
 def _failed(problem: str) -> ToolOutput:
     """Output of a call that failed, in TRL's words."""
     return ToolOutput(str({"error": problem}), succeeded=False)
+
+
+def _function_episodes(function: Callable[..., Any], scorer: Rewards) -> Environment:
+    """Episodes of a rollout function, which makes a completion of a prompt."""
+
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
+        replies = RecordedReplies(policy)
+        trainer = _TrainerShape(policy, replies)
+        prompt = list(map(dict, example.messages)) if example.conversational and example.messages else example.text
+        try:
+            output = await call(function, [prompt], trainer)
+        except LimitReached as limit:
+            return Episode(policy.ends(), {POLICY: None}, status=limit.status)
+        finally:
+            trainer.close()
+        if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
+            raise TypeError(f"{function_name(function)} returned no {', '.join(missing)}")
+        prompt_ids = output["prompt_ids"][0]
+        completion_ids = output["completion_ids"][0]
+        mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)
+        end = replies.end_of([*prompt_ids, *completion_ids], [*[0] * len(prompt_ids), *mask])
+        extra = {name: value for name, value in output.items() if name not in (*ROLLOUT_OUTPUTS, "env_mask")}
+        reward, parts = await scorer.score(example, prompt, end, Trajectory(end.agent, next(end.nodes())), extra)
+        return Episode([end], {POLICY: reward}, parts=parts)
+
+    return AdaptedEnvironment(run)
+
+
+class _TrainerShape:
+    """The part of a GRPOTrainer that a rollout function of one prompt uses.
+
+    Attributes:
+      processing_class: the tokenizer.
+      args: `num_generations`, 1, and `max_completion_length`.
+      vllm_generation: has `generate`, as TRL's.
+    """
+
+    def __init__(self, policy: Policy, replies: RecordedReplies):
+        chat = policy.chat
+        most = policy.sampling.max_new_tokens
+        self.processing_class = chat.tokenizer if isinstance(chat, TemplateChat) else None
+        self.args = SimpleNamespace(num_generations=1, max_completion_length=most)
+        self.vllm_generation = self
+        self._loop = asyncio.get_running_loop()
+        self._replies = replies
+        self._asked: list[Future[Node]] = []
+
+    def close(self) -> None:
+        """Cancel what is being sampled."""
+        for asked in self._asked:
+            asked.cancel()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
+        """Prompts, completions, and of each token of these its log-probability and its id, in lists of one.
+
+        It must not be called on the event loop; a plain rollout function is in a thread.
+        """
+        if images and any(images):
+            raise ValueError("images are not served; only text is")
+        sampled = [self._sampled(list(prompt)) for prompt in prompts for _ in range(num_generations)]
+        rows = [[] if node.sampling_logp is None else node.sampling_logp.tolist() for node in sampled]
+        logp = [[[value] for value in row] for row in rows]
+        ids = [list(node.tokens) for node in sampled]
+        return [list(prompt) for prompt in prompts], ids, logp, [[[token] for token in tokens] for tokens in ids]
+
+    def _sampled(self, prompt: list[int]) -> Node:
+        asked = asyncio.run_coroutine_threadsafe(self._replies.reply(prompt), self._loop)
+        self._asked.append(asked)
+        return asked.result()
