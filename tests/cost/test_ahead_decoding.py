@@ -16,7 +16,7 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import SINGLE
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
-from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
+from funrl.trainer.lowered.decoding import XlaBackend
 from funrl.xla.ahead import AheadProgram
 from funrl.xla.interpret import chains_of
 from funrl.xla.meshes import devices_of_mesh
@@ -89,8 +89,7 @@ def test_the_iteration_is_the_engine_s():
     with jax.enable_x64(True):
         traced = function.mapped(args, mesh).program
 
-    devices = EngineDevices(SINGLE.sizes, SINGLE.sizes)
-    backend = XlaBackend(devices, job.model, SINGLE, job.dtype, plan.page_tokens)
+    backend = XlaBackend(SINGLE.sizes, job.model, SINGLE, job.dtype, plan.page_tokens)
     backend.load(job.model.init(torch.Generator().manual_seed(0)))
     backend.resize(4, 4)
     form = DecodeForm(4, 1, ((0, job.sampling),))
