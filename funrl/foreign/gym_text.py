@@ -28,11 +28,11 @@ GYM_METHODS = ("reset", "step")
 
 def load_gymnasium(
     name: str,
-    action: str | Callable[[str], Any] | None = None,
-    show: str | Callable[[Any], str] = str,
+    action: str | Callable[[str], object] | None = None,
+    show: str | Callable[[object], str] = str,
     instruction: str = GYM_PROMPT,
     episodes: int = GYM_EPISODES,
-    **arguments: Any,
+    **arguments: object,
 ) -> Environment:
     """A text environment of gymnasium.
 
@@ -77,7 +77,7 @@ def load_gymnasium(
     return AdaptedEnvironment(run, seeded_prompts(instruction, episodes))
 
 
-def _maker(name: str) -> Callable[..., Any]:
+def _maker(name: str) -> Callable[..., object]:
     """The class of a file, or what makes a registered environment. Raises: LoadError."""
     if ":" in name and ".py" in name:
         kind = load_object(FLAG, name)
@@ -96,7 +96,7 @@ def _maker(name: str) -> Callable[..., Any]:
     return functools.partial(gymnasium.make, name)
 
 
-def _parser_of(space: Any) -> Callable[[str], Any]:
+def _parser_of(space: Any) -> Callable[[str], object]:
     """The parser of texts into actions of a space."""
     if not hasattr(space, "n"):
         return str

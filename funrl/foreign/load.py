@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from funrl.environments.builtin.load import FLAG, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
@@ -23,7 +22,7 @@ FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
 }
 
 
-def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+def named_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
     """The environment that "FRAMEWORK:NAME" names, see `FRAMEWORKS`, or else as in `load_environment`.
 
     Raises:
@@ -42,7 +41,7 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def _of_file(text: str, arguments: Mapping[str, Any]) -> Environment:
+def _of_file(text: str, arguments: Mapping[str, object]) -> Environment:
     try:
         return load_environment(text, arguments)
     except LoadError as error:

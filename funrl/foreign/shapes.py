@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import ToolOutput, error_text, to_last_turn
@@ -28,7 +27,7 @@ class AdaptedEnvironment:
     def __init__(
         self,
         run: Callable[[Policy, Example, int], Awaitable[Episode]],
-        prompts: Callable[[int], Sequence[Mapping[str, Any]]] | None = None,
+        prompts: Callable[[int], Sequence[Mapping[str, object]]] | None = None,
     ):
         self._run = run
         if prompts is not None:
@@ -91,7 +90,7 @@ def written_text(policy: Policy, reply: Reply) -> str:
     return str(chat.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def seeded_prompts(instruction: str, episodes: int) -> Callable[[int], Sequence[Mapping[str, Any]]]:
+def seeded_prompts(instruction: str, episodes: int) -> Callable[[int], Sequence[Mapping[str, object]]]:
     """Prompts of one text, for episodes with different seeds."""
     prompt = [{"role": "user", "content": instruction}]
     return lambda seed: [{"prompt": prompt, "seed": (seed * episodes + n) % LARGEST_SEED} for n in range(episodes)]
@@ -109,11 +108,11 @@ def failed_output(problem: str) -> ToolOutput:
 
 
 def checked_call(
-    act: Callable[[str, Mapping[str, Any]], Awaitable[ToolOutput]],
-    schemas: Sequence[Mapping[str, Any]],
+    act: Callable[[str, Mapping[str, object]], Awaitable[ToolOutput]],
+    schemas: Sequence[Mapping[str, object]],
     failed: Callable[[str], ToolOutput] = failed_output,
     errors: tuple[type[BaseException], ...] = (Exception, SystemExit),
-) -> Callable[[str, Mapping[str, Any]], Awaitable[ToolOutput]]:
+) -> Callable[[str, Mapping[str, object]], Awaitable[ToolOutput]]:
     """A function of tool calls that refuses arguments against the schemas, and answers errors.
 
     Args:
@@ -122,7 +121,7 @@ def checked_call(
       errors: kinds that are answered; others fail the episode.
     """
 
-    async def run_call(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def run_call(name: str, arguments: Mapping[str, object]) -> ToolOutput:
         if problem := argument_problem(name, arguments, schemas):
             return failed(problem)
         try:
@@ -140,26 +139,26 @@ async def answer_score(score: AnswerReward, example: Example, answer: str) -> fl
     return None if math.isnan(reward) else reward
 
 
-def parameter_names(function: Callable[..., Any]) -> tuple[list[str], bool]:
+def parameter_names(function: Callable[..., object]) -> tuple[list[str], bool]:
     """Names of the parameters of a function or a class, and whether it takes any other argument."""
     parameters = inspect.signature(function).parameters
     return list(parameters), any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def taken_values(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def taken_values(function: Callable[..., object], values: Mapping[str, object]) -> dict[str, object]:
     """The values that a function takes, by name."""
     names, takes_any = parameter_names(function)
     return {name: value for name, value in values.items() if takes_any or name in names}
 
 
-def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def check_arguments(function: Callable[..., object], arguments: Mapping[str, object]) -> None:
     """Refuse arguments that a function does not take. Raises: TypeError."""
     names, _ = parameter_names(function)
     if unknown := set(arguments) - set(taken_values(function, arguments)):
         raise TypeError(f"{function!r:.100} takes no argument {min(unknown)!r}, only {', '.join(names)}")
 
 
-def mean_parts(numbers: Iterable[tuple[str, Any]]) -> dict[str, float]:
+def mean_parts(numbers: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Mean of the numbers of each name."""
     values: dict[str, list[float]] = {}
     for name, number in numbers:
@@ -167,7 +166,7 @@ def mean_parts(numbers: Iterable[tuple[str, Any]]) -> dict[str, float]:
     return {name: math.fsum(several) / len(several) for name, several in values.items()}
 
 
-def joined_text(content: Any) -> str:
+def joined_text(content: str | Iterable[object] | None) -> str:
     """Text of a message's content: a text, or parts with a `text`."""
     if isinstance(content, str) or content is None:
         return content or ""

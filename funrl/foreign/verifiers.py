@@ -41,8 +41,8 @@ JOIN_S = 5.0
 def load_verifiers(
     name: str,
     tasks: int = DEFAULT_TASKS,
-    config: Mapping[str, Any] | None = None,
-    renderer: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
+    renderer: Mapping[str, object] | None = None,
 ) -> Environment:
     """An environment of verifiers.
 
@@ -74,7 +74,7 @@ def load_verifiers(
 class _Verifiers:
     """See `load_verifiers`."""
 
-    def __init__(self, environment: Any, tasks: Sequence[Any], renderer: Mapping[str, Any] | None):
+    def __init__(self, environment: Any, tasks: Sequence[Any], renderer: Mapping[str, object] | None):
         roles = tuple(environment._agent_specs)
         self.agents = (POLICY,) if len(roles) == 1 else (POLICY, *roles)
         self._environment = environment
@@ -83,7 +83,7 @@ class _Verifiers:
         self._serving = _Serving(environment)
         self._tokenizers: dict[int, tempfile.TemporaryDirectory[str]] = {}
 
-    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
+    def prompts(self, seed: int) -> Sequence[Mapping[str, object]]:
         """The tasks in their order."""
         names = [task.data.prompt_text or task.data.name or f"task {n}" for n, task in enumerate(self._tasks)]
         return [{"prompt": [{"role": "user", "content": name}], "task": n} for n, name in enumerate(names)]
