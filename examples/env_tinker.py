@@ -59,7 +59,7 @@ def tinker_environment(name: Any, groups: int = DEFAULT_GROUPS, **arguments: Any
 
     Raises:
       LoadError: it cannot be loaded, or a module that it imports is not installed.
-      TypeError: it is none of these.
+      TypeError: it is not one of these.
       ValueError: there is no builder.
     """
     given = _load(name) if isinstance(name, str) else name
@@ -256,7 +256,7 @@ def _makes_dataset(kind: type) -> bool:
 
 
 def _builders(given: Any) -> Iterable[Any] | None:
-    """The builders of an object, of a list or of a dataset; None: it is none of these."""
+    """The builders of an object, of a list or of a dataset; None: it is not one of these."""
     if isinstance(given, type):
         return None
     if hasattr(given, "make_envs"):

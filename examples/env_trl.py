@@ -72,7 +72,7 @@ def trl_environment(
 
     Raises:
       LoadError: an argument cannot be loaded.
-      TypeError: it is none of these.
+      TypeError: it is not one of these.
       ValueError: there is no reward, a tool has no docstring or types, or there are not as many weights as rewards.
     """
     given = load_object(FLAG, name) if isinstance(name, str) else name

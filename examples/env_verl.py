@@ -64,7 +64,7 @@ def verl_environment(
 
     Raises:
       LoadError: it cannot be loaded.
-      TypeError: it is none of these.
+      TypeError: it is not one of these.
     """
     given = _load(name) if isinstance(name, str) else name
     score = None if reward is None else answer_reward(reward)
