@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from differing_turns import differing_turns
 from small_chats import (
     CHAT,
     END,
@@ -32,7 +33,6 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.rollout.engine import complete
 from funrl.rollout.episode_records import from_record, to_record
-from funrl.rollout.episode_replay import differing_turns
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 from funrl.rollout.requests import requests_of

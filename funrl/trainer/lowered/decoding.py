@@ -35,25 +35,13 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
 from funrl.xla.interpret import repeats
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, copies_on, devices_of_mesh, spec_of, to_host
+from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh, spec_of, split_over, to_host
 from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
 ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers; each device has its own
 Scales = tuple[tuple[int, float | None], ...]  # adapters of a pass, ascending, with their scales; -1 is none
-
-
-class EngineDevices(NamedTuple):
-    """Meshes over the devices of this process.
-
-    Attributes:
-      trained: sizes of the mesh to train on, whose devices have copies of weights.
-      generating: sizes of the mesh to generate on, over the same devices.
-    """
-
-    trained: Mapping[str, int]
-    generating: Mapping[str, int]
 
 
 class PassPlaces(NamedTuple):
@@ -281,7 +269,7 @@ class XlaBackend(TorchBackend):
 
     def __init__(
         self,
-        devices: EngineDevices,
+        sizes: Mapping[str, int],
         model: Model,
         mesh: Mesh,
         dtype: torch.dtype,
@@ -291,14 +279,14 @@ class XlaBackend(TorchBackend):
         """Begin without weights; JAX starts when they come.
 
         Args:
-          devices: meshes of them.
+          sizes: of the mesh to generate on, over the devices of this process.
           model, mesh, dtype, page_tokens: as in `TorchBackend`; the mesh has this process alone.
           note: receives how long programs took to be made.
         """
         super().__init__(model, mesh, dtype, None, page_tokens)
-        self._devices = devices
+        self._sizes = sizes
         self._note = note
-        self._functions = EnginePrograms(model, devices.generating, dtype, page_tokens)
+        self._functions = EnginePrograms(model, sizes, dtype, page_tokens)
         self.lanes = self._functions.chips.size(ROW_AXES)
         self._weights: trees.Tree = None
         self._factors: dict[int, trees.Tree] = {}
@@ -309,14 +297,13 @@ class XlaBackend(TorchBackend):
     @functools.cached_property
     def _copies(self) -> DeviceCopies:
         """Copies of a pass's arguments on the devices to generate on."""
-        return DeviceCopies(devices_of_mesh(self._devices.generating))
+        return DeviceCopies(devices_of_mesh(self._sizes))
 
     def load(self, params: trees.Tree) -> None:
         super().load(params)
         functions = self._functions
-        trained = copies_on(tuple(self._devices.trained.items()))
         with jax.enable_x64(True):
-            weights = trained.laid_out(params, self._copies.mesh, functions.specs(self.model))
+            weights = self._split(params, functions.specs(self.model))
             self._weights = functions.stacks.stack(weights, lambda xs: _join_to(xs[0].sharding)(*xs))
 
     def drop(self) -> None:
@@ -334,7 +321,7 @@ class XlaBackend(TorchBackend):
         adapted = with_lora(self.model, Lora(rank, alpha=1.0, targets=tuple(sorted(targets))))
         specs = trained_part(adapted, self._functions.specs(adapted))
         with jax.enable_x64(True):
-            self._factors[number] = self._copies.laid_out(adapter.factors, self._copies.mesh, specs)
+            self._factors[number] = self._split(adapter.factors, specs)
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._arrays = EMPTY_STACKS
@@ -411,6 +398,10 @@ class XlaBackend(TorchBackend):
         sampled, *_ = program.arrays(self._weights, {}, EMPTY_STACKS, *numbers)
         token_R, sampling_logp_R, raw_logp_R = (to_host(x)[:rows] for x in sampled)
         return token_R, sampling_logp_R, raw_logp_R
+
+    def _split(self, tree: trees.Tree, specs: trees.Tree) -> trees.Tree:
+        """Copies of tensors, split over the devices."""
+        return trees.map(lambda x, spec: split_over(x, self._copies.mesh, spec), tree, specs)
 
     def _scales(self, adapters: Sequence[int]) -> Scales:
         """Adapters of a program with their scales, which are constants of it."""

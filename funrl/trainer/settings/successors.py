@@ -35,6 +35,11 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
     "env": {
         "textarena:": "use --env=examples/env_textarena.py:textarena_game --env_args=name:GAME",
         "reasoning_gym:": "use --env=examples/env_reasoning_gym.py:reasoning_task --env_args=name:TASK",
+        "trl:": "use --env=examples/env_trl.py:trl_environment --env_args=name:FILE.py:NAME",
+        "skyrl:": "use --env=examples/env_skyrl.py:skyrl_environment --env_args=name:NAME",
+        "verl:": "use --env=examples/env_verl.py:verl_environment --env_args=name:TOOLS.yaml",
+        "tinker:": "use --env=examples/env_tinker.py:tinker_environment --env_args=name:FILE.py:NAME",
+        "nemo_gym:": "use --env=examples/env_nemo_gym.py:nemo_gym --env_args=url:URL",
         "funrl.environments.builtin.retry:": "use --env=examples/env_retry.py:retry",
         "funrl.environments.builtin.programs:": "use --env=examples/env_programs.py:programs",
         "funrl.environments.builtin.search:": "use --env=examples/env_search.py:search_documents",
