@@ -20,7 +20,7 @@ from random_trainer import alone, clear_peak, resident
 from funrl import trees
 from funrl.algos import grpo
 from funrl.cost import dry_run
-from funrl.cost.full_rows import full_rows
+from funrl.cost.rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import single
 from funrl.models import with_fields

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from funrl import trees
-from funrl.cost.full_rows import full_rows
+from funrl.cost.rows import full_rows
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout, shard
 from funrl.processes.workers import can_fork

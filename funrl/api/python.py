@@ -37,8 +37,8 @@ from funrl.api.arguments import (
 from funrl.api.keywords import SamplingKeywords, TrainKeywords
 from funrl.api.summaries import model_summary, run_summary
 from funrl.api.warm_start import warm_started
-from funrl.cost.placement.place_search import chosen_devices
-from funrl.cost.search.node_groups import with_groups
+from funrl.cost.place_search import chosen_devices
+from funrl.cost.search import with_groups
 from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.pictures import with_picture_form
 from funrl.data.prompts import Example

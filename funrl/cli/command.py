@@ -120,8 +120,8 @@ def with_mesh(command: Command) -> Command:
     node = ranks_of_node() if settings.sharding.fsdp and settings.sharding.fsdp_axes is None else None
     if wanted is None and node is None:
         return command
-    from funrl.cost.placement.place_search import chosen_devices
-    from funrl.cost.search.node_groups import with_groups
+    from funrl.cost.place_search import chosen_devices
+    from funrl.cost.search import with_groups
     from funrl.cost.tracing.hardware import hardware_of
     from funrl.mesh.launch import check_devices, device_type
 

@@ -75,7 +75,7 @@ def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
         command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
         command = with_models(command)
         if command.settings.estimate.dry_run:
-            from funrl.cost.reports.dry_report import dry_run
+            from funrl.cost.report import dry_run
 
             dry_run(command.settings, command.compose)
             return "", {}, None

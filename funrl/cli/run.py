@@ -77,7 +77,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
             _say(command.notes, first)
             command = with_models(command)
             if command.settings.estimate.dry_run:
-                from funrl.cost.reports.dry_report import dry_run
+                from funrl.cost.report import dry_run
 
                 text = dry_run(command.settings, command.compose, argv)
                 if first:

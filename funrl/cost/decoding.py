@@ -1,15 +1,17 @@
 """Costs of generation: prefill, then one token per row and iteration, traced with the engine's own backend.
 
-Later turns of episodes read their context and go on.
-
 Prompts and completions have maximum length, so rows that start together end together: continuous batching becomes waves
-of rows.
+of rows. Later turns of episodes read their context, and a step may wait for environments: t replies of n tokens, with
+c tokens of context before each but the first, make an episode of p + t n + (t - 1) c tokens after a prompt of p, and no
+episode branches. A judge writes verdicts in the same way.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -19,23 +21,31 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.cost.row_pictures import assumed_prompt, encode_pictures, with_unread_pictures
-from funrl.cost.tracing.costs import Costs, after, plus, times
-from funrl.cost.tracing.estimate import make_weights
-from funrl.cost.tracing.hardware import Hardware
+from funrl.cost.tracing.costs import Costs, after, along, plus, times
+from funrl.cost.tracing.estimate import Depth, axes_of, make_weights, of_depth, traced_layers
+from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
-from funrl.cost.tracing.turns import ONE_REPLY, Turns
+from funrl.cost.tracing.turns import ONE_REPLY, EpisodeCost, Turns, turns_of
+from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
+from funrl.models import Model
 from funrl.models.lora import Adapter, scale_of
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.backends import TorchBackend
-from funrl.rollout.native.cache_sizes import page_tokens, pass_tokens
-from funrl.rollout.native.engine import NativeEngine
+from funrl.rollout.native.cache_sizes import FREE_SHARE, page_tokens, pass_tokens
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.owned_prompts import MOST_STATE_BYTES
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.generator import Generator
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.sharding import generate_sizes
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import JUDGE
+from funrl.trainer.settings.settings import Settings, with_flags
+from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
 
 
 class EngineWork(NamedTuple):
@@ -262,3 +272,189 @@ def _device(hardware: Hardware) -> str:
 def hardware_page_tokens(hardware: Hardware) -> int:
     """Tokens of a page of the engine on some hardware."""
     return page_tokens(_device(hardware))
+
+
+def episode_cost(work: EngineWork, generating: float) -> EpisodeCost:
+    """Cost of environments beside an engine.
+
+    A step takes at least what the engine has to do, and at least the time of the episodes that one after the other take
+    one of the `open` places: the larger of the two is assumed. It is the asymptotic bound of a closed network.
+
+    Args:
+      work: of the engine, at full depth.
+      generating: seconds in which it does the work of the step.
+
+    References: Denning and Buzen, 1978, https://doi.org/10.1145/356733.356735
+    """
+    job = work.job
+    turns = work.turns
+    sampling = job.sampling
+    rows = own_prompts(job, work.generator.mesh) * sampling.samples
+    fitting, row_bytes = rows_in_cache(work, sampling)
+    most = min(rows, job.settings.environments.max_waiting)
+    running = max(1, min(most, job.settings.engines.decode_rows, fitting))
+    own = generating * running / rows  # seconds that one episode generates
+    waiting = turns.gaps * turns.seconds
+    wanted = math.ceil(running * (own + waiting) / own) if own else most
+    begun = min(most, wanted)
+    waits = begun - running
+    kept = max(0, min(waits, fitting - running))
+    evicted = (waits - kept) / begun  # share of the episodes whose pages do not stay
+    again = sum(work.prompt_tokens + k * (sampling.max_new_tokens + turns.context) for k in range(turns.gaps))
+    again += turns.gaps * sampling.max_new_tokens
+    bound = math.ceil(rows / begun) * (own + waiting)
+    waited = max(0.0, bound - generating) if waiting else 0.0
+    return EpisodeCost(
+        turns,
+        turns.row_tokens(work.prompt_tokens, sampling.max_new_tokens),
+        running,
+        begun,
+        read=rows * turns.gaps * turns.context,
+        recomputed=round(rows * evicted * again),
+        waited=waited,
+        overlapped=max(0.0, math.ceil(rows / begun) * waiting - waited),
+        cache=kept * row_bytes,
+    )
+
+
+def with_waiting(
+    job: Job, generator: Generator, costs: Costs, tokens: int, held: float, hardware: Hardware
+) -> tuple[Costs, EpisodeCost | None]:
+    """Costs of generation with the seconds and pages of episodes that wait; and what is known of these.
+
+    Args:
+      costs: of generation.
+      tokens: of a prompt.
+      held: bytes that a rank holds besides the cache.
+    """
+    turns = turns_of(job.settings)
+    if not isinstance(job, RLJob) or not turns.gaps or not job.model.pages:
+        return costs, None
+    room = FREE_SHARE * max(0.0, hardware.memory * USABLE - held)
+    work = EngineWork(job, generator, generator, prompt_tokens=tokens, room=room, hardware=hardware, turns=turns)
+    episodes = episode_cost(work, costs.seconds)
+    waiting = dataclasses.replace(costs, seconds=costs.seconds + episodes.waited)
+    return plus(waiting, {"cache": episodes.cache}), episodes
+
+
+CHARACTERS = 4  # of a template per token, as no tokenizer is read
+
+
+class JudgeCost(NamedTuple):
+    """Cost of the verdicts of a step for one rank.
+
+    Attributes:
+      costs: of generation, without the weights.
+      weights: bytes of weights, which each phase holds.
+      axes: as in `Estimate`.
+    """
+
+    costs: Costs
+    weights: float
+    axes: dict[str, tuple[str, tuple[str, ...], dict[str, int]]]
+
+
+def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[str, int], memory: float) -> JudgeJob:
+    """Build the judge of the flags for cost estimates.
+
+    Args:
+      directory, model: of the judge.
+      sizes: of the mesh to train on.
+      memory: bytes of a device.
+
+    Raises:
+      SettingsError: it has a value head, or the template cannot be read.
+    """
+    if not model.generates:
+        raise SettingsError(f"--judge={directory}: it has a value head and cannot write; give it as --reward_model")
+    text = TEMPLATE if settings.judging.judge_template is None else read_template(settings.judging.judge_template)
+    sampling = Sampling(greedy=True, max_new_tokens=settings.judging.judge_max_new_tokens)
+    return JudgeJob(
+        directory=directory,
+        model=model,
+        tokenizer=None,
+        template=text,
+        pattern=re.compile(settings.judging.judge_pattern),
+        sampling=sampling,
+        sizes=generate_sizes(settings, sizes, model, memory),
+    )
+
+
+def judging(
+    job: RLJob, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware
+) -> JudgeCost:
+    """Cost of verdicts on all completions of a step, greedy baselines included; each reads its whole prompt.
+
+    Args:
+      prompt_tokens: of the policy.
+      held: bytes that a rank holds besides the judge.
+
+    Raises:
+      SettingsError: a verdict with its prompt is longer than the judge's positions.
+    """
+    assert parts.generator is not None
+    read = tokens_to_read(job, judge, prompt_tokens)
+    positions = judge.model.config.max_positions
+    if read + judge.sampling.max_new_tokens > positions:
+        raise SettingsError(
+            f"--judge={judge.directory}: it reads {read} tokens and may write {judge.sampling.max_new_tokens} "
+            f"(--judge_max_new_tokens), but it has {positions} positions"
+        )
+    mesh = view(parts.mesh, judge.sizes)
+    settings = with_flags(job.settings, batch_prompts=verdicts_of_step(job), kv_cache_gb=None)
+
+    def with_judge(model: Model) -> RLJob:
+        return dataclasses.replace(job, settings=settings, model=model)
+
+    def generator_of(shallow: RLJob):
+        assert parts.generator is not None
+        engine = native_engine(
+            shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
+        )
+        return parts.generator._replace(engine=engine, mesh=mesh, base=None)
+
+    whole = generator_of(with_judge(judge.model))
+    stored = trees.leaves(whole.engine.weights.layouts)
+    weights = float(job.dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in stored))
+    room = FREE_SHARE * (hardware.memory * USABLE - held - weights)
+
+    def costs_at(depth: Depth) -> Costs:
+        shallow = with_judge(of_depth(judge.model, depth))
+        return completions(
+            EngineWork(shallow, generator_of(shallow), whole, prompt_tokens=read, room=room, hardware=hardware),
+            judge.sampling,
+        )
+
+    few, more = traced_layers(judge.model)
+    costs = along(costs_at(few), *((costs_at(depth), count) for depth, count in more))
+    return JudgeCost(costs, weights, axes_of(mesh))
+
+
+def writes_verdicts(judge: JudgeJob, pool: str, apart: Collection[str]) -> bool:
+    """True if the ranks of a pool write the verdicts of a judge that can be traced; see `dry_run.estimate`."""
+    return judge.model.pages and JUDGE not in apart and pool in ("", "train")
+
+
+def with_judge_phase(phases: dict[str, Costs], judge: JudgeCost, resting: dict[str, float]) -> dict[str, Costs]:
+    """Add a judge: its weights to each phase, and its verdicts as a phase after generation.
+
+    Args:
+      phases: costs by phase.
+      judge: costs of its verdicts.
+      resting: bytes by kind that a rank holds while the judge writes.
+    """
+    generated = {name: costs for name, costs in phases.items() if name == "generate"}
+    with_verdicts = generated | {"score_judge": plus(judge.costs, resting)} | phases
+    return {name: plus(costs, {"weights": judge.weights}) for name, costs in with_verdicts.items()}
+
+
+def verdicts_of_step(job: RLJob) -> int:
+    """Number of completions of a step that a judge reads, greedy baselines included."""
+    greedy = "greedy_score" in reads(job.algorithm).required
+    return job.settings.run.batch_prompts * (job.sampling.samples + greedy)
+
+
+def tokens_to_read(job: RLJob, judge: JudgeJob, prompt_tokens: int) -> int:
+    """Tokens that the judge reads for a completion: the policy's prompt and completion, and the template."""
+    characters = len(PLACEHOLDER.sub("", judge.template))
+    return prompt_tokens + job.sampling.max_new_tokens + math.ceil(characters / CHARACTERS)

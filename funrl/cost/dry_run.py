@@ -20,14 +20,33 @@ from typing import Any
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
-from funrl.cost.decoding import EngineWork, generation
-from funrl.cost.descriptions import left_out, step_text
-from funrl.cost.episode_turns import with_waiting
-from funrl.cost.full_rows import full_rows, rows_to_read, score_or_fill, written_fields
-from funrl.cost.judge_cost import judging, plain_judge, with_judge_phase, writes_verdicts
-from funrl.cost.pool_phases import pool_phases
-from funrl.cost.row_pictures import owned_bytes, reads_task, task_texts, with_assumed_pictures, with_owned_bytes
-from funrl.cost.row_plan import RowPlan, row_plan, useful_shares, with_moves
+from funrl.cost.decoding import (
+    EngineWork,
+    generation,
+    judging,
+    plain_judge,
+    with_judge_phase,
+    with_waiting,
+    writes_verdicts,
+)
+from funrl.cost.row_pictures import (
+    owned_bytes,
+    pictures_text,
+    reads_task,
+    task_texts,
+    with_assumed_pictures,
+    with_owned_bytes,
+)
+from funrl.cost.rows import (
+    RowPlan,
+    full_rows,
+    row_plan,
+    rows_to_read,
+    score_or_fill,
+    useful_shares,
+    with_moves,
+    written_fields,
+)
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
     MOVES,
@@ -46,7 +65,15 @@ from funrl.cost.tracing.estimate import (
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.tracing.turns import turns_of
-from funrl.cost.weight_costs import agent_bytes, engine_bytes, resharding, role_weights, verifying, without_offloaded
+from funrl.cost.weight_costs import (
+    agent_bytes,
+    engine_bytes,
+    pool_phases,
+    resharding,
+    role_weights,
+    verifying,
+    without_offloaded,
+)
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
 from funrl.mesh.mesh import Mesh
@@ -63,6 +90,7 @@ from funrl.trainer import loop
 from funrl.trainer.jobs.agents import with_policies
 from funrl.trainer.jobs.build import Parts, build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
+from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
@@ -71,11 +99,62 @@ from funrl.trainer.jobs.sampling import new_tokens, samplings
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.scorers import model_path
+from funrl.trainer.settings.scorers import has_environment, model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
+from funrl.trainer.sources.judging import JudgeJob
+from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.step_rows import Rows, moved
+
+
+def step_text(job: Job, tokens: int) -> str:
+    """Describe a step in words."""
+    count = job.settings.run.batch_prompts
+    if isinstance(job, TextJob):
+        texts = len(TEXT_FIELDS[job.task.kind])
+        each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens{pictures_text(job, tokens)}"
+        return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
+    rows = count * job.sampling.samples
+    turns = turns_of(job.settings)
+    width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+    if turns.gaps:
+        return f"{rows:,} episodes of {turns.replies} replies, {width:,} tokens each, all of full length"
+    seen = pictures_text(job, tokens)
+    return f"{rows:,} completions, prompt and completion {width:,} tokens{seen}, all of full length"
+
+
+def left_out(job: Job, judge: JudgeJob | None, hardware: Hardware) -> tuple[str, ...]:
+    """Describe the parts of a step that are not counted."""
+    settings = job.settings
+    out = ["rewards"] * isinstance(job, RLJob) + [
+        "tokenizer",
+        "files",
+        f"the evaluation every {settings.evaluation.eval_every} steps",
+    ]
+    if job.algorithm.filter is not None and settings.sampling.max_refills > 1:
+        out.append(
+            f"up to {settings.sampling.max_refills - 1} more batches of completions instead of rows that are filtered"
+        )
+    if job.model.owned is not None:
+        out.append("reading and resizing pictures")
+    if isinstance(job, RLJob) and not job.models[job.main_role].pages:
+        out.append("generation, which runs transformers' own code")
+    if isinstance(job, RLJob) and settings.engines.probe_sync_every:
+        out.append(f"the probe of the engine every {settings.engines.probe_sync_every} steps")
+    if judge is not None and not judge.model.pages:
+        out.append("the judge, which runs transformers' own code")
+    if isinstance(job, RLJob) and job.algorithm.example in SAMPLED_PAIRS:
+        out.append("the selection of each prompt's best and worst sample for training")
+    if isinstance(job, RLJob) and has_environment(settings):
+        out.append("branches of episodes, replies of frozen agents, and the work of environments")
+    if isinstance(job, RLJob) and learns_from_demonstrations(job.algorithm):
+        out.append("the rows of demonstrations, one per prompt")
+    if settings.devices.offload:
+        copies = "the time of offloading copies" if hardware.accelerator else "it does nothing on a CPU"
+        out.append(f"--offload={settings.devices.offload}: {copies}")
+    return tuple(out)
+
 
 PROMPT_TOKENS = 512  # of a prompt, unless a flag or the embedded task gives it
 TEXT_TOKENS = 1024  # of a text, in the same case

@@ -1,10 +1,10 @@
-"""Weights in a dry run: those of a rank, those of its engine, and the cost of a sync."""
+"""Weights in a dry run: those of a rank, of its engine and of one pool's ranks, and the cost of a sync."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -17,12 +17,13 @@ from funrl.mesh.buckets import staged_bytes
 from funrl.mesh.mesh import AXES
 from funrl.mesh.plan import Box, held, received_bytes, volume
 from funrl.mesh.reshard import BUCKET_BYTES
+from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer import offload
 from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.steps.roles import bases
+from funrl.trainer.steps.roles import Role, bases
 
 
 def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
@@ -153,3 +154,41 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
             costs = plus(costs, {"weights": -gone})
         phases[name] = costs
     return phases
+
+
+def pool_phases(
+    phases: Mapping[str, Costs],
+    parts: Parts,
+    dtype: torch.dtype,
+    *,
+    rests: Mapping[str, float],
+    pool: str,
+    apart: Collection[str],
+) -> dict[str, Costs]:
+    """Phases of the ranks of one pool.
+
+    Args:
+      phases: of a rank with all roles.
+      parts: on its mesh.
+      dtype: of the weights of roles that do not learn.
+      rests: bytes by kind that it holds between phases.
+      pool: what the rank does: "train", "generate" or the name of a role.
+      apart: roles, or the judge, on ranks of their own.
+    """
+    if pool == "train":
+        others = sum(stored_bytes(role, dtype) for name, role in parts.roles.items() if name in apart)
+        gone = {MOVES[0], *(f"score_{name}" for name in apart)}  # rows come from the other ranks
+        return {name: plus(costs, {"weights": -others}) for name, costs in phases.items() if name not in gone}
+    own = {kind: -nbytes for kind, nbytes in rests.items()}
+    if pool == "generate":
+        return {pool: plus(phases[pool], own)}
+    own["weights"] += stored_bytes(parts.roles[pool], dtype)
+    name = f"score_{pool}"
+    return {name: plus(phases[name], own)}
+
+
+def stored_bytes(role: Role, dtype: torch.dtype) -> float:
+    """Bytes of a role's weights that a rank stores, where they do not learn."""
+    dtypes = trees.leaves(weight_dtypes(role.placed.stored, dtype))
+    layouts = trees.leaves(role.placed.stored)
+    return float(sum(math.prod(x.local_shape()) * item.itemsize for x, item in zip(layouts, dtypes, strict=True)))

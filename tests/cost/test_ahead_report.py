@@ -8,8 +8,8 @@ pytest.importorskip("jax")
 from dry_jobs import settings, write_config
 
 from funrl.algos.recipes import recipe
+from funrl.cost import search as mesh_search
 from funrl.cost.ahead import report
-from funrl.cost.search import mesh_search
 from funrl.cost.tracing.costs import Costs, Traffic
 from funrl.xla.ahead import AheadProgram, Sent
 from funrl.xla.errors import XlaError

@@ -14,7 +14,7 @@ from funrl.cli import main as cli
 from funrl.cost.ahead.decoding import EnginePasses, decoding_plan
 from funrl.cost.ahead.report import rows_of_chips, short
 from funrl.cost.ahead.steps import compile_steps
-from funrl.cost.full_rows import full_rows
+from funrl.cost.rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse
 from funrl.xla.ahead import topology_mesh

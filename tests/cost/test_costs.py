@@ -5,7 +5,8 @@ import torch
 from dry_jobs import CPU, H100, small
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from funrl.cost import dry_run, rates
+from funrl.cost import dry_run
+from funrl.cost import verdict as rates
 from funrl.cost.tracing import tracer
 from funrl.cost.tracing.costs import Costs, Traffic, after, along, plus, times
 from funrl.cost.tracing.hardware import collective_seconds, op_seconds

@@ -9,7 +9,7 @@ from test_dry_run import trace
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.reports.dry_report import report
+from funrl.cost.report import report
 from funrl.models.lora import trained_part
 
 LORA = {"lora_rank": 4}

@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from funrl.cost import dry_run
-from funrl.cost.descriptions import left_out
-from funrl.cost.full_rows import full_rows
+from funrl.cost.dry_run import left_out
 from funrl.cost.row_pictures import (
     assumed_prompt,
     encode_pictures,
@@ -21,6 +20,7 @@ from funrl.cost.row_pictures import (
     with_assumed_pictures,
     with_owned_bytes,
 )
+from funrl.cost.rows import full_rows
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single

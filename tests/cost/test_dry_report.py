@@ -11,11 +11,10 @@ from dry_jobs import CPU, H100, settings, small, write_config
 from selection import quick
 
 from funrl.cli.run import main
-from funrl.cost.rates import rates_of
-from funrl.cost.remedies import remedies, verdict_of
-from funrl.cost.reports import dry_report
+from funrl.cost import report as dry_report
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate
+from funrl.cost.verdict import rates_of, remedies, verdict_of
 from funrl.trainer.settings.settings import settings_flags, with_flags
 
 PHASES = {  # of a step of an experiment of each kind, beside generate, advantage, reshard and verify

@@ -11,7 +11,7 @@ from selection import quick
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.descriptions import left_out
+from funrl.cost.dry_run import left_out
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh.mesh import single

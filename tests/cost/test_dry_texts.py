@@ -6,7 +6,7 @@ from dry_jobs import CPU, H100, plain, small, write_config
 
 from funrl import trees
 from funrl.cost import dry_run
-from funrl.cost.full_rows import full_batch
+from funrl.cost.rows import full_batch
 from funrl.cost.tracing.estimate import tracer_of
 from funrl.mesh.mesh import single
 from funrl.trainer.jobs.build import build

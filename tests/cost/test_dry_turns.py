@@ -8,7 +8,7 @@ from dry_jobs import CPU, plain, small
 
 from funrl import trees
 from funrl.cost import decoding, dry_run
-from funrl.cost.episode_turns import episode_cost
+from funrl.cost.decoding import episode_cost
 from funrl.cost.tracing.turns import Turns
 from funrl.mesh.mesh import single
 from funrl.tasks.embedded import embedded_task

@@ -9,14 +9,13 @@ from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cli.run import main
 from funrl.cost import dry_run
-from funrl.cost.remedies import Suggestion, Verdict, peak_of
-from funrl.cost.reports import dry_report
-from funrl.cost.reports.search_needs import needs_of
-from funrl.cost.reports.search_report import command_text
-from funrl.cost.search import mesh_search, split_variants
-from funrl.cost.search.closed_form import closed_form
-from funrl.cost.search.mesh_search import chosen_mesh, factorisations, search, split_flags, usable_axes, ways
+from funrl.cost import report as dry_report
+from funrl.cost import search as mesh_search
+from funrl.cost import search as split_variants
+from funrl.cost.report import command_text
+from funrl.cost.search import chosen_mesh, closed_form, factorisations, search, split_flags, usable_axes, ways
 from funrl.cost.tracing.hardware import USABLE
+from funrl.cost.verdict import peak_of
 from funrl.mesh.text import MeshError, wanted_devices
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import check_values, mesh_sizes, with_flags
@@ -197,35 +196,6 @@ def test_tensor_parallel_groups_over_nodes_come_last_and_are_named(tmp_path, mon
 
 
 @pytest.mark.slow
-def test_what_would_be_needed_is_said_if_nothing_fits(tmp_path, monkeypatch, traced_once):
-    monkeypatch.setattr(mesh_search, "BEST", 1)
-    monkeypatch.setitem(dry_report.HARDWARE, "cpu", CPU._replace(memory=9e6))
-    flags, found = limited(tmp_path, 9e6)
-    assert not found.best[0].fits
-    said = dry_report.dry_run(flags, recipe("grpo"))
-    assert said.startswith("nothing fits 2 devices; of 4 ways to split the run this needs the least memory:\n  --mesh=")
-    needed = said.partition("what would make it fit:\n")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in needed] == ["more", "larger", "other", "pipeline"]
-
-
-@pytest.mark.slow
-def test_a_70b_on_too_few_devices_needs_more_or_larger_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(mesh_search, "BEST", 1)
-    monkeypatch.setattr(mesh_search, "RESCUES", 0)
-    given = settings(mesh="auto:32", model=write_config(tmp_path, **LLAMA_70B), batch_prompts=128)
-    found = search(given, recipe("grpo")(), H100)
-    best = found.best[0]
-    offloaded = Suggestion({"offload": "optimizer"}, best.peak, 1.0, False)
-    verdict = Verdict(best.fits, H100.memory * USABLE, best.peak, (), best.rates.seconds, (offloaded,))
-    devices, dtype, larger, offload, pipeline = needs_of(given, recipe("grpo")(), found, verdict)
-    assert devices.startswith("more devices: 64 with --mesh=") and "tp8 --fsdp needs about " in devices
-    assert dtype.startswith("another dtype: --dtype=bfloat16 with --mesh=")
-    assert larger.startswith("larger devices: --hardware=h200 (141 GB) with --mesh=")
-    assert offload.startswith("offloading: --offload=optimizer with the mesh above needs ") and "not enough" in offload
-    assert "80 layers over nodes" in pipeline
-
-
-@pytest.mark.slow
 def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, capsys, traced_once):
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = [f"--model={model}", "--mesh=auto:16", "--text_tokens=64", "--batch_prompts=64", "--dry_run"]
@@ -241,9 +211,9 @@ def test_the_command_answers_first_and_says_why_the_others_fall_out(tmp_path, ca
     assert "and 18 more, which --json lists: " in shown and "does not divide over tp16" in shown
     assert main("sft", ["sft", *flags, "--json"], "sft") == 0
     found = json.loads(capsys.readouterr().out)
-    assert set(found) == {"devices", "best", "traced", "not_traced", "needed", "unused_axes"}
+    assert set(found) == {"devices", "best", "traced", "not_traced", "unused_axes"}
     assert found["best"]["mesh"] == found["traced"][0]["flags"]["mesh"] and len(found["not_traced"]) == 23
-    assert len(found["traced"]) == 5 and not found["needed"] and all(one["sensible"] for one in found["traced"])
+    assert len(found["traced"]) == 5 and all(one["sensible"] for one in found["traced"])
     assert all(one["seconds"] for one in found["traced"]) and all(one["reason"] for one in found["not_traced"])
 
 

@@ -5,7 +5,7 @@ from dry_jobs import H100, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
-from funrl.cost.search.node_groups import node_mesh, with_groups
+from funrl.cost.search import node_mesh, with_groups
 from funrl.mesh.text import parse, text
 from funrl.trainer.settings.settings import with_flags
 

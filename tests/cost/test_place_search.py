@@ -9,14 +9,20 @@ from dry_jobs import CPU, plain, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
-from funrl.cost.placement import place_search as searching
-from funrl.cost.placement.place_search import chosen_place, place_search, reasons_text, train_counts
-from funrl.cost.placement.role_pools import model_of, roles_to_move, scoring_pools_of
-from funrl.cost.reports import dry_report
-from funrl.cost.reports.dry_report import dry_run
-from funrl.cost.reports.places_report import places_text
-from funrl.cost.schedules.lengths import law_of_mean
-from funrl.cost.schedules.splits import Workload
+from funrl.cost import place_search as searching
+from funrl.cost import report as dry_report
+from funrl.cost.place_search import (
+    chosen_place,
+    model_of,
+    place_search,
+    reasons_text,
+    roles_to_move,
+    scoring_pools_of,
+    train_counts,
+)
+from funrl.cost.report import dry_run, places_text
+from funrl.cost.schedules import Workload
+from funrl.cost.simulation import law_of_mean
 from funrl.mesh.text import text
 from funrl.trainer.jobs.models import placeable_roles
 from funrl.trainer.settings.checks import check_settings

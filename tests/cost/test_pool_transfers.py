@@ -8,8 +8,8 @@ from dry_jobs import CPU, plain
 
 from funrl import trees
 from funrl.algos.recipes import recipe
-from funrl.cost.placement.transfers import pool_transfers, row_token_bytes, row_traffic
-from funrl.cost.reports.dry_report import dry_run
+from funrl.cost.pools import pool_transfers, row_token_bytes, row_traffic
+from funrl.cost.report import dry_run
 from funrl.cost.tracing.estimate import pretended
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to

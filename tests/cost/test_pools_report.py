@@ -8,9 +8,8 @@ from dry_jobs import write_config
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.cost.reports.dry_report import dry_run, placed_run
-from funrl.cost.reports.pools_report import placed_seconds
-from funrl.cost.reports.schedule_report import schedules_text
+from funrl.cost.report import dry_run, placed_run, placed_seconds
+from funrl.cost.schedules import schedules_text
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse

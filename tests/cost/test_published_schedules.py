@@ -12,10 +12,15 @@ import pytest
 from selection import quick
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.schedules.engine_times import engine_times
-from funrl.cost.schedules.lengths import LengthLaw, law_of_mean
-from funrl.cost.schedules.simulation import AsyncRun, rows_together, simulate_run
-from funrl.cost.schedules.update_times import UpdateTimes
+from funrl.cost.simulation import (
+    AsyncRun,
+    LengthLaw,
+    UpdateTimes,
+    engine_times,
+    law_of_mean,
+    rows_together,
+    simulate_run,
+)
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.experts import Experts

@@ -9,7 +9,7 @@ from dry_jobs import CPU, H100, small
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.reports.dry_report import communication, traffic, work
+from funrl.cost.report import communication, traffic, work
 from funrl.cost.tracing.estimate import MOVE, MOVES, pretended
 from funrl.data.packing import UNIT
 from funrl.mesh import rows as mesh_rows

@@ -10,10 +10,11 @@ from dry_jobs import H100, plain, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.judge_cost import judging
-from funrl.cost.reports import dry_report, schedule_report
-from funrl.cost.schedules.lengths import LengthError, LengthLaw, law_of_mean, law_of_run
-from funrl.cost.schedules.splits import Workload, async_run, simulate_splits, verdict_times
+from funrl.cost import report as dry_report
+from funrl.cost import schedules as schedule_report
+from funrl.cost.decoding import judging
+from funrl.cost.schedules import Workload, async_run, simulate_splits, verdict_times
+from funrl.cost.simulation import LengthError, LengthLaw, law_of_mean, law_of_run
 from funrl.cost.tracing.estimate import pretended
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.trainer.jobs.build import build

@@ -6,11 +6,19 @@ import numpy as np
 import pytest
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.schedules.engine_times import EngineTimes, engine_times
-from funrl.cost.schedules.generators import SimulatedGenerators
-from funrl.cost.schedules.lengths import LengthError, LengthLaw, law_of_mean, parse_lengths
-from funrl.cost.schedules.simulation import AsyncRun, rows_together, simulate_run
-from funrl.cost.schedules.update_times import UpdateTimes
+from funrl.cost.simulation import (
+    AsyncRun,
+    EngineTimes,
+    LengthError,
+    LengthLaw,
+    SimulatedGenerators,
+    UpdateTimes,
+    engine_times,
+    law_of_mean,
+    parse_lengths,
+    rows_together,
+    simulate_run,
+)
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
 

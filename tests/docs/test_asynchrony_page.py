@@ -8,13 +8,11 @@ import pytest
 
 from funrl.algos.recipes import recipe
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost import schedules as schedule_report
 from funrl.cost.dry_run import read_model
-from funrl.cost.reports import schedule_report
-from funrl.cost.reports.schedule_report import schedules_of, schedules_text
-from funrl.cost.schedules.engine_times import engine_times
-from funrl.cost.schedules.lengths import LengthLaw
-from funrl.cost.schedules.simulation import AsyncRun, simulate_run
-from funrl.cost.search.node_groups import with_groups
+from funrl.cost.schedules import schedules_of, schedules_text
+from funrl.cost.search import with_groups
+from funrl.cost.simulation import AsyncRun, LengthLaw, engine_times, simulate_run
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.parser import read
 from funrl.mesh.plan import RANKS_PER_NODE

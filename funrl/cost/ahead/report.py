@@ -11,8 +11,8 @@ from funrl.algos.core import Algorithm
 from funrl.cost.ahead.decoding import DecodingPlan, compile_decoding, decoding_plan, decoding_problem
 from funrl.cost.ahead.steps import CompiledSteps, compile_steps
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
-from funrl.cost.full_rows import full_rows
-from funrl.cost.search.mesh_search import chosen_mesh
+from funrl.cost.rows import full_rows
+from funrl.cost.search import chosen_mesh
 from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
 from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass

@@ -1,23 +1,27 @@
-"""Bytes that go from one pool of ranks to another in a step: the policy's weights one way, rows the other."""
+"""Cost of one step for the ranks of one pool, and what goes from one pool to another."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from funrl import trees
+from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
-from funrl.cost.dry_run import check_width
-from funrl.cost.full_rows import full_batch
+from funrl.cost.decoding import judging, tokens_to_read, verdicts_of_step
+from funrl.cost.dry_run import check_width, estimate, left_out, plain_job
 from funrl.cost.row_pictures import owned_bytes
-from funrl.cost.row_plan import WORD
-from funrl.cost.tracing.estimate import pretended
+from funrl.cost.rows import WORD, full_batch
+from funrl.cost.tracing.costs import plus
+from funrl.cost.tracing.estimate import Estimate, pretended
 from funrl.cost.tracing.hardware import Hardware, message_seconds
-from funrl.mesh.mesh import Mesh, ranks_of
+from funrl.mesh.mesh import Mesh, ranks_of, text
 from funrl.mesh.plan import RANKS_PER_NODE, Plan, plan, received_bytes, sent_bytes
-from funrl.mesh.pools.placement import Placement
+from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.rows import row_indices, token_bytes
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.weight_dtypes import weight_dtypes
@@ -25,7 +29,89 @@ from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.trainer import loop
 from funrl.trainer.jobs.build import Parts, build
 from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.sharding import check_layouts
+from funrl.trainer.settings.declaration import SettingsError, blaming
+from funrl.trainer.settings.scorers import JUDGE
+from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.sources.generation import generating_ranks
+
+UNSHARDED = {
+    "fsdp": False,
+    "fsdp_axes": None,
+    "fsdp_models": None,
+    "grad_reduce_dtype": "auto",
+    "sequence_parallel": "auto",
+    "split_residual": "auto",
+}
+
+
+def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
+    """Flags of a run on the ranks of one pool.
+
+    Args:
+      settings: the flags of the whole run.
+      pool: its ranks.
+      learns: whether its ranks may shard weights as those that train do; see `Placement.shards`.
+    """
+    mesh = text(pool.sizes)
+    if len(pool.ranks) == 1:
+        settings = with_flags(settings, balance_pictures=False)
+    if learns:
+        return with_flags(settings, place=None, mesh=mesh)
+    return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)
+
+
+def pool_estimate(
+    settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware, pool: str, apart: Collection[str]
+) -> Estimate:
+    """Cost of one step for a rank of a pool.
+
+    Args:
+      settings: of a run on the ranks of the pool, by `pool_settings`.
+      algorithm: of the run.
+      tokens: of a prompt.
+      hardware: of each rank.
+      pool: name of the pool; "": the rank does everything.
+      apart: roles, or the judge, on ranks of their own.
+
+    Raises:
+      ValueError: a flag cannot work there.
+    """
+    if pool == JUDGE:
+        return _judge_estimate(settings, algorithm, tokens, hardware)
+    return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool, apart)
+
+
+def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware) -> Estimate:
+    """Cost of a step's verdicts on ranks that have the judge alone."""
+    sizes = settings.devices.train.chosen
+    spread = f"dp{Mesh(sizes).world}"  # a mesh of the policy, which need not divide as the judge does
+    job = plain_job(with_flags(settings, mesh=spread, generate_mesh=None), algorithm, hardware.memory)
+    assert isinstance(job, RLJob) and job.judge is not None
+    model = job.judge.model
+    with blaming("judge"):
+        check_layouts({JUDGE: model}, settings, sizes, sizes)
+        if not model.pages:
+            raise SettingsError("it runs transformers' own code, which a dry run does not count; leave its pool out")
+    judge = job.judge._replace(sizes=sizes)
+    job = dataclasses.replace(job, judge=None)
+    with pretended(job.sizes) as mesh:
+        verdicts = judging(job, judge, build(job, mesh, lambda _: None), tokens, 0.0, hardware)
+    read = tokens_to_read(job, judge, tokens)
+    step = f"{verdicts_of_step(job):,} verdicts of {judge.sampling.max_new_tokens:,} tokens, each after {read:,} tokens"
+    return Estimate(
+        job=dataclasses.replace(job, model=model, sizes=sizes, generate_sizes=sizes),
+        roles=(JUDGE,),
+        step=f"{step}, all of full length",
+        tokens=check_width(job, tokens),
+        phases={"score_judge": plus(verdicts.costs, {"weights": verdicts.weights})},
+        axes=verdicts.axes,
+        parameters=trees.count(model.shapes),
+        trained=trees.count(model.shapes),
+        useful={},
+        left_out=left_out(job, judge, hardware),
+    )
+
 
 VERSION_BYTES = 4  # of a token, where rows may be of older weights
 
