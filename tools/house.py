@@ -85,7 +85,7 @@ INSIDE = {
         "ahead",
         "placement",
     ),
-    "cost": ("tracing", OWN, "search", "schedules", "placement", "reports", "ahead"),
+    "cost": ("tracing", OWN, "ahead"),
     "track": ("records", "report", OWN),
     "flags": (OWN, "foreign"),
 }
