@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -60,6 +60,7 @@ from funrl.cost.tracing.estimate import (
     of_all_layers,
     pretended,
     rows_of_a_pass,
+    tower_layers,
     tracer_of,
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
@@ -265,12 +266,34 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     return max(x.tokens for x in task_texts(settings, plain_model(settings).config, None))
 
 
-def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: Collection[str] = ()) -> Estimate:
+class RankWork(NamedTuple):
+    """Work of a rank in a step.
+
+    Attributes:
+      tokens: of a prompt, or of a text where texts are given.
+      hardware: of the rank.
+      pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
+      traces: steps that were traced before, by their settings, layers and rows: a search repeats many.
+    """
+
+    tokens: int
+    hardware: Hardware
+    pool: str
+    traces: dict[Any, Trace]
+
+
+def estimate(
+    job: Job,
+    tokens: int,
+    hardware: Hardware,
+    pool: str = "",
+    apart: Collection[str] = (),
+    traces: dict[Any, Trace] | None = None,
+) -> Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
-      tokens: of a prompt, or of a text where texts are given.
-      pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
+      tokens, hardware, pool, traces: as in `RankWork`; traces of one search may share theirs.
       apart: roles, or the judge, on ranks of their own.
 
     Raises:
@@ -282,13 +305,14 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
         job = dataclasses.replace(job, judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
+    work = RankWork(tokens, hardware, pool, {} if traces is None else traces)
     with pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else built._replace(generator=None)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
-        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware, pool))
+        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
@@ -367,19 +391,18 @@ def check_width(job: Job, tokens: int) -> int:
     return width
 
 
-def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware, pool: str) -> dict[str, Costs]:
+def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, Costs]:
     """Costs of all phases except the reshard, without the engine's copy of the weights.
 
     Args:
       job: at full depth or with fewer layers.
       whole: parts at full depth, which determine how many rows the engine decodes together.
       plan: of all rows.
-      tokens: of a prompt or text.
-      hardware: of each rank.
-      pool: as in `estimate`.
+      work: of the rank.
 
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
+    tokens, hardware, pool, traces = work
     mesh = whole.mesh
     parts = with_assumed_pictures(job, _parts(job, mesh, generates=whole.generator is not None), tokens)
     settings = job.settings
@@ -387,9 +410,17 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
     rows = len(plan.lengths)
     width = int(plan.lengths[0])
     once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
-    rows_on = functools.partial(full_rows, once, parts, tokens)
-    new_tracer = functools.partial(tracer_of, once, parts, hardware)
-    scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), learns=False))
+    layers = [(model.config.layers, model.abilities.layer_kinds, tower_layers(model)) for model in job.models.values()]
+    key = repr((with_flags(settings, generate_mesh=None), layers))
+
+    def traced(count: int, learns: bool, written: FieldShapes | None = None) -> Trace:
+        if (key, count, learns) not in traces:
+            rows = full_rows(once, parts, tokens, count)
+            tracer = tracer_of(once, parts, hardware)
+            traces[key, count, learns] = trace_step(once, parts, rows, tracer, learns=learns, written=written)
+        return traces[key, count, learns]
+
+    scored = functools.partial(traced, learns=False)
     local = math.ceil(rows / ranks)
     mini = math.ceil(rows / settings.updates.minibatches / ranks)
     phases = {}
@@ -397,7 +428,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardwa
         rows_of_a_pass(budget, width, mesh) for budget in (settings.updates.token_budget, scoring_budget(settings))
     )
     written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
-    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), written=written))
+    learned = functools.partial(traced, learns=True, written=written)
     some = learned(min(mini, TRACED * piece))
     if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
         own, shared = engine_bytes(job, whole, whole.generator)

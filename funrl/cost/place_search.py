@@ -16,39 +16,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import plain_job, tokens_of
+from funrl.cost.dry_run import estimate, plain_job, tokens_of
 from funrl.cost.pools import pool_estimate, pool_settings
+from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
     MOST_SPLITS,
+    TracedRanks,
     Workload,
     async_run,
     lengths_of,
     rule_of,
-    scoring_times,
     simulate_rule,
-    verdict_times,
+    traced_ranks,
 )
-from funrl.cost.search import (
-    Candidate,
-    Ranked,
-    chosen_mesh,
-    engine_meshes,
-    parameters,
-    rank_key,
-    ranked_splits,
-    scoring_bytes,
-    split_flags,
-    split_of,
-    tensor_nodes,
-    training_bytes,
-    training_seconds,
-)
-from funrl.cost.simulation import AsyncRun, ScoredUpdate, Simulated, UpdateLaw
+from funrl.cost.search import chosen_mesh, descend, rank_key
+from funrl.cost.simulation import AsyncRun, ScoredUpdate, Simulated, UpdateLaw, UpdateTimes
 from funrl.cost.tables import duration_text, size
+from funrl.cost.tracing.estimate import Estimate, Trace
 from funrl.cost.tracing.hardware import USABLE, Hardware
-from funrl.cost.verdict import Peak, peak_of, quoted_flags
+from funrl.cost.verdict import Peak, peak_of, phase_seconds, quoted_flags
 from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import RANKS_PER_NODE
@@ -57,10 +46,12 @@ from funrl.mesh.text import AXES, MeshError
 from funrl.models import Model
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.models import placeable_roles
-from funrl.trainer.jobs.sharding import check_layouts, sizes_on_trainers
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
+
+TRACED_PLACES = 3  # placements that are traced, unless one fits before
+MOST_NODES = 8  # limit of a tensor parallel group of an engine
 
 
 class ScoringPool(NamedTuple):
@@ -73,7 +64,7 @@ class ScoringPool(NamedTuple):
     """
 
     sizes: dict[str, int]
-    times: UpdateLaw
+    times: UpdateTimes
     seconds: float
 
     @property
@@ -95,88 +86,56 @@ def roles_to_move(job: RLJob, names: Sequence[str]) -> list[tuple[str, ...]]:
     Args:
       names: of the roles that may have some.
     """
-    ordered = sorted(names, key=lambda name: -parameters(model_of(job, name)))
+    ordered = sorted(names, key=lambda name: -trees.count(model_of(job, name).shapes))
     return list(dict.fromkeys([(), tuple(ordered[:1]), tuple(ordered)]))
 
 
-def without_roles(job: RLJob, names: Sequence[str]) -> RLJob:
-    """The job of ranks that do not have some roles."""
-    models = {name: model for name, model in job.models.items() if name not in names}
-    return dataclasses.replace(job, models=models, judge=None if JUDGE in names else job.judge)
-
-
 def scoring_pools_of(
-    job: RLJob, names: Sequence[str], shallow: Mapping[str, Model], work: Workload, *, seconds: float, left: int
+    names: Sequence[str], least_pool: Callable[[str], ScoringPool], *, seconds: float, train: int, left: int
 ) -> dict[str, ScoringPool]:
     """Devices for each of some roles, of which the trainer waits for one after the other.
 
     A trainer of T devices that works for t seconds, and a pool of R that works for r, take the least time together with
-    R / T = sqrt(R r / (T t)). The power of two below that is taken, but at least the fewest devices with room.
+    R / T = sqrt(R r / (T t)). The power of two below that is taken, but at least the fewest devices with room; more
+    share the rows.
 
     Args:
-      job: on the mesh of its trainer, with all roles.
       names: of the roles.
-      shallow: their models with few layers, which have the layouts of whole ones.
-      work: rows of the run.
+      least_pool: (role) -> the smallest pool with room for it.
       seconds: of the trainer, on a batch of mean rows.
+      train: devices that train.
       left: devices that do not train, of which one has to generate.
 
     Raises:
       SettingsError: they have no room for the models.
     """
-    train = Mesh(job.sizes).world
-    pools = {name: _least_pool(job, name, shallow, work) for name in names}
+    pools = {name: least_pool(name) for name in names}
     left -= 1 + sum(pool.world for pool in pools.values())
     if left < 0:
         raise SettingsError(f"no device is left to generate beside those of {', '.join(names)}")
     for name, least in pools.items():
         wanted = min(math.sqrt(train * least.world * least.seconds / seconds), least.world + left)
-        count = max(least.world, 1 << int(math.log2(max(1.0, wanted))))
-        pools[name] = _best_pool(job, name, shallow, count, work) or least
+        share = max(1, (1 << int(math.log2(max(1.0, wanted)))) // least.world)
+        times = least.times._replace(ranks=least.times.ranks * share)
+        sizes = {**least.sizes, "data": least.sizes["data"] * share}
+        pools[name] = ScoringPool(sizes, times, least.seconds / share)
         left -= pools[name].world - least.world
     return pools
 
 
-def _least_pool(job: RLJob, name: str, shallow: Mapping[str, Model], work: Workload) -> ScoringPool:
-    """The smallest pool with room for a role. Raises: SettingsError: a node has none."""
-    for power in range(int(math.log2(RANKS_PER_NODE)) + 1):
-        pool = _best_pool(job, name, shallow, 1 << power, work)
-        if pool is not None:
-            return pool
-    raise SettingsError(f"a node has no room for the {name}")
-
-
-def _best_pool(job: RLJob, name: str, shallow: Mapping[str, Model], count: int, work: Workload) -> ScoringPool | None:
-    """The fastest mesh of `count` devices with room for a role; None: there is none."""
-    best = None
-    for tensor in (n for n in range(1, min(count, RANKS_PER_NODE) + 1) if count % n == 0):
-        sizes = dict.fromkeys(AXES, 1) | {"data": count // tensor, "tensor": tensor}
+def smallest_pool(settings: Settings, algorithm: Algorithm, name: str, work: Workload) -> ScoringPool:
+    """The smallest pool of one node with room for a role, traced. Raises: SettingsError: a node has none."""
+    for tensor in (1 << power for power in range(int(math.log2(RANKS_PER_NODE)) + 1)):
+        sizes = dict.fromkeys(AXES, 1) | {"tensor": tensor}
+        flags = pool_settings(settings, RankPool(sizes, tuple(range(tensor))), learns=False)
         try:
-            check_layouts({name: shallow[name]}, job.settings, sizes, sizes)
+            traced = traced_ranks(flags, algorithm, work, name, (name,))
         except MeshError:
             continue
-        pool = _pool_on(job, name, sizes, work)
-        if pool is not None and (best is None or pool.seconds < best.seconds):
-            best = pool
-    return best
-
-
-def _pool_on(job: RLJob, name: str, sizes: dict[str, int], work: Workload) -> ScoringPool | None:
-    """A role on a mesh; None: it has no room there, by formula."""
-    rows = work.mean_rows(job)
-    longest = work.prompt + work.lengths.most
-    if name == JUDGE and job.judge is not None:
-        verdicts = verdict_times(job, job.judge._replace(sizes=sizes), work)
-        fits = verdicts.engine.capacity >= longest + verdicts.template + verdicts.written
-        return ScoringPool(sizes, verdicts, verdicts.seconds(rows)) if fits else None
-    own = dataclasses.replace(job, sizes=sizes, generate_sizes=sizes)
-    if scoring_bytes(own, name, longest, work.hardware) > work.hardware.memory * USABLE:
-        return None
-    times = scoring_times(own, name, work)
-    return ScoringPool(sizes, times, times.seconds(rows))
-
-
-TRACED_PLACES = 3  # placements that are traced, unless one fits before
+        if traced.nbytes(tensor) <= work.room:
+            rows = np.full(rows_of_step(traced.full.job), work.prompt + work.lengths.mean)
+            return ScoringPool(sizes, traced.times, traced.times.seconds(rows))
+    raise SettingsError(f"a node has no room for the {name}")
 
 
 class PlacedCandidate(NamedTuple):
@@ -227,19 +186,37 @@ class PlaceSearch(NamedTuple):
 
 
 class _Trainer(NamedTuple):
-    """The best mesh to train on.
+    """The split that trains.
 
     Attributes:
-      job: on that mesh.
-      flags: that differ from the given ones.
-      nbytes: memory of a rank, by formula.
-      pools: devices of roles that it does not have.
+      traced: on the most devices that train.
+      flags: that differ from the given ones, but for the mesh.
+      shares: of the seconds of a step, by phase.
     """
 
-    job: RLJob
+    traced: TracedRanks
     flags: dict[str, Any]
-    nbytes: float
-    pools: Mapping[str, ScoringPool]
+    shares: Mapping[str, float]
+
+
+class _Division(NamedTuple):
+    """Constants of a search.
+
+    Attributes:
+      settings: the flags, without --place.
+      base: the job on one device.
+      trainer: the split that trains.
+      least_pool: as in `scoring_pools_of`.
+      work: rows of the run.
+      rule: of admission.
+    """
+
+    settings: Settings
+    base: RLJob
+    trainer: _Trainer
+    least_pool: Callable[[str], ScoringPool]
+    work: Workload
+    rule: AdmissionRule
 
 
 def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> PlaceSearch:
@@ -254,31 +231,32 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
     base = plain_job(with_flags(alone, balance_pictures=False), algorithm, hardware.memory)  # of one device
     assert isinstance(base, RLJob)
     work = Workload(lengths_of(alone, base.sampling.max_new_tokens), tokens, hardware)
-    rule = rule_of(alone)
-    ranked = functools.cache(lambda count: ranked_splits(alone, algorithm, count, hardware))
-    moves = roles_to_move(base, placeable_roles(algorithm, alone))
+    refused = f"--place={settings.devices.place}: no division of {world} devices is possible"
+    counts = train_counts(world)
+    if not counts:
+        raise SettingsError(f"{refused}: one device cannot be divided")
+    trainer = _best_trainer(alone, algorithm, counts[-1], work)
+    least_pool = functools.cache(lambda name: smallest_pool(alone, algorithm, name, work))
+    division = _Division(alone, base, trainer, least_pool, work, rule_of(alone))
     candidates = []
     dropped = {}
-    for train in train_counts(world):
-        for apart in moves:
+    for train in counts:
+        for apart in roles_to_move(base, placeable_roles(algorithm, alone)):
             try:
-                candidates.append(_candidate(ranked(train), alone, (train, world), apart, work, rule))
+                candidates.append(_candidate(division, train, world, apart))
             except ValueError as error:
                 dropped.setdefault(train, str(error))
     for train in {len(candidate.placement.train.ranks) for candidate in candidates}:
         dropped.pop(train, None)
     if not candidates:
-        reason = next(iter(dropped.values()), "one device cannot be divided")
-        raise SettingsError(f"--place={settings.devices.place}: no division of {world} devices is possible: {reason}")
-    room = hardware.memory * USABLE
-    key = functools.partial(_key, room=room)
+        raise SettingsError(f"{refused}: {next(iter(dropped.values()))}")
+    key = functools.partial(_key, room=work.room)
 
     def trace(candidate: PlacedCandidate) -> PlacedCandidate:
         return _traced(candidate, alone, algorithm, hardware, tokens)
 
-    best = _traced_best(sorted(candidates, key=key), trace, room)
-    shared = _shared_seconds(lambda: ranked(world), work, rule)
-    return PlaceSearch(world, hardware, tuple(sorted(best, key=key)), shared, dropped)
+    best = _traced_best(sorted(candidates, key=key), trace, work.room)
+    return PlaceSearch(world, hardware, tuple(sorted(best, key=key)), _shared_seconds(division, world), dropped)
 
 
 def train_counts(world: int) -> list[int]:
@@ -292,45 +270,92 @@ def _key(candidate: PlacedCandidate, room: float) -> tuple[bool, bool, float]:
     return rank_key(candidate.fits(room), candidate.nodes, candidate.result.step, nbytes)
 
 
-def _candidate(
-    ranked: Ranked,
-    settings: Settings,
-    counts: tuple[int, int],
-    apart: tuple[str, ...],
-    work: Workload,
-    rule: AdmissionRule,
-) -> PlacedCandidate:
+def _best_trainer(settings: Settings, algorithm: Algorithm, count: int, work: Workload) -> _Trainer:
+    """The fastest split of training over `count` devices that fits without an engine, traced."""
+    traces: dict[Any, Trace] = {}
+
+    def cost(changed: Settings) -> Estimate:
+        job = plain_job(changed, algorithm, work.hardware.memory)
+        return estimate(job, work.prompt, work.hardware, "train", traces=traces)
+
+    best = descend(settings, algorithm, count, work.hardware, cost, writes=False).tried[0]
+    flags = {name: value for name, value in best.flags.items() if name != "mesh"}
+    phases = best.estimate.phases.items()
+    seconds = {name: phase_seconds(best.estimate, costs, work.hardware) for name, costs in phases}
+    shares = {name: x / sum(seconds.values()) for name, x in seconds.items()}
+    return _Trainer(traced_ranks(best.settings, algorithm, work), flags, shares)
+
+
+def _candidate(division: _Division, train: int, world: int, apart: tuple[str, ...]) -> PlacedCandidate:
     """The best meshes for numbers of devices, simulated.
 
     Args:
-      ranked: splits of the trainer.
-      settings: the flags.
-      counts: of devices that train, and of all.
+      division: constants of the search.
+      train: devices that train.
+      world: all devices.
       apart: roles with devices of their own.
-      work: rows of the run.
-      rule: of admission.
 
     Raises:
       ValueError: there are no such meshes.
     """
-    train, world = counts
-    trainer = _best_trainer(ranked, settings, apart, work, left=world - train)
-    pools = trainer.pools
+    work = division.work
+    job, nbytes, update = _trainer_on(division, train, apart)
+    seconds = update.seconds(work.mean_rows(job))
+    pools = scoring_pools_of(apart, division.least_pool, seconds=seconds, train=train, left=world - train)
     generate = world - train - sum(pool.world for pool in pools.values())
-    engines = engine_meshes(ranked.space, with_flags(settings, generate_mesh=None), generate)
-    runs = [(text, _run(trainer, text, generate, work, rule)) for text in engines]
-    roomy = [(text, run) for text, run in runs if run.engine.capacity >= work.prompt + work.lengths.most]
-    if not roomy:
-        raise SettingsError(
-            f"{generate} devices have no room to generate with {trainer.job.model.config.source.family}"
-        )
-    text, run = max(roomy, key=lambda entry: _tokens_per_second(entry[1]))
-    sizes = {"train": trainer.job.sizes, "generate": meshes.parse(text)}
-    ranks = _in_turn(sizes | {name: pool.sizes for name, pool in pools.items()})
+    scored = ScoredUpdate(update, [pool.times for pool in pools.values()]) if pools else update
+    engine, run = _best_engine(division, job, scored, generate)
+    ranks = _in_turn({"train": job.sizes, "generate": engine} | {name: pool.sizes for name, pool in pools.items()})
     placement = Placement(ranks.pop("train"), ranks.pop("generate"), ranks)
-    job = dataclasses.replace(trainer.job, generate_sizes=meshes.parse(text))
-    flags = {"place": str(placement)} | trainer.flags
-    return PlacedCandidate(placement, flags, simulate_rule(run, rule), trainer.nbytes, nodes=tensor_nodes(job))
+    flags = {"place": str(placement)} | division.trainer.flags
+    nodes = math.ceil(max(engine["tensor"], job.sizes["tensor"]) / RANKS_PER_NODE)
+    return PlacedCandidate(placement, flags, simulate_rule(run, division.rule), nbytes, nodes)
+
+
+def _trainer_on(division: _Division, count: int, apart: Sequence[str]) -> tuple[RLJob, float, UpdateTimes]:
+    """The trainer's job on `count` devices without some roles, the memory of a rank, and the times of a batch.
+
+    Raises:
+      SettingsError: the devices are no multiple of those that share a row.
+    """
+    traced = division.trainer.traced
+    job = traced.full.job
+    assert isinstance(job, RLJob)
+    world = Mesh(job.sizes).world
+    unit = world // job.sizes["data"]
+    if count % unit:
+        raise SettingsError(f"{count} devices are not a multiple of {unit}")
+    sizes = {**job.sizes, "data": count // unit}
+    kept = 1 - sum(division.trainer.shares.get(f"score_{name}", 0.0) for name in apart)
+    times = traced.times
+    update = times._replace(ranks=times.ranks * count // world, token=times.token * kept)
+    gone = sum(trees.count(model_of(division.base, name).shapes) for name in apart)
+    sharded = count if job.settings.sharding.fsdp else sizes["tensor"]
+    nbytes = traced.nbytes(count) - job.dtype.itemsize * gone / sharded
+    return dataclasses.replace(job, sizes=sizes, generate_sizes=sizes), nbytes, update
+
+
+def _best_engine(division: _Division, job: RLJob, update: UpdateLaw, count: int) -> tuple[dict[str, int], AsyncRun]:
+    """The mesh of `count` devices that samples the most tokens a second, and the run with it.
+
+    Replicas are tensor parallel inside a node, and over nodes only if a node has no room for the weights.
+
+    Raises:
+      SettingsError: no mesh has room.
+    """
+    work = division.work
+    model = division.base.models[division.base.main_role]
+    fits_node = division.base.dtype.itemsize * trees.count(model.shapes) / RANKS_PER_NODE <= work.room
+    widest = RANKS_PER_NODE if fits_node else RANKS_PER_NODE * MOST_NODES
+    runs = []
+    for tensor in (n for n in range(1, min(count, widest) + 1) if count % n == 0 and model.abilities.heads % n == 0):
+        sizes = dict.fromkeys(AXES, 1) | {"data": count // tensor, "tensor": tensor}
+        run = async_run(dataclasses.replace(job, generate_sizes=sizes), update, count, work, division.rule)
+        if run.engine.capacity >= work.prompt + work.lengths.most:
+            runs.append((sizes, run))
+    if not runs:
+        raise SettingsError(f"{count} devices have no room to generate with {job.model.config.source.family}")
+    return max(runs, key=lambda entry: _tokens_per_second(entry[1]))
 
 
 def _in_turn(sizes: Mapping[str, dict[str, int]]) -> dict[str, RankPool]:
@@ -342,69 +367,6 @@ def _in_turn(sizes: Mapping[str, dict[str, int]]) -> dict[str, RankPool]:
         pools[name] = RankPool(mesh, tuple(range(begin, end)))
         begin = end
     return pools
-
-
-def _best_trainer(ranked: Ranked, settings: Settings, apart: tuple[str, ...], work: Workload, left: int) -> _Trainer:
-    """The fastest split of training that fits without an engine and some roles, by formula, and pools of these roles.
-
-    Args:
-      ranked: splits of the trainer.
-      settings: the flags.
-      apart: the roles.
-      work: rows of the run.
-      left: devices that do not train.
-
-    Raises:
-      SettingsError: there is no split, or no room for a role.
-    """
-    hardware = work.hardware
-    width = work.prompt + work.lengths.most
-    best = None
-    for candidate in (candidate for candidates in ranked.splits for candidate in candidates):
-        job = without_roles(_training_job(ranked, candidate), apart)
-        nbytes = training_bytes(job, width, hardware) + _judge_bytes(job)
-        seconds = training_seconds(job, split_of(job, width, hardware), hardware)
-        nodes = math.ceil(job.sizes["tensor"] / RANKS_PER_NODE)
-        key = rank_key(nbytes <= ranked.space.room, nodes, seconds, nbytes)
-        if best is None or key < best[0]:
-            flags = split_flags(job.settings, settings)
-            del flags["mesh"]
-            best = key, _Trainer(job, flags, nbytes, {}), candidate
-    if best is None:
-        raise SettingsError(ranked.others[0].reason if ranked.others else "the model has no mesh of so many devices")
-    _, trainer, candidate = best
-    shallow = dict(ranked.space.shallow)
-    whole = _training_job(ranked, candidate)
-    if whole.judge is not None:
-        shallow[JUDGE] = whole.judge.model
-    seconds = async_run(trainer.job, 1, work, rule_of(settings)).update.seconds(work.mean_rows(whole))
-    return trainer._replace(pools=scoring_pools_of(whole, apart, shallow, work, seconds=seconds, left=left))
-
-
-def _judge_bytes(job: RLJob) -> float:
-    """Bytes of the weights of a judge on a rank that trains."""
-    judge = job.judge
-    return 0.0 if judge is None else job.dtype.itemsize * parameters(judge.model) / judge.sizes["tensor"]
-
-
-def _training_job(ranked: Ranked, candidate: Candidate) -> RLJob:
-    """The job of a candidate, without its engine."""
-    settings = with_flags(candidate.settings, generate_mesh=None)
-    sizes = settings.devices.train.chosen
-    job = ranked.space.base
-    assert isinstance(job, RLJob)
-    judge = job.judge
-    if judge is not None:
-        memory = ranked.space.hardware.memory
-        judge = judge._replace(sizes=sizes_on_trainers(settings, sizes, judge.model, memory))
-    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes, judge=judge)
-
-
-def _run(trainer: _Trainer, engine: str, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
-    """The run with an engine on a mesh of devices of its own."""
-    run = async_run(dataclasses.replace(trainer.job, generate_sizes=meshes.parse(engine)), generate, work, rule)
-    scoring = [pool.times for pool in trainer.pools.values()]
-    return run._replace(update=ScoredUpdate(run.update, scoring)) if scoring else run
 
 
 def _tokens_per_second(run: AsyncRun) -> float:
@@ -440,19 +402,14 @@ def _traced(
     return candidate._replace(peaks=peaks)
 
 
-def _shared_seconds(ranked: Callable[[], Ranked], work: Workload, rule: AdmissionRule) -> float | None:
-    """Seconds of a step on the best mesh of all devices, which take turns; None: there is no mesh."""
-    result = ranked()
-    if not result.splits:
+def _shared_seconds(division: _Division, world: int) -> float | None:
+    """Seconds of a step where all devices train as the trainer does, and generate by turns; None: they cannot."""
+    try:
+        job, _, update = _trainer_on(division, world, ())
+        run = _best_engine(division, job, update, world)[1]
+    except SettingsError:
         return None
-    best = result.splits[0][0]
-    job = _training_job(result, best)
-    devices = meshes.Mesh(job.sizes).world
-    generate = best.settings.devices.generate
-    run = async_run(
-        job if generate is None else dataclasses.replace(job, generate_sizes=generate.sizes), devices, work, rule
-    )
-    return simulate_rule(run, rule._replace(staleness=0, window=1)).step
+    return simulate_rule(run, division.rule._replace(staleness=0, window=1)).step
 
 
 def chosen_devices(settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> tuple[Settings, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import shlex
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from funrl.cost.schedules import (
     schedules_text,
     wants_schedules,
 )
-from funrl.cost.search import Other, Search, Traced, search, spans_text, with_groups
+from funrl.cost.search import Search, Traced, search, spans_text, with_groups
 from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS, Costs
 from funrl.cost.tracing.estimate import Estimate, stage_of
@@ -34,6 +33,7 @@ from funrl.cost.verdict import (
     Verdict,
     communication,
     hidden,
+    peak_of,
     quoted_flags,
     rates_of,
     step_seconds,
@@ -145,31 +145,28 @@ def search_text(result: Search, line: Sequence[str], describe: Callable[[Traced]
       line: the command line, the program's name first; empty: unknown.
       describe: describes the best split in words.
     """
-    best = result.best[0]
-    parts = [_answer(result, line)]
-    rough = [other for other in result.others if other.rough is not None]
-    shown = rough[: max(0, SHOWN_WAYS - len(result.best))]
-    head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "how it was found")
-    rows = [*(_traced_row(traced) for traced in result.best), *(_rough_row(result, other) for other in shown)]
-    rest = [other for other in result.others if all(other is not row for row in shown)]
-    parts.append("\n".join([*table(head, rows), *_summary(rest)]))
-    if result.unused:
-        parts.append("\n".join(f"no {axis}: {reason}" for axis, reason in result.unused.items()))
-    return "\n\n".join([*parts, describe(best)])
+    head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "largest in")
+    rows = [_traced_row(traced) for traced in result.tried[:SHOWN_WAYS]]
+    lines = table(head, rows)
+    if rest := len(result.tried) - len(rows):
+        lines.append(f"and {rest} more, which --json lists")
+    lines += [f"not {flags}: {reason}" for flags, reason in result.refused.items()]
+    lines += [f"no {axis}: {reason}" for axis, reason in result.unused.items()]
+    return "\n\n".join([_answer(result, line), "\n".join(lines), describe(result.tried[0])])
 
 
 def _answer(result: Search, line: Sequence[str]) -> str:
     """The best way in two lines: its command, and what it costs."""
-    best = result.best[0]
-    rates = result.best[0].rates
-    count = len(result.ranked.splits) + len(result.ranked.others)
+    best = result.tried[0]
+    rates = rates_of(best.estimate, result.hardware)
+    count = len(result.tried) + len(result.refused)
     if not best.fits:
-        verdict = f"nothing fits {result.world} devices; of {count} ways to split the run this needs the least memory:"
+        verdict = f"nothing fits {result.world} devices; of {count} ways tried this needs the least memory:"
     elif not best.sensible:
-        verdict = f"nothing sensible fits {result.world} devices; of {count} ways to split the run this is the fastest:"
+        verdict = f"nothing sensible fits {result.world} devices; of {count} ways tried this is the fastest:"
     else:
-        verdict = f"the best of {count} ways to split the run over {result.world} devices:"
-    held = f"{size(best.peak.nbytes)} of a device's {size(result.hardware.memory * USABLE)}"
+        verdict = f"the best of {count} ways tried to split the run over {result.world} devices:"
+    held = f"{size(best.nbytes)} of a device's {size(result.hardware.memory * USABLE)}"
     time = f"{duration_text(rates.seconds)} a step, {duration_text(3600 * rates.hours)} for --steps={rates.steps}"
     cost = f"{held}, {time}, {rates.tokens_per_second_per_device:,.0f} tokens/s a device"
     lines = [verdict, f"  {command_text(line, best.flags)}", f"  {cost}"]
@@ -202,66 +199,38 @@ def search_json(result: Search, verdict: Verdict) -> str:
     """
     whole: dict[str, Any] = {
         "devices": result.world,
-        "best": as_object(result.best[0].estimate, verdict, result.hardware),
+        "best": as_object(result.tried[0].estimate, verdict, result.hardware),
         "traced": [
             {
                 "flags": traced.flags,
-                "peak": peak_object(traced.peak),
-                "seconds": traced.rates.seconds,
-                "hours": traced.rates.hours,
-                "tokens_per_second_per_device": traced.rates.tokens_per_second_per_device,
+                "peak": peak_object(peak_of(traced.estimate)),
+                "seconds": traced.seconds,
+                "hours": rates_of(traced.estimate, result.hardware).hours,
+                "tokens_per_second_per_device": rates_of(traced.estimate, result.hardware).tokens_per_second_per_device,
                 "fits": traced.fits,
                 "sensible": traced.sensible,
             }
-            for traced in result.best
+            for traced in result.tried
         ],
-        "not_traced": [
-            {
-                "flags": other.flags,
-                "bytes": other.rough.nbytes if other.rough else None,
-                "seconds": other.rough.seconds if other.rough else None,
-                "reason": other.reason,
-            }
-            for other in result.others
-        ],
+        "refused": result.refused,
         "unused_axes": result.unused,
     }
     return json.dumps(whole, indent=1)
 
 
 def _traced_row(traced: Traced) -> tuple[str, ...]:
-    rates = traced.rates
+    rates = rates_of(traced.estimate, traced.hardware)
     spans = "" if traced.nodes == 1 else f", {spans_text(traced.nodes)}"
     return (
         written_flags(traced.flags),
-        size(traced.peak.nbytes),
+        size(traced.nbytes),
         "yes" if traced.fits else "no",
         duration_text(rates.seconds),
         duration_text(3600 * rates.hours),
         f"{rates.tokens_per_second:,.0f}",
         f"{rates.tokens_per_second_per_device:,.0f}",
-        f"traced, largest in {traced.peak.phase}{spans}",
+        f"{peak_of(traced.estimate).phase}{spans}",
     )
-
-
-def _rough_row(result: Search, other: Other) -> tuple[str, ...]:
-    assert other.rough is not None
-    fits = "yes" if other.rough.nbytes <= result.hardware.memory * USABLE else "no"
-    cost = (size(other.rough.nbytes), fits, duration_text(other.rough.seconds))
-    return (written_flags(other.flags), *cost, "-", "-", "-", f"by formula: {other.reason}")
-
-
-def _summary(rest: Sequence[Other]) -> list[str]:
-    """Lines that count the splits that are not in the table."""
-    if not rest:
-        return []
-    reasons = collections.Counter(other.reason for other in rest if other.rough is not None)
-    parts = [f"{count} {reason}" for reason, count in reasons.most_common()]
-    impossible = [other for other in rest if other.rough is None]
-    if impossible:
-        flags = written_flags(impossible[0].flags)
-        parts.append(f"{len(impossible)} cannot be, such as {flags}: {impossible[0].reason}")
-    return [f"and {len(rest)} more, which --json lists: {'; '.join(parts)}"]
 
 
 def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
@@ -519,7 +488,7 @@ def searched(
     """
     hardware = HARDWARE[str(settings.estimate.hardware)]
     result = search(settings, algorithm, hardware)
-    best = result.best[0]
+    best = result.tried[0]
     fits = verdict_of(best.estimate, best.settings, hardware, lambda settings: costs(settings, hardware))
     if settings.estimate.json:
         return search_json(result, fits)
