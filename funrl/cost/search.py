@@ -27,6 +27,7 @@ from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 
@@ -267,10 +268,13 @@ class Space(NamedTuple):
             flags["fsdp_axes"] = "ep,sp" if split.sequence > 1 else "ep"
         elif not split.sharded:
             flags["fsdp_axes"] = None
-        if split.engine:
-            flags["generate_mesh"] = meshes.text(
-                dict.fromkeys(AXES, 1) | {"data": self.world // split.engine, "tensor": split.engine}
-            )
+        default = None
+        if isinstance(self.base, RLJob):
+            model = self.base.models[self.base.main_role]
+            default = generate_sizes(with_flags(self.given, **flags), sizes, model, self.hardware.memory)
+        engine = dict.fromkeys(AXES, 1) | {"data": self.world // max(1, split.engine), "tensor": split.engine}
+        if split.engine and engine != default:
+            flags["generate_mesh"] = meshes.text(engine)
         if split.remat:
             flags["remat"] = "full"
         if split.lean:
@@ -287,7 +291,7 @@ class Space(NamedTuple):
         """Tensor ranks of the narrowest engine whose weights take at most a third of a device; 0: the default."""
         if not self.writes:
             return 0
-        nbytes = self.base.dtype.itemsize * trees.count(self.base.models[self.base.main_role].shapes)
+        nbytes = self.base.dtype.itemsize * self._parameters
         room = self.room / 3
         enough = [n for n in _divisors(self.world) if nbytes / n <= room and self._generates(n)]
         return next(iter(enough), next((n for n in reversed(_divisors(self.world)) if self._generates(n)), 0))
@@ -311,6 +315,7 @@ class Space(NamedTuple):
         yield lambda split, _: self._resized(split._replace(remat=False, lean=False), "tensor", 2)
         if not self.given.sharding.fsdp:
             yield self._toggled_shards
+            yield lambda split, best: self._toggled_shards(self._as_engine(split), best) if split.sharded else None
         if not self.experts and self.given.sharding.fsdp_axes is None and "expert" in self.axes:
             yield self._toggled_groups
 
@@ -330,9 +335,19 @@ class Space(NamedTuple):
 
     def _toggled_shards(self, split: Split, best: Traced) -> Split | None:
         """Whole weights instead of sharded ones, if they have room, or sharded ones."""
-        if split.sharded and self._states(best) * (self.world // split.tensor) > self.room:
+        weights = self.base.dtype.itemsize * self._parameters / split.tensor
+        if split.sharded and weights + self._states(best) * (self.world // split.tensor) > self.room:
             return None
         return self._checked(split._replace(sharded=not split.sharded, grouped=False))
+
+    def _as_engine(self, split: Split) -> Split:
+        """The split with at least the tensor ranks of its engine."""
+        return split._replace(tensor=max(split.tensor, split.engine))
+
+    @property
+    def _parameters(self) -> int:
+        """Parameters of the main role's model."""
+        return trees.count(self.base.models[self.base.main_role].shapes)
 
     def _toggled_groups(self, split: Split, best: Traced) -> Split | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""

@@ -12,18 +12,19 @@ from funrl.cli.command import Experiment, read_command, with_mesh
 from funrl.cost import place_search as searching
 from funrl.cost import report as dry_report
 from funrl.cost.place_search import (
+    ScoringPool,
     chosen_place,
-    model_of,
     place_search,
     reasons_text,
     roles_to_move,
     scoring_pools_of,
+    smallest_pool,
     train_counts,
 )
 from funrl.cost.report import dry_run, places_text
 from funrl.cost.schedules import Workload
-from funrl.cost.simulation import law_of_mean
-from funrl.mesh.text import text
+from funrl.cost.simulation import UpdateTimes, law_of_mean
+from funrl.mesh.text import AXES, text
 from funrl.trainer.jobs.models import placeable_roles
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
@@ -95,20 +96,23 @@ def test_pools_of_roles_have_room_and_are_as_large_as_their_work(tmp_path):
     names = ["reference", "judge"]
     assert placeable_roles(job.algorithm, job.settings) == names
     assert roles_to_move(job, names) == [(), ("reference",), ("reference", "judge")]
+    least = ScoringPool(dict.fromkeys(AXES, 1), UpdateTimes(1, 1e-3), 8.0)
 
-    def pools(memory, seconds=1e9, left=8):
-        work = Workload(law_of_mean(20, 24), 10, CPU._replace(memory=memory))
-        shallow = {name: model_of(job, name) for name in names}
-        found = scoring_pools_of(job, names, shallow, work, seconds=seconds, left=left)
-        return [text(pool.sizes) for pool in found.values()]
+    def pools(seconds=1e9, left=8):
+        chosen = scoring_pools_of(names, lambda _: least, seconds=seconds, train=1, left=left)
+        return [(text(pool.sizes), pool.times.ranks, pool.seconds) for pool in chosen.values()]
 
-    assert pools(1e9) == ["dp1", "dp1"]
-    assert pools(1e7) == ["tp2", "tp2"]  # 12 MB of weights
-    assert pools(1e9, seconds=1e-3, left=4) == ["dp2", "dp1"]  # one generates
+    assert pools() == [("dp1", 1, 8.0), ("dp1", 1, 8.0)]
+    assert pools(seconds=1.0, left=4) == [("dp2", 2, 4.0), ("dp1", 1, 8.0)]  # one generates
     with pytest.raises(SettingsError, match="no device is left to generate beside those of reference, judge"):
-        pools(1e9, left=2)
+        pools(left=2)
+
+
+def test_a_role_without_room_on_a_node_is_refused(tmp_path):
+    given = settings(**FLAGS | {"place": None}, dry_run=True)
+    work = Workload(law_of_mean(20, 24), 10, CPU._replace(memory=1e5))
     with pytest.raises(SettingsError, match="a node has no room for the reference"):
-        pools(1e5)
+        smallest_pool(given, recipe("rollout_is")(kl_coef=0.1), "reference", work)
 
 
 def test_a_run_takes_the_best_and_is_refused_where_none_fits(monkeypatch):
