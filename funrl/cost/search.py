@@ -36,7 +36,7 @@ UNSHARED = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto", "bala
 SPLIT_FLAGS = ("mesh", "generate_mesh", "fsdp", "fsdp_axes")
 
 
-class Split(NamedTuple):
+class MeshSplit(NamedTuple):
     """A way to split a run over the devices of a search; `data` has those that no other axis has.
 
     Attributes:
@@ -176,10 +176,10 @@ def descend(
     width = check_width(base, tokens_of(settings, algorithm))
     native = settings.engines.engine == "native" and settings.devices.generate_mesh is None
     space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
-    known: dict[Split, Traced | None] = {}
+    known: dict[MeshSplit, Traced | None] = {}
     refused: dict[str, str] = {}
 
-    def trace(split: Split) -> Traced | None:
+    def trace(split: MeshSplit) -> Traced | None:
         if split not in known:
             known[split] = None
             changed = space.settings_of(split)
@@ -190,7 +190,7 @@ def descend(
                 refused[written_flags(flags)] = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
         return known[split]
 
-    best, split = None, Split()
+    best, split = None, MeshSplit()
     for split in space.first():
         if (best := trace(split)) is not None:
             break
@@ -212,7 +212,7 @@ def descend(
     return Search(world, hardware, tuple(tried), refused, unused)
 
 
-Move = Callable[[Split, Traced], Split | None]
+Move = Callable[[MeshSplit, Traced], MeshSplit | None]
 
 
 class Space(NamedTuple):
@@ -251,7 +251,7 @@ class Space(NamedTuple):
         """True if a micro-batch has few rows, or a rank none, so that splitting tokens may help."""
         return 4 * self.width > self.given.updates.token_budget or rows_of_step(self.base) < self.world
 
-    def mesh_of(self, split: Split) -> dict[str, int] | None:
+    def mesh_of(self, split: MeshSplit) -> dict[str, int] | None:
         """Sizes of the mesh to train on; None: the devices do not divide so."""
         near = RANKS_PER_NODE // (split.tensor * split.sequence) if split.grouped else split.expert
         data, rest = divmod(self.world, max(1, split.tensor * split.sequence * near))
@@ -259,7 +259,7 @@ class Space(NamedTuple):
             return None
         return {"data": data, "expert": near, "sequence": split.sequence, "tensor": split.tensor}
 
-    def settings_of(self, split: Split) -> Settings:
+    def settings_of(self, split: MeshSplit) -> Settings:
         """Flags of a split that `mesh_of` has sizes for."""
         sizes = self.mesh_of(split)
         assert sizes is not None
@@ -281,11 +281,11 @@ class Space(NamedTuple):
             flags["token_budget"] = self.given.updates.token_budget // SAVING
         return with_flags(self.given, **flags)
 
-    def first(self) -> Iterator[Split]:
+    def first(self) -> Iterator[MeshSplit]:
         """Splits to begin with, until one can be: data parallel, or as little tensor parallel as can be."""
         shards = self.given.sharding.fsdp or self.world > 1
         for tensor in _divisors(self.world):
-            yield Split(tensor=tensor, sharded=shards and tensor < self.world, engine=self._smallest_engine())
+            yield MeshSplit(tensor=tensor, sharded=shards and tensor < self.world, engine=self._smallest_engine())
 
     def _smallest_engine(self) -> int:
         """Tensor ranks of the narrowest engine whose weights take at most a third of a device; 0: the default."""
@@ -316,16 +316,17 @@ class Space(NamedTuple):
         if not self.given.sharding.fsdp:
             yield self._toggled_shards
             yield lambda split, best: self._toggled_shards(self._as_engine(split), best) if split.sharded else None
+            yield lambda split, best: self._toggled_shards(self._swapped(self._as_engine(split)), best)
         if not self.experts and self.given.sharding.fsdp_axes is None and "expert" in self.axes:
             yield self._toggled_groups
 
-    def _toggled_savings(self, split: Split, best: Traced, remat: bool, lean: bool) -> Split | None:
+    def _toggled_savings(self, split: MeshSplit, best: Traced, remat: bool, lean: bool) -> MeshSplit | None:
         """The split with further savings of memory if it does not fit, and else with fewer or others."""
         changed = split._replace(remat=split.remat != remat, lean=split.lean != lean)
         adds = changed.remat >= split.remat and changed.lean >= split.lean
         return changed if adds != best.fits else None
 
-    def _resized(self, split: Split, axis: str, factor: float) -> Split | None:
+    def _resized(self, split: MeshSplit, axis: str, factor: float) -> MeshSplit | None:
         size = getattr(split, axis) * factor
         if size < 1 or size != int(size) or self.world % size:
             return None
@@ -333,23 +334,27 @@ class Space(NamedTuple):
             return None
         return self._checked(split._replace(**{axis: int(size)}))
 
-    def _toggled_shards(self, split: Split, best: Traced) -> Split | None:
+    def _toggled_shards(self, split: MeshSplit, best: Traced) -> MeshSplit | None:
         """Whole weights instead of sharded ones, if they have room, or sharded ones."""
         weights = self.base.dtype.itemsize * self._parameters / split.tensor
         if split.sharded and weights + self._states(best) * (self.world // split.tensor) > self.room:
             return None
         return self._checked(split._replace(sharded=not split.sharded, grouped=False))
 
-    def _as_engine(self, split: Split) -> Split:
+    def _as_engine(self, split: MeshSplit) -> MeshSplit:
         """The split with at least the tensor ranks of its engine."""
         return split._replace(tensor=max(split.tensor, split.engine))
+
+    def _swapped(self, split: MeshSplit) -> MeshSplit:
+        """The split with the other way to save memory."""
+        return split._replace(remat=split.lean and self.given.devices.remat == "none", lean=split.remat)
 
     @property
     def _parameters(self) -> int:
         """Parameters of the main role's model."""
         return trees.count(self.base.models[self.base.main_role].shapes)
 
-    def _toggled_groups(self, split: Split, best: Traced) -> Split | None:
+    def _toggled_groups(self, split: MeshSplit, best: Traced) -> MeshSplit | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""
         if not split.grouped and self._states(best) * (self.world // RANKS_PER_NODE) > self.room:
             return None
@@ -360,7 +365,7 @@ class Space(NamedTuple):
         updates = (costs for name, costs in traced.estimate.phases.items() if name.startswith(UPDATES))
         return 2 * max((costs.peak.get("optimizer", 0.0) for costs in updates), default=0.0)
 
-    def least_bytes(self, split: Split, known: Mapping[Split, Traced | None]) -> float:
+    def least_bytes(self, split: MeshSplit, known: Mapping[MeshSplit, Traced | None]) -> float:
         """Bytes of a rank at least: those of a traced split with the same savings, over the ranks that share more."""
         bytes_of = [0.0]
         for other, traced in known.items():
@@ -370,7 +375,7 @@ class Space(NamedTuple):
                 bytes_of.append(traced.nbytes * min(1.0, share) * (1.0 if other.engine == split.engine else 0.5))
         return max(bytes_of)
 
-    def _checked(self, split: Split) -> Split | None:
+    def _checked(self, split: MeshSplit) -> MeshSplit | None:
         """The split if the devices divide so."""
         sizes = self.mesh_of(split)
         if sizes is None or (split.grouped and (sizes["data"] == 1 or sizes["expert"] == 1)):

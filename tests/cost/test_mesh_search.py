@@ -12,7 +12,7 @@ from funrl.cost import dry_run
 from funrl.cost import report as dry_report
 from funrl.cost import search as mesh_search
 from funrl.cost.report import command_text
-from funrl.cost.search import Space, Split, chosen_mesh, search, split_flags, usable_axes
+from funrl.cost.search import MeshSplit, Space, chosen_mesh, search, split_flags, usable_axes
 from funrl.cost.tracing.hardware import USABLE
 from funrl.cost.verdict import peak_of
 from funrl.mesh.text import MeshError, text, wanted_devices
@@ -27,10 +27,13 @@ def space(world, **given):
 
 def test_a_split_gives_the_data_axis_what_no_other_one_has():
     of_16 = space(16)
-    assert text(of_16.mesh_of(Split())) == "dp16" and text(of_16.mesh_of(Split(tensor=4, sequence=2))) == "dp2,sp2,tp4"
-    assert text(of_16.mesh_of(Split(tensor=2, sharded=True, grouped=True))) == "dp2,ep4,tp2"
-    assert of_16.mesh_of(Split(tensor=3)) is None
-    changed = of_16.settings_of(Split(tensor=2, sharded=True, engine=4, remat=True, lean=True))
+    assert (
+        text(of_16.mesh_of(MeshSplit())) == "dp16"
+        and text(of_16.mesh_of(MeshSplit(tensor=4, sequence=2))) == "dp2,sp2,tp4"
+    )
+    assert text(of_16.mesh_of(MeshSplit(tensor=2, sharded=True, grouped=True))) == "dp2,ep4,tp2"
+    assert of_16.mesh_of(MeshSplit(tensor=3)) is None
+    changed = of_16.settings_of(MeshSplit(tensor=2, sharded=True, engine=4, remat=True, lean=True))
     assert split_flags(changed, of_16.given) == {
         "mesh": "dp8,tp2",
         "generate_mesh": "dp4,tp4",
@@ -38,7 +41,7 @@ def test_a_split_gives_the_data_axis_what_no_other_one_has():
         "remat": "full",
         "token_budget": 64,
     }
-    grouped = of_16.settings_of(Split(sharded=True, grouped=True))
+    grouped = of_16.settings_of(MeshSplit(sharded=True, grouped=True))
     assert split_flags(grouped, of_16.given) == {"mesh": "dp2,ep8", "fsdp": True, "fsdp_axes": "ep"}
 
 
