@@ -23,7 +23,7 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh import launch
 from funrl.mesh.mesh import Mesh
 from funrl.models import with_fields, with_value_head
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
@@ -91,9 +91,9 @@ def measure(shape: str) -> int:
         before = resident("VmHWM")
         trainer, state = random_trainer(job, parts, rows, Clock())
         del rows
-        drawn, state, _ = loop.draw_batch(trainer, state)
-        drawn, state, _ = loop.score_batch(trainer, state, drawn)
-        loop.learn_batch(trainer, state, drawn)
+        drawn, state, _ = phases.draw_batch(trainer, state)
+        drawn, state, _ = phases.score_batch(trainer, state, drawn)
+        phases.learn_batch(trainer, state, drawn)
         return resident("VmHWM") - before
 
     return launch.launch(program, job.sizes, "cpu")

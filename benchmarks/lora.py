@@ -25,7 +25,7 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import single
 from funrl.models import with_fields
 from funrl.models.lora import with_lora
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.build import build, first_state, first_weights, frozen_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.settings import settings_of
@@ -76,14 +76,14 @@ def measure(adapters: bool) -> dict[str, float]:
     del begin
     state = first_state(job, parts, weights, ())
     no_source = Source(dict, lambda state, step: (rows.pop(), state, {}), lambda roles, step: {})
-    trainer = loop.Trainer(job, parts, no_source, frozen_weights(parts, weights), Clock())
+    trainer = phases.Trainer(job, parts, no_source, frozen_weights(parts, weights), Clock())
     del weights
     for _ in range(2):
-        drawn, state, _ = loop.draw_batch(trainer, state)
-        drawn, state, _ = loop.score_batch(trainer, state, drawn)
+        drawn, state, _ = phases.draw_batch(trainer, state)
+        drawn, state, _ = phases.score_batch(trainer, state, drawn)
         clear_peak()
         rests = resident("VmRSS") - before
-        state, _ = loop.learn_batch(trainer, state, drawn)
+        state, _ = phases.learn_batch(trainer, state, drawn)
     return {"trained": trees.count(state.roles["policy"].params), "rest": rests, "peak": resident("VmHWM") - before}
 
 

@@ -16,13 +16,15 @@ from funrl.cost.rows import full_rows
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout, shard
 from funrl.processes.workers import can_fork
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts, first_state, first_weights, frozen_weights, sync
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import first_state, first_weights, frozen_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows, mapped
+from funrl.trainer.steps.sync import sync
 
 T = TypeVar("T")
 FORK = multiprocessing.get_context("fork")
@@ -41,7 +43,7 @@ def device_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
     return mapped(full_rows(job, parts, tokens, local), lambda x: x.to(parts.mesh.device))
 
 
-def random_trainer(job: Job, parts: Parts, rows: Rows, clock: Clock) -> tuple[loop.Trainer, State]:
+def random_trainer(job: Job, parts: Parts, rows: Rows, clock: Clock) -> tuple[phases.Trainer, State]:
     """A trainer whose source gives the same rows at each step, and its first state; the engine has the weights."""
     mesh = parts.mesh
     generator = torch.Generator(mesh.device).manual_seed(0)
@@ -50,7 +52,7 @@ def random_trainer(job: Job, parts: Parts, rows: Rows, clock: Clock) -> tuple[lo
     frozen = frozen_weights(parts, weights)
     state = sync(parts, first_state(job, parts, weights, ()), frozen=frozen)
     source = Source(dict, lambda state, step: (rows, state, {}), lambda roles, step: {})
-    return loop.Trainer(job, parts, source, frozen, clock), state
+    return phases.Trainer(job, parts, source, frozen, clock), state
 
 
 def _piece(x: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> torch.Tensor:

@@ -28,7 +28,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.requests import Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer import loop
+from funrl.trainer import startup
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     job = prepare(settings_of(warmstart_steps=WARMSTART.value, dtype="float32", device="cpu"), grpo)
     with warm_started(job) as started:
-        _, state = loop.begin_run(started, single(), Silent())
+        _, state = startup.begin_run(started, single(), Silent())
     prompts = [example.tokens for example in job.task.prompts]
     measure("embedded task", job.model, state.roles["policy"].params, prompts, job.sampling)
     for size in SIZES.value:

@@ -33,11 +33,11 @@ from funrl.mesh.mesh import single
 from funrl.models import decoder_model
 from funrl.models.decoder.config import decoder_config
 from funrl.models.huggingface import directories as hf
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import sync
+from funrl.trainer import phases, startup
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import Settings, settings_of
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.sync import sync
 
 LAYERS = flags.DEFINE_integer("layers", 4, "layers")
 EMBED = flags.DEFINE_integer("embed", 256, "model width; heads have 64")
@@ -161,15 +161,15 @@ def funrl_step(files: Files, compose: Callable[[], Algorithm]) -> Callable[[], T
     )
     job, mesh = prepare(settings, compose), single()
     clock = BothClock()
-    run, state = loop.begin_run(job, mesh, Silent(), clock=clock)
+    run, state = startup.begin_run(job, mesh, Silent(), clock=clock)
     state = sync(run.parts, state)._replace(step=1)
 
     def step() -> Times:
         nonlocal state
         start = now()
-        rows, state, _ = loop.draw_batch(run, state)
-        rows, state, _ = loop.score_batch(run, state, rows)
-        state, _ = loop.learn_batch(run, state, rows)
+        rows, state, _ = phases.draw_batch(run, state)
+        rows, state, _ = phases.score_batch(run, state, rows)
+        state, _ = phases.learn_batch(run, state, rows)
         state = sync(run.parts, state, clock)
         assert rows.batch.tokens.shape == (PROMPTS.value * SAMPLES.value, PROMPT.value + NEW.value)
         times, clock.times = clock.times, {}

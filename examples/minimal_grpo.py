@@ -77,7 +77,7 @@ def main():
         engine.load(trees.named(states["policy"].params))
         drawn = prompt_batch(examples, PROMPTS, seed=0, consumed=step * PROMPTS)
         done = rollout(rewarded, drawn, sampling, step)
-        rows = to_rows(drawn, done, sampling, pad=0)
+        rows = to_rows(drawn, done, sampling)
         roles = {"policy": policy, "reference": reference}
         rows = score(roles, {"policy": states["policy"].params, "reference": frozen}, rows)
         rows, chain_state, chain_metrics = advantages(algorithm.advantage, chain_state, rows)

@@ -76,7 +76,7 @@ class Batch:
             raise MissingField(name, self._schema[name])
         raise AttributeError(self._schema.unknown(name))
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a batch is immutable: batch._replace({name}=...) gives a new one")
 
     def __delattr__(self, name: str) -> None:
@@ -159,7 +159,7 @@ def map_kinds(fn: Callable[[FieldKind, Value], Value], batch: Batch) -> Batch:
     return map_fields(lambda name, x: fn(batch._schema[name].kind, x), batch)
 
 
-def select(batch: Batch, rows: Any) -> Batch:
+def select(batch: Batch, rows: object) -> Batch:
     """The given rows (a slice or an index tensor) of every field."""
     return map_kinds(lambda kind, x: kind.select(x, rows), batch)
 
@@ -188,7 +188,7 @@ def with_across(batch: Batch, across: Across) -> Batch:
 # ---- recording
 
 
-class Reads(NamedTuple):
+class FieldReads(NamedTuple):
     """Fields that are read.
 
     Attributes:
@@ -199,15 +199,15 @@ class Reads(NamedTuple):
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
 
-    def __or__(self, other: Reads) -> Reads:  # type: ignore[override]
+    def __or__(self, other: FieldReads) -> FieldReads:  # type: ignore[override]
         required = self.required | other.required
-        return Reads(required, (self.optional | other.optional) - required)
+        return FieldReads(required, (self.optional | other.optional) - required)
 
-    def __sub__(self, names: Iterable[str]) -> Reads:
-        return Reads(self.required - frozenset(names), self.optional - frozenset(names))
+    def __sub__(self, names: Iterable[str]) -> FieldReads:
+        return FieldReads(self.required - frozenset(names), self.optional - frozenset(names))
 
 
-class Seen:
+class ReadRecord:
     """Fields that have been read of a recording batch so far, and the terms that ran on it.
 
     Attributes:
@@ -222,14 +222,14 @@ class Seen:
         self.terms: list[tuple[Any, str, Tensor, Tensor]] = []
 
     @property
-    def reads(self) -> Reads:
-        return Reads(frozenset(self.required)) | Reads(optional=frozenset(self.optional))
+    def reads(self) -> FieldReads:
+        return FieldReads(frozenset(self.required)) | FieldReads(optional=frozenset(self.optional))
 
 
 class _Recording(Batch):
     """A batch that tells what is read of it; fields that its reader has put in itself are no reads."""
 
-    def __init__(self, like: Batch, held: Mapping[str, Value], seen: Seen, made: frozenset[str]):
+    def __init__(self, like: Batch, held: Mapping[str, Value], seen: ReadRecord, made: frozenset[str]):
         super().__init__(like._schema, **held)
         object.__setattr__(self, "_across", like._across)
         object.__setattr__(self, "_seen", seen)
@@ -249,19 +249,19 @@ class _Recording(Batch):
         return _Recording(self, fields, self._seen, self._made | frozenset(replaced))
 
 
-def recording(batch: Batch, *, by_piece: bool = True) -> tuple[Batch, Seen]:
+def recording(batch: Batch, *, by_piece: bool = True) -> tuple[Batch, ReadRecord]:
     """The batch, and what has been read of it: attribute access is a required read, `get` an optional one.
 
     `_replace` keeps recording; a field that was replaced is its reader's own and no longer a read.
 
     Args:
-      by_piece: as in `Seen`.
+      by_piece: as in `ReadRecord`.
     """
-    seen = Seen(by_piece=by_piece)
+    seen = ReadRecord(by_piece=by_piece)
     return _Recording(batch, batch._held, seen, frozenset()), seen
 
 
-def seen_of(batch: Batch) -> Seen | None:
+def seen_of(batch: Batch) -> ReadRecord | None:
     """The record of a recording batch; None for a batch that does not record."""
     return batch._seen if isinstance(batch, _Recording) else None
 
@@ -310,7 +310,7 @@ def _flatten(batch: Batch) -> tuple[tuple, tuple[tuple[str, ...], Schema, Across
     return tuple(batch._held[name] for name in names), (names, batch._schema, batch._across), names
 
 
-def _unflatten(structure: tuple[tuple[str, ...], Schema, Across], leaves: Iterable[Any]) -> Batch:
+def _unflatten(structure: tuple[tuple[str, ...], Schema, Across], leaves: Iterable[object]) -> Batch:
     names, schema, across = structure
     batch = Batch(schema, **dict(zip(names, leaves, strict=True)))
     object.__setattr__(batch, "_across", across)

@@ -3,7 +3,7 @@
     curiosity = Field("token", "advantage", "how new the token is to the policy")
     pictures = Field("ragged", "source", "pictures of the row, [3, height, width] each")
 
-The declarations here are those that a batch has from the start; an algorithm brings its own beside them.
+The declarations here are a batch's own from the start; an algorithm brings further ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +167,7 @@ def _numbers(values: tuple, draw: torch.Generator, shape: tuple[int, ...]) -> Te
     return x.double() if x.is_floating_point() else x
 
 
-def _these(*values: Any) -> Callable[[torch.Generator, tuple[int, ...]], Tensor]:
+def _these(*values: object) -> Callable[[torch.Generator, tuple[int, ...]], Tensor]:
     return functools.partial(_numbers, values)
 
 
@@ -286,7 +285,7 @@ FIELDS = Schema(
     turn=Field(
         "token",
         "source",
-        "turn of the path that a token is in, from 0; a fork goes on counting",
+        "turn of the path that a token is in, from 0; a fork continues counting",
         dtype="int",
         example=_two_turns,
     ),
@@ -315,7 +314,7 @@ FIELDS = Schema(
     stale=Field(
         "token",
         "source",
-        "sampled by other weights than those that score it; there with --new_tokens_per_step",
+        "sampled by other weights than the scoring ones; there with --new_tokens_per_step",
         dtype="bool",
         example=_odd_rows,
     ),

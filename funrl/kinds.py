@@ -161,7 +161,7 @@ def _select(x: Tensor, rows: Any) -> Tensor:
     return x[rows.to(x.device) if isinstance(rows, Tensor) else rows]
 
 
-def _same(x: Value, *_: Any) -> Value:
+def _same(x: Value, *_: object) -> Value:
     return x
 
 

@@ -28,7 +28,7 @@ def shared_folder_of_files() -> Path | None:
 
 
 def existing_path(text: str) -> str:
-    """A path as it is given, or within funrl's own folder where only that has it, as of recipes/NAME.yaml."""
+    """A path as it is given, or within funrl's own folder where only that has it, as of examples/NAME.py."""
     folder = shared_folder_of_files()
     if folder is None or os.path.isabs(text) or os.path.exists(text) or not (folder / text).exists():
         return text
@@ -85,6 +85,7 @@ def locate(flag: str, text: str) -> tuple[str, str]:
     name, colon, function = text.rpartition(":")
     if not (name and colon and function):
         raise LoadError(f"--{flag}={text}: write FILE.py:function or module:function, such as {flag}.py:{flag}")
+    name = existing_path(name) if name.endswith(".py") else name
     path = Path(name)
     if name.endswith(".py") and not path.is_file():
         problem = "this is a directory, a file is needed" if path.is_dir() else "no such file"

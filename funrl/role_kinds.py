@@ -3,7 +3,7 @@
     grader = RoleKind("a frozen grader", writes={"novelty": "logp"}, model="/models/small")
     forecaster = RoleKind("a forecaster", writes={"forecast": "values"}, value_head=True, learns=True)
 
-The kinds here are those that every algorithm knows; one brings its own beside them, `Algorithm(..., roles={...})`.
+Every algorithm knows the kinds here; one brings its own beside them, `Algorithm(..., roles={...})`.
 Nothing here imports torch.
 """
 

@@ -74,7 +74,7 @@ def fill(tree: Tree, values: Iterable) -> Tree:
     return optree.tree_unflatten(optree.tree_structure(tree, namespace=NAMESPACE), list(values))
 
 
-def from_named(tree: Tree, values: Iterable[tuple[str, Any]]) -> Tree:
+def from_named(tree: Tree, values: Iterable[tuple[str, object]]) -> Tree:
     """A tree of the structure of `tree` filled by name.
 
     Raises:
@@ -124,7 +124,7 @@ def nbytes(tree: Tree) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves(tree))
 
 
-def value_and_grad(fn: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[tuple[Tensor, Any], Tree]]:
+def value_and_grad(fn: Callable[..., tuple[Tensor, object]]) -> Callable[..., tuple[tuple[Tensor, Any], Tree]]:
     """Reverse-mode derivative of `fn(tree, *args) -> (scalar, aux)` with respect to its first argument.
 
     The gradient is taken outside of whatever `fn` compiles, so activation checkpointing and per-layer

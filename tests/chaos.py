@@ -114,9 +114,9 @@ def survive(folder: Path, mesh: str, kills: int, seed: int) -> int:
         _, error = run.communicate(timeout=600)
         if run.returncode:
             raise Lost(f"{name} ended with status {run.returncode}: {error}")
-    one, other = finished_lines(folder / "run"), finished_lines(folder / "whole")
-    if one != other:
-        raise Lost(f"the lines differ: steps {[row['step'] for row in one]} and {[row['step'] for row in other]}")
+    first, other = finished_lines(folder / "run"), finished_lines(folder / "whole")
+    if first != other:
+        raise Lost(f"the lines differ: steps {[row['step'] for row in first]} and {[row['step'] for row in other]}")
     files = [(folder / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     if files[0] != files[1]:
         raise Lost("the weights at the end differ")

@@ -20,8 +20,8 @@ def free_port(low: int, high: int) -> int:
         lock = open(folder / str(port), "w")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with socket.socket() as one:
-                one.bind(("127.0.0.1", port))
+            with socket.socket() as first:
+                first.bind(("127.0.0.1", port))
         except OSError:
             lock.close()
             continue

@@ -32,7 +32,7 @@ from test_episode_runs import Branching, episode_job
 from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.mesh.mesh import single
-from funrl.rollout.joined.office import Office
+from funrl.rollout.joined.lease_server import LeaseServer
 
 LIMIT_S = 30.0  # to name a generator that is stopped
 RUN_S = 3600.0  # of the whole run
@@ -95,21 +95,21 @@ def train(folder: Path, job: Any) -> None:
     torch.set_num_threads(1)
     opened: list[Any] = []
     arrived: list[int] = []
-    open_units = Office.open
-    collect = Office.collect
+    open_units = LeaseServer.open
+    collect = LeaseServer.collect
 
-    def opening(self: Office, units: Any) -> None:
+    def opening(self: LeaseServer, units: Any) -> None:
         units = list(units)
         opened.extend((request.number, request.seed) for unit in units for request in unit)
         open_units(self, units)
 
-    def collecting(self: Office, timeout_s: float, program: int = 0) -> Any:
+    def collecting(self: LeaseServer, timeout_s: float, program: int = 0) -> Any:
         news = collect(self, timeout_s, program)
         arrived.extend(done.number for done in news.completions)
         return news
 
-    Office.open = opening
-    Office.collect = collecting
+    LeaseServer.open = opening
+    LeaseServer.collect = collecting
     observers: list[Written] = []
 
     def observer(_: str) -> Written:

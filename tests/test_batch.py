@@ -13,8 +13,8 @@ from funrl.across import row_sums
 from funrl.batch import (
     TOKEN_INT,
     Batch,
+    FieldReads,
     MissingField,
-    Reads,
     as_dict,
     declare,
     example,
@@ -117,7 +117,7 @@ def test_own_fields_are_declared_with_a_batch_and_stay_with_it():
     assert with_rows_spread(batch).level.tolist() == [[3, 3, 3], [4, 4, 4]]
     watched, seen = recording(batch)
     assert watched.curiosity.sum() + (watched.get("level") is None) == 0
-    assert seen.reads == Reads(frozenset({"curiosity"}), frozenset({"level"}))
+    assert seen.reads == FieldReads(frozenset({"curiosity"}), frozenset({"level"}))
     compiled = torch.compile(lambda x, b: (x + b.curiosity * b.level[:, None]).sum(), fullgraph=True, backend="eager")
     assert compiled(torch.ones(2, 3), batch._replace(pictures=None)) == 6
     with pytest.raises(MissingField, match="written by the role 'judge': how hard the row is"):
@@ -191,14 +191,14 @@ def test_eager_torch_func_and_compile_agree():
 def test_a_recording_batch_tells_required_and_optional_reads():
     watched, seen = recording(example())
     doubled(torch.ones(4, 8), watched)
-    assert seen.reads == Reads(frozenset({"advantage", "mask"}), frozenset({"weight"}))
+    assert seen.reads == FieldReads(frozenset({"advantage", "mask"}), frozenset({"weight"}))
     moved = select(watched._replace(score=None, returns=torch.ones(4, 8)), slice(0, 2))
     moved.returns, moved.value  # noqa: B018
     assert seen.reads.required == {"advantage", "mask", "value"}, "what its reader put in is no read of the batch"
     with pytest.raises(MissingField):
         recording(small())[0].old_logp  # noqa: B018
-    assert Reads(frozenset("a"), frozenset("b")) | Reads(frozenset("b")) == Reads(frozenset("ab"))
-    assert Reads(frozenset("ab"), frozenset("c")) - "ac" == Reads(frozenset("b"))
+    assert FieldReads(frozenset("a"), frozenset("b")) | FieldReads(frozenset("b")) == FieldReads(frozenset("ab"))
+    assert FieldReads(frozenset("ab"), frozenset("c")) - "ac" == FieldReads(frozenset("b"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

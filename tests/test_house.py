@@ -84,6 +84,21 @@ def checkout(folder, files):
             {"trainer/loop.py": "from torch import distributed"},
             "funrl/trainer/loop.py:1 imports torch.distributed, for mesh/ and processes/ only",
         ),
+        (
+            {
+                "trainer/loop.py": "from importlib import import_module\nimport_module('funrl.cli.run')",
+                "cli/run.py": "",
+            },
+            "funrl/trainer/loop.py:2 imports funrl.cli.run: cli comes after trainer",
+        ),
+        (
+            {"mesh/plan.py": "PLAN = 'funrl.models.a:plan'", "models/a.py": ""},
+            "funrl/mesh/plan.py:1 imports funrl.models.a: models comes after mesh",
+        ),
+        (
+            {"api/warm_start.py": ""},
+            "funrl.api.warm_start does not import funrl.experiments.sft, as UPWARDS says",
+        ),
         ({"stray.py": ""}, "funrl/stray: not in the order of tools/house.py"),
     ],
 )
@@ -94,10 +109,10 @@ def test_a_broken_rule_is_found(tmp_path, files, problem):
 def test_the_field_s_own_word_may_be_defined_twice(tmp_path):
     assert house.problems(checkout(tmp_path, {"algos/core.py": "def chain(): pass", "optim/b.py": "chain = 1"})) == []
     built = house.read_house()
-    defined = {one.removeprefix("funrl."): set(house.read_source(file).defined) for one, file in built.files.items()}
+    defined = {item.removeprefix("funrl."): set(house.read_source(file).defined) for item, file in built.files.items()}
     for name, places in house.SHARED_DEFINITIONS.items():
-        users = [one for one, names in defined.items() if name in names]
-        assert all(any(f"{one}.".startswith(f"{place}.") for one in users) for place in places), name
+        users = [element for element, names in defined.items() if name in names]
+        assert all(any(f"{user}.".startswith(f"{place}.") for user in users) for place in places), name
 
 
 def test_an_index_is_looked_through(tmp_path):
@@ -107,8 +122,8 @@ def test_an_index_is_looked_through(tmp_path):
         "models/huggingface/directories.py": "",
         "trainer/jobs/job.py": "from funrl.models import load",
     }
-    found = house.imports(checkout(tmp_path, files))
-    assert found == [house.Import("funrl.trainer.jobs.job", 1, "funrl.models.huggingface.directories")]
+    imports = house.imports(checkout(tmp_path, files))
+    assert imports == [house.Import("funrl.trainer.jobs.job", 1, "funrl.models.huggingface.directories")]
 
 
 def test_an_arrow_that_follows_from_others_is_not_drawn(tmp_path):
@@ -130,13 +145,13 @@ def test_importing_an_index_imports_no_other_file(built):
 
 def names_in(file):
     """Functions, classes and methods of a file."""
-    found = set()
+    result = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            result.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+            result |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -187,31 +202,31 @@ FORBIDDEN = {  # a word that is not the field's: what to write instead
 
 def pages_and_sources():
     root = Path(__file__).parents[1]
-    found = [
+    results = [
         file for folder in ("funrl", "docs", "examples", "benchmarks", "tools") for file in (root / folder).rglob("*")
     ]
-    return [file for file in (*found, *root.glob("*.md")) if file.suffix in (".py", ".md")]
+    return [file for file in (*results, *root.glob("*.md")) if file.suffix in (".py", ".md")]
 
 
 @pytest.mark.parametrize("words", FORBIDDEN)
 def test_words_are_the_field_s(words):
-    root, found = Path(__file__).parents[1], []
+    root, results = Path(__file__).parents[1], []
     for file in pages_and_sources():
         if file.parent.name == "foreign" or file.name in ("names.py", "migration.md"):
             # other libraries' words
             continue
         text = file.read_text()
-        found += [f"{file.relative_to(root)}: {match[0]}" for match in re.finditer(rf"\b(?:{words})\b", text)]
-    assert found == [], f"write: {FORBIDDEN[words]}"
+        results += [f"{file.relative_to(root)}: {match[0]}" for match in re.finditer(rf"\b(?:{words})\b", text)]
+    assert results == [], f"write: {FORBIDDEN[words]}"
 
 
 def test_a_docstring_begins_with_a_noun_phrase_or_an_imperative():
-    root, found = Path(__file__).parents[1], []
+    root, results = Path(__file__).parents[1], []
     others = r"(What|How|Where|When|Which|Whether|Who|Why|Raises|Returns|Writes|Reads|Makes|Gives)\b(?!:)"
     for file in (file for file in pages_and_sources() if file.suffix == ".py"):
         lines = house.read_source(file).docstrings
-        found += [f"{file.relative_to(root)}: {line}" for line in lines if re.match(others, line)]
-    assert found == []
+        results += [f"{file.relative_to(root)}: {line}" for line in lines if re.match(others, line)]
+    assert results == []
 
 
 def test_a_model_is_called_by_its_record_and_not_by_the_module_that_made_it():
@@ -255,3 +270,21 @@ def test_a_figure_within_its_goal_needs_no_bound(tmp_path):
     functions = "def f():\n    pass\n" * 25
     (tmp_path / "funrl" / "data" / "a.py").write_text("x, y = 1, 2\n" + functions)
     assert measure.over_bounds(measure.by_package(tmp_path), {"funrl/data": {"code": 51}}) == []
+
+
+def test_code_elsewhere_is_counted_where_it_lands(tmp_path):
+    files = {
+        "funrl/a.hpp": "// no code\nint a;\n\n/* nor\nthis */\nint b;\n",
+        "funrl/page.html": "<p>\n{# no\ncode #}\n<!-- nor this -->\n</p>\n",
+        "examples/a.py": '"""No code."""\n\na = 1\n',
+        "tools/typings/a.pyi": "a: int\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    counts = measure.code_lines_elsewhere(tmp_path)
+    assert counts == {"C++ of funrl": 2, "stubs": 1, "templates of funrl": 2, "examples": 1} | dict.fromkeys(
+        ("tools", "tests", "benchmarks"), 0
+    )

@@ -18,8 +18,8 @@ def test_the_example():
 
 @pytest.mark.parametrize("seed", [20261121110907, LIMIT - 1])
 def test_large_seeds_fit_and_stay_apart(seed):
-    found = [derived_seed(seed + i, step, epoch) for i in (0, -1) for step in range(5) for epoch in range(3)]
-    found += [derived_seed(seed, step) for step in range(5)]
-    assert len(set(found)) == len(found)
-    for one in found:
-        torch.Generator().manual_seed(one)
+    derived_seeds = [derived_seed(seed + i, step, epoch) for i in (0, -1) for step in range(5) for epoch in range(3)]
+    derived_seeds += [derived_seed(seed, step) for step in range(5)]
+    assert len(set(derived_seeds)) == len(derived_seeds)
+    for item in derived_seeds:
+        torch.Generator().manual_seed(item)

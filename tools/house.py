@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -71,7 +72,6 @@ INSIDE = {
     "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
     "rewards": ("mathematics", OWN),
     "environments": ("forms", OWN, "hosting", "builtin"),
-    "xla": ("operators", OWN),
     "trainer": (
         "settings",
         "steps",
@@ -93,23 +93,28 @@ INSIDE = {
 NARROW = {
     "algos": ("trees", "across", "kinds", "role_kinds", "fields", "batch", "seeds", "algos"),
 }
+# Arrows upwards that are meant: (module, what it imports by name when it runs) -> why.
+UPWARDS = {
+    ("funrl.api.warm_start", "funrl.experiments.sft"): "runs as a process of its own",
+    ("funrl.cli.command", "funrl.experiments"): "the command line runs programs by name",
+    ("funrl.cli.main", "funrl.experiments"): "the command line runs programs by name",
+}
 # Only these may import torch.distributed. The dry run makes its fake process group in cost/tracing/estimate.py.
 DISTRIBUTED = ("mesh", "processes", "cost/tracing/estimate.py")
-# `Loss.reads` runs a piece on a recording batch, and what runs it has to know a Loss.
-CIRCLES = (frozenset({"funrl.algos.core", "funrl.algos.explanation", "funrl.algos.reading"}),)
 # Public names that two modules may define, as they are the field's word in both and are read with their module's name.
 SHARED_DEFINITIONS = {
     **dict.fromkeys(("chain", "scale", "stateless"), ("algos.core", "optim")),
     "check_algorithm": ("testing.check_pieces", "trainer.jobs.compatibility"),
     "load": ("api.python", "models.huggingface.directories", "trainer.checkpoints.checkpoint"),
-    "main": ("cli", "cost", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
+    "main": ("cli", "processes.workers", "rewards.confine", "trainer.storage.shard_server"),
     "linear": ("compiled_kernels.linear", "optim"),
     "log": ("compiled_kernels", "models", "rollout"),
     "Message": ("mesh.buckets", "rollout.episodes"),  # between ranks, and of a chat
-    "Node": ("algos.explanation", "rollout.episodes"),
-    "function_tool": ("foreign.verl_modules", "serve.asks"),  # once by the name that verl has
     "LARGEST": ("rewards.call", "trainer.settings.checks"),  # once of torch and once where torch is not imported
 }
+
+
+MODULE_TEXT = re.compile(r"^(?:python -m )?(funrl(?:\.\w+)+)\.?(?::\w*)?$")
 
 
 class Import(NamedTuple):
@@ -139,11 +144,13 @@ class Source(NamedTuple):
 
     Attributes:
       imports: its imports, those inside functions too.
+      texts: line and module of each string such as "funrl.cli.main:main", by which a module is imported or run.
       defined: names that it defines at its top level.
       docstrings: the first lines of its docstrings.
     """
 
     imports: tuple[ast.Import | ast.ImportFrom, ...]
+    texts: tuple[tuple[int, str], ...]
     defined: tuple[str, ...]
     docstrings: tuple[str, ...]
 
@@ -158,8 +165,11 @@ def _source(text: str) -> Source:
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
     documented = (node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    constants = (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    texts = ((node.lineno, MODULE_TEXT.search(str(node.value))) for node in constants)
     return Source(
         imports=tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)),
+        texts=tuple((line, match[1]) for line, match in texts if match),
         defined=tuple(_defined(tree)),
         docstrings=tuple((ast.get_docstring(node) or "").partition("\n")[0] for node in documented),
     )
@@ -185,11 +195,21 @@ def index(file: Path) -> dict[str, str]:
 
 
 def imports(house: House) -> list[Import]:
-    """All imports between modules, those inside functions and for type checkers included.
+    """Imports between modules but those of `UPWARDS`: inside functions, for type checkers and by name in a string too.
 
     The index of a package is looked through: `from funrl.models import place` imports funrl.models.placed. An import
     of `funrl` itself, for its version or its folder, is none: it runs no other module.
     """
+    return [one for one in _all_imports(house) if (one.importer, one.imported) not in UPWARDS]
+
+
+def absent_arrows(house: House) -> list[str]:
+    """Entries of `UPWARDS` that no module has."""
+    there = {(one.importer, one.imported) for one in _all_imports(house)}
+    return [f"{a} does not import {b}, as UPWARDS says" for a, b in UPWARDS if a in house.files and (a, b) not in there]
+
+
+def _all_imports(house: House) -> list[Import]:
     found = []
     for name, file in house.files.items():
         hidden = set(house.indexes.get(name, {}).values())
@@ -210,6 +230,7 @@ def _named(house: House, source: Source) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 inner = f"{module}.{alias.name}"
                 yield node.lineno, inner if inner in house.files else given.get(alias.name, module)
+    yield from ((line, module) for line, module in source.texts if module in house.files)
 
 
 def package(module: str) -> str:
@@ -250,8 +271,8 @@ def problems(house: House) -> list[str]:
             if order.index(other) > order.index(inner):
                 after = f"{importer}.{other}" if other else f"{importer}'s own files"
                 found.append(f"{where}: {after} comes after {importer}.{inner}")
-    found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house) if one not in CIRCLES]
-    return found + unordered(house) + shared_definitions(house) + distributed(house)
+    found += [f"circle: {' -> '.join(sorted(one))}" for one in circles(house)]
+    return found + absent_arrows(house) + unordered(house) + shared_definitions(house) + distributed(house)
 
 
 def _within(module: str, allowed: tuple[str, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""funrl/api/keywords.py: the keywords of `funrl.train`, `funrl.evaluate` and `funrl.generate` with their types.
+"""funrl/api/keywords.pyi: the keywords of `funrl.train`, `funrl.evaluate` and `funrl.generate` with their types.
 
     python tools/keywords.py
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "funrl" / "api" / "keywords.py"
+PAGE = ROOT / "funrl" / "api" / "keywords.pyi"
 sys.path.insert(0, str(ROOT))
 
 from funrl.api.python import generate, train  # noqa: E402
@@ -80,7 +80,7 @@ def page() -> str:
 
 def _table(name: str, text: str, types: Mapping[str, str], base: str = "TypedDict") -> list[str]:
     lines = [f"    {keyword}: {kind}" for keyword, kind in types.items()]
-    return ["", f"class {name}({base}, total=False):", f'    """{text}"""', "", *lines, ""]
+    return [f"class {name}({base}, total=False):", f'    """{text}"""', "", *lines, ""]
 
 
 def _keywords(flags: Iterable[Flag]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Figures of the source that say how it reads: code lines, density and parameters, by package.
 
-    python tools/measure.py             # a table of funrl/
+    python tools/measure.py             # a table of funrl/, and code lines of other files
     python tools/measure.py --functions # also each function and statement that exceeds a bound
     python tools/measure.py --bounds    # write tools/bounds.json anew, after figures have fallen
 
@@ -16,6 +16,7 @@ import io
 import json
 import math
 import re
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -30,6 +31,13 @@ GOALS = {"dense": 4, "wide": 0, "crowded": 0, "skips": 0, "vague": 0, "code": 0}
 ROOM = 1.03  # of a budget of code lines, when it is written
 NO_CODE = (*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),)
 PER_100_FUNCTIONS = ("dense", "vague")
+# Further code: what it is -> folder and endings of its files. What moves out of funrl/*.py is counted where it lands.
+ELSEWHERE = {
+    "C++ of funrl": ("funrl", (".hpp", ".cpp")),
+    "stubs": (".", (".pyi",)),
+    "templates of funrl": ("funrl", (".html", ".jinja", ".j2", ".css", ".js")),
+    **{folder: (folder, (".py",)) for folder in ("examples", "tools", "tests", "benchmarks")},
+}
 VAGUE = ("found", "one", "told", "made", "said", "how", "at", "g")  # locals that say nothing about what they hold
 
 
@@ -87,6 +95,25 @@ def code_lines(text: str) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = {line for x in tokens if x.type not in NO_CODE for line in range(x.start[0], x.end[0] + 1)}
     return len(lines - docstrings)
+
+
+def code_lines_elsewhere(root: Path = ROOT) -> dict[str, int]:
+    """Code lines of each row of `ELSEWHERE`, of files that git tracks; other languages without comments and blanks."""
+    listed = subprocess.run(["git", "ls-files"], cwd=root, check=True, stdout=subprocess.PIPE, text=True).stdout
+    files = [root / line for line in listed.splitlines()]
+    counts = {}
+    for what, (folder, endings) in ELSEWHERE.items():
+        chosen = [file for file in files if file.suffix in endings and file.is_relative_to(root / folder)]
+        counts[what] = sum(map(_code_lines_of_file, chosen))
+    return counts
+
+
+def _code_lines_of_file(file: Path) -> int:
+    text = file.read_text()
+    if file.suffix in (".py", ".pyi"):
+        return code_lines(text)
+    uncommented = re.sub(r"/\*.*?\*/|<!--.*?-->|\{#.*?#\}", "", text, flags=re.DOTALL)
+    return sum(bool(line.strip()) and not line.lstrip().startswith("//") for line in uncommented.splitlines())
 
 
 def _lines_of(node: ast.stmt) -> range:
@@ -187,6 +214,9 @@ def table(totals: dict[str, Figures]) -> str:
 def main() -> int:
     root = next((Path(text) for text in sys.argv[1:] if not text.startswith("-")), ROOT)
     print(table(by_package(root)))
+    print("\nCode lines elsewhere:")
+    for what, count in code_lines_elsewhere(root).items():
+        print(f"{what:20}{count:8,}")
     if "--functions" in sys.argv:
         print("\n".join(excesses(root)))
     if "--bounds" in sys.argv:

@@ -38,6 +38,7 @@ KINDS = {  # what a piece returns: the heading, and one line
 }
 FORMULA = re.compile(
     r" = |\w\[\w|(?:mean|sum(?!_losses)|prod)_|(?:exp|min|max|clip|sg)\(|-?log (?:pi|s\(|u\b)|x(?:_i|\[t\]) [-+]"
+    r"|s\(beta|\)\^2"
 )
 PARTS = re.compile(
     r"(?:^|(?<=\. ))(Args|Needs|Makes|Returns|Raises|References|Metrics|Warning|Example|Reads)\b[^\n]*?:|^\|",
@@ -78,8 +79,7 @@ def row(name: str) -> str:
     piece = getattr(algos, name)
     text = inspect.getdoc(piece) or ""
     file = Path(inspect.getfile(piece)).relative_to(ROOT).as_posix()
-    maths, of_table = formula(piece, name)
-    what = " ".join(filter(None, (description(text), cell(maths), linked(of_table or papers(piece)))))
+    what = " ".join(filter(None, (description(text), linked(papers(piece)))))
     return f"| [`{name}`](../{file}) | {what} |"
 
 
@@ -91,13 +91,6 @@ def description(text: str) -> str:
     if not FORMULA.search(shown[0]):
         shown += [sentence for sentence in sentences[1:] if FORMULA.search(sentence)][:1]
     return cell(re.sub(r",? on \[B(?:, T)?\](?=[.;])", "", " ".join(shown)))
-
-
-def formula(piece: object, name: str) -> tuple[str, list[str]]:
-    """Formula and papers of a piece whose file has them in a table; "" and none where it has not."""
-    lines = (inspect.getdoc(inspect.getmodule(piece)) or "").splitlines()
-    row = next((one for one in lines if one.startswith(f"| {name.removesuffix('_pairs')} |")), "")
-    return (row.split(" | ")[1], addresses(row)) if row and name.endswith("_pairs") else ("", [])
 
 
 def papers(piece: object) -> list[str]:

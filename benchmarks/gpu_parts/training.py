@@ -16,10 +16,11 @@ from random_trainer import clear_peak, device_rows, random_trainer, resident
 from funrl.cost.tracing.estimate import Estimate
 from funrl.mesh.mesh import Mesh
 from funrl.optim.base import Transformation
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 
 TURNS = 3  # timed steps
@@ -75,12 +76,12 @@ def measured_step(bench: Bench, training: Training) -> tuple[dict[str, float], f
     return {name: statistics.median(step[name] for step in steps) for name in steps[0]}, held
 
 
-def one_step(trainer: loop.Trainer, state: State) -> tuple[State, dict[str, float]]:
+def one_step(trainer: phases.Trainer, state: State) -> tuple[State, dict[str, float]]:
     """Score the rows and learn from them; seconds by phase."""
     trainer.clock.take()
-    rows, state, _ = loop.draw_batch(trainer, state)
-    rows, state, _ = loop.score_batch(trainer, state, rows)
-    state, _ = loop.learn_batch(trainer, state, rows)
+    rows, state, _ = phases.draw_batch(trainer, state)
+    rows, state, _ = phases.score_batch(trainer, state, rows)
+    state, _ = phases.learn_batch(trainer, state, rows)
     return state, trainer.clock.take()
 
 
@@ -98,7 +99,7 @@ def with_timed_optimizers(parts: Parts, clock: Clock) -> Parts:
         name: role if role.optimizer is None else role._replace(optimizer=timed(role.optimizer))
         for name, role in parts.roles.items()
     }
-    return parts._replace(roles=roles)
+    return dataclasses.replace(parts, roles=roles)
 
 
 def held_memory(device: torch.device) -> int:

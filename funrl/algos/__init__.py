@@ -11,7 +11,7 @@ from typing import Any
 from funrl.algos.recipes import NAMES, recipe
 
 _PIECES = {
-    "core": "Advantage Algorithm Divergence Loss RankError Reads Reduction Signal add chain check_rank reduce"
+    "core": "Advantage Algorithm Divergence Loss RankError Reduction Signal add chain check_rank reduce"
     " run_piece scale stateless sum_losses weighted",
     "terms": "Filter Metrics Term check_called run_term typed_metric",
     "applying": "apply_advantage first_signal",
@@ -20,7 +20,7 @@ _PIECES = {
     " to_own_tokens total where_masked",
     "checking": "check check_order",
     "guarding": "described name_of",
-    "reading": "CountError reads run_advantage run_function",
+    "reading": "CountError FieldReads reads run_advantage run_function",
     "explanation": "explain_algorithm",
     "compose": "corrected filtered kl_controller with_regularizers",
     "advantages.baselines": "batch_center batch_scale best_of_group check_eps class_sizes constant_baseline"
@@ -46,7 +46,7 @@ _PIECES = {
     "corrections.rejection": "keep_best mask_truncated reject_divergence reject_ratio reject_second_moment",
     "filters.by_group": "complete_groups mean_between unequal_scores",
     "filters.by_row": "every not_truncated rewarded",
-    "losses.clipped": "Clipped adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
+    "losses.clipped": "ClippedSurrogate adaptive_entropy_bonus clipped_surrogate clipped_surrogate_loss entropy_bonus",
     "losses.implicit_reward": "implicit_reward_loss",
     "losses.kl": "kl_estimate kl_to kl_to_old kl_to_reference",
     "losses.likelihood": "acted_tokens demonstrated_tokens dynamic_likelihood entropy_gated_likelihood imitated_tokens"

@@ -25,7 +25,7 @@ def first_signal(batch: Batch) -> Signal:
 
 
 def apply_advantage(
-    advantage: Advantage, state: Any, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = choose_rows
+    advantage: Advantage, state: object, batch: Batch, choose: Callable[[Batch, Tensor], Batch] = choose_rows
 ) -> tuple[Batch, Any, dict[str, Metric]]:
     """Run a chain on a batch.
 

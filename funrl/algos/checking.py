@@ -16,6 +16,7 @@ from funrl.algos.core import CARRIED, Advantage, Algorithm, Loss, Signal, run_pi
 from funrl.algos.guarding import defined_at, described, line_of, name_of
 from funrl.algos.metrics import PieceError
 from funrl.algos.reading import on_example, reads, run_advantage
+from funrl.algos.terms import Filter
 from funrl.batch import (
     Batch,
     MissingField,
@@ -31,11 +32,11 @@ from funrl.fields import FIELDS
 
 
 class Available(NamedTuple):
-    """The fields of `Batch` that a run writes, by where they can be read; those that the chain makes are left out.
+    """The fields of `Batch` that a run writes, by where they can be read, without the chain's own.
 
     Attributes:
       filter, chain: fields of all rows of the step.
-      losses: fields in an update, where fields per row are spread over tokens; includes those that only the step
+      losses: fields in an update, where fields per row are spread over tokens; includes fields that only the step
         writes.
     """
 
@@ -53,7 +54,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     Args:
       algorithm: to be trained.
       available: names of the fields of `Batch` that the run writes before the advantage chain and in the step, without
-        those that the chain makes; an `Available` where filter, chain and losses see different fields. Fields that are
+        the chain's own; an `Available` where filter, chain and losses see different fields. Fields that are
         read optionally may be absent.
 
     Raises:
@@ -69,7 +70,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     in_step = set(schema.by("step"))
     before = example(given.chain - in_step, schema)
     if algorithm.filter is not None:
-        _check_filter(algorithm, example(given.filter - in_step, schema))
+        _check_filter(algorithm.filter, example(given.filter - in_step, schema))
     rows = before
     if algorithm.advantage is not None:
         check_order(algorithm.advantage)
@@ -80,7 +81,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
     moving = {name: x.requires_grad_() if x.is_floating_point() else x for name, x in as_dict(some).items()}
     for role, loss in algorithm.losses.items():
         _check_loss(role, loss, rows, in_step=rows._replace(**moving), given=given)
-    reading = any("divergence" in loss.reads.required for loss in algorithm.losses.values())
+    reading = any("divergence" in reads(loss).required for loss in algorithm.losses.values())
     if reading != (algorithm.divergence is not None):
         raise PieceError(
             "a loss reads batch.divergence, but Algorithm.divergence is not set: give Divergence(beta)"
@@ -90,7 +91,7 @@ def check(algorithm: Algorithm, available: Iterable[str] | Available) -> None:
 
 
 def _in_update(rows: Batch, before: Batch, given: Available) -> Batch:
-    """Rows after the chain with the fields that an update sees: those that the chain made, and `given.losses`."""
+    """Rows after the chain with the fields that an update sees: the chain's own, and `given.losses`."""
     written = {name for name, x in as_dict(rows).items() if as_dict(before).get(name) is not x}
     left_out = set(rows.names()) - written - given.losses
     schema = schema_of(rows)
@@ -143,7 +144,7 @@ def check_order(advantage: Advantage) -> None:
     on_example("the advantage chain", run, batch)
 
 
-def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
+def _check_across(what: str, run: Callable[[Batch], object], batch: Batch) -> None:
     """Check that a piece gives the same result on a rank with the tokens of some rows as on one with those of all rows.
 
     Args:
@@ -180,14 +181,14 @@ def _check_across(what: str, run: Callable[[Batch], Any], batch: Batch) -> None:
     on_example(what, on_both, batch)
 
 
-def _same_rows(whole: Any, part: Any) -> bool:
+def _same_rows(whole: object, part: object) -> bool:
     """True if values per row are the same for all rows, and values per token for the rows that both have."""
     pairs = zip(trees.leaves(_first_rows(whole)), trees.leaves(part), strict=True)
     tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor)]
     return all(a.shape == b.shape and torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in tensors)
 
 
-def _first_rows(whole: Any) -> Any:
+def _first_rows(whole: object) -> Any:
     """The part of a result that belongs to a rank with the tokens of the first rows only."""
     if isinstance(whole, Batch):
         return map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, slice(SOME)), whole)
@@ -216,7 +217,7 @@ def _makes(piece: Advantage, field: str) -> bool:
     return field in run_advantage(piece).makes
 
 
-def _goes_by(piece: Advantage, state: Any, signal: Signal, batch: Batch, field: str) -> bool:
+def _goes_by(piece: Advantage, state: object, signal: Signal, batch: Batch, field: str) -> bool:
     """True if a piece's result, apart from the field itself, depends on a field of the signal."""
     given = signal._replace(**{field: as_dict(example((field,)))[field]})
     try:
@@ -240,21 +241,20 @@ def _advantage_on(advantage: Advantage, batch: Batch) -> Batch:
         raise PieceError(f"the advantage chain cannot run: {error}") from error
 
 
-def _check_filter(algorithm: Algorithm, batch: Batch) -> None:
-    assert algorithm.filter is not None
+def _check_filter(filter: Filter, batch: Batch) -> None:
     schema = schema_of(batch)
     known = Batch(schema, **{name: x for name, x in as_dict(batch).items() if schema[name].writer == "source"})
-    name = name_of(algorithm.filter)
+    name = name_of(filter)
     try:
-        kept, _ = on_example(f"the filter {name}", algorithm.filter, known)
+        kept, _ = on_example(f"the filter {name}", filter, known)
     except MissingField as error:
         raise PieceError(f"the filter {name} cannot run on what the source gives: {error}") from error
     if callable(kept):
         raise PieceError(f"the filter {name}(batch) gave {described(kept)}: {name} makes filters; call it, {name}(...)")
     if not isinstance(kept, Tensor) or kept.dtype != torch.bool or kept.shape != batch.mask.shape[:1]:
-        origin = defined_at(algorithm.filter)
+        origin = defined_at(filter)
         raise PieceError(f"the filter {name} gave {described(kept)}: one bool per row [B] is needed{origin}")
-    _check_across(f"the filter {name}", algorithm.filter, known)
+    _check_across(f"the filter {name}", filter, known)
 
 
 def _check_loss(role: str, loss: Loss, rows: Batch, in_step: Batch, given: Available) -> None:

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funrl.algos.composition import composition_text
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Metric, PieceError, value_of
 from funrl.algos.terms import Filter, Reduction, Term, check_called, episodes_of, run_term, typed_metric
-from funrl.batch import Batch, Reads, seen_of
+from funrl.batch import Batch, seen_of
 from funrl.fields import FIELDS, Field, Schema
 from funrl.role_kinds import ROLES, TOPK_OUTPUTS, RoleKind, RoleTable
 
@@ -46,13 +47,6 @@ class Loss(NamedTuple):
     denominators: Callable[[Batch], tuple[Tensor, ...]]
     numerators: Callable[[Tensor, Batch], tuple[tuple[Tensor, ...], dict[str, Metric]]]
     fields: Schema = NO_FIELDS
-
-    @property
-    def reads(self) -> Reads:
-        """The fields of the batch that it reads."""
-        from funrl.algos.reading import reads  # avoids an import cycle
-
-        return reads(self)
 
     def __call__(self, x_BT: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Metric]]:
         """The loss of a whole batch, and its metrics."""
@@ -144,7 +138,7 @@ class Algorithm:
         rejected text, from the dataset or, if there is a filter, sampled. A "triple" is a pair and a text to imitate,
         from the dataset. A "demonstrated" pair is a demonstration of the prompt and a sample of the policy. A
         "labelled" row is a text with a label, a "steps" row one with a label per step, both from the dataset.
-      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; those that the pieces
+      fields: declarations of the fields beyond `FIELDS` that its pieces make and read, by name; fields that the pieces
         of its chain declare are added.
       roles: declarations of the roles beyond `ROLES` that its runs have, by name. Fields that they write are declared
         in `fields`, with the role as their writer.
@@ -159,23 +153,8 @@ class Algorithm:
     roles: Mapping[str, RoleKind] = NO_ROLES
 
     def __repr__(self) -> str:
-        """The explanation of the algorithm; if it cannot be run, its roles and the error."""
-        from funrl.algos.explanation import explain_algorithm  # avoids an import cycle
-
-        try:
-            return str(explain_algorithm(self))
-        except ValueError as error:
-            return f"Algorithm(losses for {', '.join(self.losses)}; it cannot be explained: {error})"
-
-    def _repr_markdown_(self) -> str:
-        """Rendering in a notebook: the formulas, then the text."""
-        from funrl.algos.explanation import explain_algorithm
-
-        try:
-            explanation = explain_algorithm(self)
-        except ValueError:
-            return repr(self)
-        return f"$$\n{explanation.latex}\n$$\n\n```text\n{explanation}\n```"
+        """The composition of the algorithm."""
+        return composition_text(self)
 
     def __post_init__(self):
         if self.advantage is not None:
@@ -253,7 +232,7 @@ def _with_declarations(piece: Advantage, fields: Schema) -> Advantage:
     return piece._replace(fields=fields, pieces=tuple(_with_declarations(inner, fields) for inner in piece.pieces))
 
 
-def _check_piece(piece: Any, where: str) -> None:
+def _check_piece(piece: object, where: str) -> None:
     if not isinstance(piece, Advantage):
         hint = f": call it, {name_of(piece)}()" if callable(piece) else ""
         raise PieceError(f"{where} is {described(piece)} and not a piece of an advantage chain{hint}")
@@ -289,7 +268,7 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
       per: "row" for a piece on outcomes [B], "token" for one on token rewards [B, T]; None: either.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         if per is not None:
             check_rank(signal, per)
         x = fn(signal.x, batch._replace(mask=signal.mask))
@@ -326,7 +305,7 @@ def chain(*pieces: Advantage) -> Advantage:
     return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, whole_groups=together, fields=fields)
 
 
-def run_piece(piece: Advantage, signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+def run_piece(piece: Advantage, signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
     """Run a piece and check the types of its result, a signal and a state.
 
     Raises:

@@ -55,7 +55,7 @@ class WatchedInputs:
 
 
 def guarded(
-    what: str, run: Callable[[], Result], batch: Batch | None = None, others: Mapping[str, Any] | None = None
+    what: str, run: Callable[[], Result], batch: Batch | None = None, others: Mapping[str, object] | None = None
 ) -> Result:
     """Call `run`, check that it did not change its inputs, and return its result.
 
@@ -95,13 +95,13 @@ def line_of(error: BaseException) -> str:
     return "" if own is None else f" in {piece} at {own}"
 
 
-def defined_at(function: Any) -> str:
+def defined_at(function: object) -> str:
     """The location of a user's function, as " (FILE:LINE)"; "" for one of this library."""
     code = getattr(_inner_function(function), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None and is_own(code) else ""
 
 
-def described(x: Any) -> str:
+def described(x: object) -> str:
     """Describe a value for an error: a function by its name, a tensor by its shape."""
     if x is None:
         return "None"
@@ -110,19 +110,19 @@ def described(x: Any) -> str:
     return f"the function {name_of(x)}" if callable(x) else f"a {type(x).__name__}"
 
 
-def name_of(piece: Any) -> str:
+def name_of(piece: object) -> str:
     """The name of the factory that made a piece, or of the function that it is."""
     function = _of(piece)
     return getattr(function, "__qualname__", type(piece).__name__).split(".<locals>")[0]
 
 
-def _of(piece: Any) -> Any:
+def _of(piece: object) -> Any:
     """The function that an advantage piece was made from; any other piece is that function itself."""
     function = getattr(piece, "update", piece) if isinstance(piece, tuple) else piece
     return getattr(function, "of", function)
 
 
-def _inner_function(piece: Any) -> Any:
+def _inner_function(piece: object) -> Any:
     """The function inside a piece, a partial or a decorator."""
     function = _of(piece)
     while True:
@@ -145,7 +145,7 @@ def _written(file: str, line: int) -> str:
     return f"{file}:{line}: {linecache.getline(file, line).strip()}"
 
 
-def _place_of_change(run: Callable[[], Any], inputs: WatchedInputs) -> str | None:
+def _place_of_change(run: Callable[[], object], inputs: WatchedInputs) -> str | None:
     """FILE:LINE and text of the user's line that changes an input of `run`; None if no user line does."""
     tracer = _Tracer(inputs)
     former = sys.gettrace()
@@ -158,7 +158,7 @@ def _place_of_change(run: Callable[[], Any], inputs: WatchedInputs) -> str | Non
     return tracer.place
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors(tree: object) -> list[Tensor]:
     return [tree] if isinstance(tree, Tensor) else [x for x in trees.leaves(tree) if isinstance(x, Tensor)]
 
 

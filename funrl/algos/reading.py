@@ -15,7 +15,7 @@ from funrl.algos.core import CARRIED, NO_FIELDS, Advantage, Algorithm, Loss, Ran
 from funrl.algos.guarding import WatchedInputs, described, guarded, line_of, name_of
 from funrl.algos.masks import clean
 from funrl.algos.metrics import PieceError
-from funrl.batch import Batch, MissingField, Reads, Seen, as_dict, example, recording, with_rows_spread
+from funrl.batch import Batch, FieldReads, MissingField, ReadRecord, as_dict, example, recording, with_rows_spread
 from funrl.fields import FIELDS, Field, Schema
 
 
@@ -40,12 +40,12 @@ class PieceRun(NamedTuple):
       signal: its result.
     """
 
-    reads: Reads
+    reads: FieldReads
     makes: frozenset[str]
     signal: Signal
 
 
-def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
+def reads(*pieces: object, fields: Mapping[str, Field] = NO_FIELDS) -> FieldReads:
     """The fields that pieces read: losses, advantages, terms, filters, or algorithms, minus what their chains make.
 
     Pieces run on an example batch that records reads, so that lambdas and users' own functions are covered too.
@@ -57,16 +57,16 @@ def reads(*pieces: Any, fields: Mapping[str, Field] = NO_FIELDS) -> Reads:
     Raises:
       PieceError: one of them cannot be run on the example, or returns a wrong result.
     """
-    all_reads = Reads()
+    all_reads = FieldReads()
     for piece in pieces:
         all_reads = all_reads | _reads_of(piece, Schema(fields))
     return all_reads
 
 
-def _reads_of(piece: Any, fields: Schema) -> Reads:
+def _reads_of(piece: object, fields: Schema) -> FieldReads:
     """The fields that one piece reads."""
     if piece is None:
-        return Reads()
+        return FieldReads()
     if isinstance(piece, Algorithm):
         makes = frozenset() if piece.advantage is None else run_advantage(piece.advantage).makes
         all_reads = _reads_of(piece.advantage, fields) | _reads_of(piece.filter, Schema(piece.fields))
@@ -79,12 +79,12 @@ def _reads_of(piece: Any, fields: Schema) -> Reads:
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads_of_function(piece: Any, fields: Schema) -> Reads:
+def _reads_of_function(piece: object, fields: Schema) -> FieldReads:
     batch = example(schema=FIELDS.extended(fields))
     return on_example(name_of(piece), lambda batch: run_function(piece, batch), batch)[1].reads
 
 
-def run_function(piece: Any, batch: Batch) -> Any:
+def run_function(piece: object, batch: Batch) -> Any:
     """Run a loss, a term, a ratio or a filter on a batch, with any log-probabilities."""
     shape = as_dict(batch)["mask"].shape
     x_BT = -0.5 - 0.1 * torch.arange(shape.numel(), dtype=torch.float64).reshape(shape) % 0.7
@@ -122,7 +122,7 @@ def _run_advantage(advantage: Advantage) -> PieceRun:
     return PieceRun(seen.reads, makes | {"advantage", "sampled"}, signal)
 
 
-def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, Seen]:
+def _run_once(advantage: Advantage, given: dict[str, Any], change: float) -> tuple[Signal, ReadRecord]:
     """Run once on outcomes or, if the piece needs them, token rewards, plus a change that differs by row."""
 
     def update(batch: Batch) -> Signal:
@@ -143,7 +143,7 @@ def _leaves(signal: Signal) -> list[Tensor]:
     return [x for x in trees.leaves(fields) if isinstance(x, Tensor)]
 
 
-def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = None) -> tuple[Any, Seen]:
+def on_example(what: str, run: Callable[[Batch], object], batch: Batch | None = None) -> tuple[Any, ReadRecord]:
     """Result of `run` on the recording example, and its reads; with as many reward functions as it expects.
 
     Raises:
@@ -165,7 +165,7 @@ def on_example(what: str, run: Callable[[Batch], Any], batch: Batch | None = Non
     raise PieceError(f"{what} expects different numbers of reward functions")
 
 
-def _recorded(what: str, run: Callable[[Batch], Any], batch: Batch) -> tuple[Any, Seen]:
+def _recorded(what: str, run: Callable[[Batch], object], batch: Batch) -> tuple[Any, ReadRecord]:
     """Result of `run` on the batch, and its reads. Where the batch has changed, a second run finds the piece."""
     watched, seen = recording(batch, by_piece=False)
     inputs = WatchedInputs(batch)

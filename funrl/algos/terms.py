@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
         return self if episodes is None or self.of_episodes is None else self.of_episodes(episodes)
 
 
-def check_called(piece: Any, kind: str) -> None:
+def check_called(piece: object, kind: str) -> None:
     """Check that a piece is callable and not the factory that makes it; the return annotation tells a factory.
 
     Args:
@@ -90,7 +90,7 @@ def run_term(term: Term, x_BT: Tensor, batch: Batch, place: str = "") -> tuple[T
     return loss_BT, metrics
 
 
-def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
+def _checked_term(term: Term, out: object, batch: Batch) -> tuple[Tensor, Metrics]:
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
         loss_BT = out[0]
         if isinstance(loss_BT, Tensor) and loss_BT.shape == batch.mask.shape:
@@ -108,7 +108,7 @@ def _checked_term(term: Term, out: Any, batch: Batch) -> tuple[Tensor, Metrics]:
     raise PieceError(f"term {name} gave {described(out)}: return (loss per token, dict of metrics){origin}")
 
 
-def typed_metric(name: str, metric: Any, term: Term, mask_BT: Tensor) -> Metric:
+def typed_metric(name: str, metric: object, term: Term, mask_BT: Tensor) -> Metric:
     """A metric of a term as Mean, Max or Sum. Raises PieceError for anything else."""
     if isinstance(metric, Mean):
         return Mean(metric.num.detach(), metric.den)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +35,11 @@ GivenPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]  # text, mes
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Function], Function]:
+def with_keywords(keywords: str, flags: Iterable[Flag] = ()) -> Callable[[Function], Function]:
     """Put every keyword into a function's signature, where notebooks look for completions.
 
     Args:
-      keywords: the typed dict of the function's **keywords.
+      keywords: the typed dict of the function's **keywords, in keywords.pyi.
       flags: flags whose defaults the signature shows; other defaults depend on the recipe or the model.
     """
     defaults = {flag.name: flag.default for flag in flags}
@@ -47,12 +49,24 @@ def with_keywords(keywords: type, flags: Iterable[Flag] = ()) -> Callable[[Funct
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
         more = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, ...), annotation=kind)
-            for name, kind in inspect.get_annotations(keywords).items()
+            for name, kind in _keyword_types()[keywords].items()
         ]
         function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
         return function
 
     return named
+
+
+@functools.cache
+def _keyword_types() -> dict[str, dict[str, str]]:
+    """The typed dicts of keywords.pyi, which type checkers read: the text of each keyword's type."""
+    tables: dict[str, dict[str, str]] = {"TypedDict": {}}
+    for table in ast.parse(Path(__file__).with_name("keywords.pyi").read_text()).body:
+        if isinstance(table, ast.ClassDef):
+            entries = (entry for entry in table.body if isinstance(entry, ast.AnnAssign))
+            own = {ast.unparse(entry.target): ast.unparse(entry.annotation) for entry in entries}
+            tables[table.name] = tables[ast.unparse(table.bases[0])] | own
+    return tables
 
 
 def checked_settings(given: Mapping[str, Any], known: Mapping[str, Flag], context: NameContext) -> dict[str, Any]:
@@ -189,24 +203,45 @@ def check_place(name: str, model: Any) -> None:
     raise SettingsError(f"{name}={model!r}: a directory is needed{hint}")
 
 
-def objects_given(model: Any, tokenizer: Any, prompts: Any, reward: Any, eval_data: Any, curriculum: Any) -> Given:
-    """Arguments of `train` that are objects, which flags cannot express. Raises: SettingsError."""
-    if not (model is None or isinstance(model, (str, Path, Model))):
-        raise SettingsError(f"model={model!r}: a directory, a name, or a Model is needed")
-    if tokenizer is not None and not isinstance(model, Model):
+def split_arguments(**arguments: Any) -> tuple[dict[str, str], dict[str, Any]]:
+    """Split arguments into texts, which are values of flags, and objects; None is neither.
+
+    Raises:
+      SettingsError: `env_args` is a mapping with values that JSON does not have.
+    """
+    if isinstance(env_args := arguments.get("env_args"), Mapping):
+        try:
+            arguments["env_args"] = json.dumps(dict(env_args))
+        except (TypeError, ValueError) as error:
+            way_out = "give other objects by functools.partial"
+            raise SettingsError(f"env_args={env_args!r:.200}: {error}; {way_out}") from error
+    texts = {name: str(value) for name, value in arguments.items() if isinstance(value, (str, Path))}
+    return texts, {name: x for name, x in arguments.items() if x is not None and name not in texts}
+
+
+def given_of(objects: Mapping[str, Any]) -> Given:
+    """Objects by argument, checked. Raises: SettingsError."""
+    records = (Iterable, "a file, or a list of dicts")
+    kinds: dict[str, tuple[Any, str]] = {
+        "model": (Model, "a directory, a name, or a Model"),
+        "prompts": records,
+        "eval_data": records,
+        "curriculum": (Callable, "a function, or 'FILE.py:function'"),
+    }
+    for name, (kind, wanted) in kinds.items():
+        if name in objects and not isinstance(objects[name], kind):
+            raise SettingsError(f"{name}={objects[name]!r}: {wanted} is needed")
+    if "tokenizer" in objects and "model" not in objects:
+        tokenizer = objects["tokenizer"]
         raise SettingsError(f"tokenizer={tokenizer!r:.80} does nothing without a Model; a directory has its own")
-    for name, given in (("prompts", prompts), ("eval_data", eval_data)):
-        if not (given is None or isinstance(given, (str, Path, Iterable))):
-            raise SettingsError(f"{name}={given!r}: a file, or a list of dicts is needed")
-    if not (curriculum is None or isinstance(curriculum, str) or callable(curriculum)):
-        raise SettingsError(f"curriculum={curriculum!r}: a function, or 'FILE.py:function' is needed")
     return Given(
-        model if isinstance(model, Model) else None,
-        tokenizer,
-        None if prompts is None or isinstance(prompts, (str, Path)) else prompts,
-        None if reward is None or isinstance(reward, str) else functions_of(reward),
-        None if eval_data is None or isinstance(eval_data, (str, Path)) else eval_data,
-        curriculum if callable(curriculum) else None,
+        model=objects.get("model"),
+        tokenizer=objects.get("tokenizer"),
+        records=objects.get("prompts"),
+        rewards=functions_of(objects["reward"]) if "reward" in objects else None,
+        eval_records=objects.get("eval_data"),
+        curriculum=objects.get("curriculum"),
+        environment=objects.get("env"),
     )
 
 
@@ -230,36 +265,6 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
     if isinstance(reward, Mapping):
         return tuple(describe_function(function, name) for name, function in reward.items())
     return functions
-
-
-def texts_given(mesh: str, model: Any, reward: Any, eval_data: Any, curriculum: Any) -> dict[str, Any]:
-    """Arguments of `train` that are texts, by flag; the flag of prompts depends on the kind of the run."""
-    named = {"mesh": mesh, "reward": reward if isinstance(reward, str) else None}
-    named["eval_data"] = str(eval_data) if isinstance(eval_data, (str, Path)) else None
-    named["curriculum"] = curriculum if isinstance(curriculum, str) else None
-    if isinstance(model, (str, Path)):
-        named["model"] = str(find_model(model))
-    return named
-
-
-def environment_given(
-    env: GivenEnvironment | None, env_args: str | Mapping[str, Any] | None
-) -> tuple[Any, dict[str, str]]:
-    """An environment in an argument, None where it is a text; and the flags of texts, its arguments included.
-
-    Raises:
-      SettingsError: the arguments are not of JSON.
-    """
-    named = {}
-    if isinstance(env_args, Mapping):
-        try:
-            env_args = json.dumps(dict(env_args))
-        except (TypeError, ValueError) as error:
-            way_out = "give other objects by functools.partial"
-            raise SettingsError(f"env_args={env_args!r:.200}: {error}; {way_out}") from error
-    if env_args is not None:
-        named["env_args"] = env_args
-    return (None, {"env": str(env), **named}) if isinstance(env, (str, Path)) else (env, named)
 
 
 def find_model(model: str | Path) -> Path:
@@ -287,13 +292,6 @@ def check_source(source: object, place: str | None) -> None:
     check_callable("source", source, dict.fromkeys(("job", "parts", "frozen", "clock", "observer")))
     if source is not None and place is not None:
         raise SettingsError(f"source=... with --place={place}: other ranks write the rows; leave one out")
-
-
-def given_in_python(**objects: object) -> dict[str, str]:
-    """The entry of a run's configuration that names the objects which no flag can give."""
-    given = [name for name, x in objects.items() if x is not None and not isinstance(x, (str, Path))]
-    names = [name if name == "prompts" else f"the {name}" for name in given]
-    return {"given_in_python": ", ".join(names)} if names else {}
 
 
 def given_example(tokenizer: Any, given: GivenPrompt) -> Example:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import torch
 
@@ -23,23 +23,19 @@ from funrl.api.arguments import (
     check_recipe,
     check_source,
     checked_value,
-    environment_given,
+    find_model,
     given_example,
-    given_in_python,
+    given_of,
     mesh_text,
-    objects_given,
     recipe_flags,
     sampling_values,
     settings_and_arguments,
-    texts_given,
+    split_arguments,
     with_keywords,
 )
-from funrl.api.keywords import SamplingKeywords, TrainKeywords
+from funrl.api.meshes import choose_mesh
 from funrl.api.summaries import model_summary, run_summary
 from funrl.api.warm_start import warm_started
-from funrl.cost.place_search import chosen_devices
-from funrl.cost.search import with_groups
-from funrl.cost.tracing.hardware import hardware_of
 from funrl.data.pictures import with_picture_form
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
@@ -49,7 +45,6 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.models import Model, ModelConfig
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.generation_config import sampling_defaults
-from funrl.processes.environment import ranks_of_node
 from funrl.processes.workers import interrupt_asked
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
@@ -69,13 +64,17 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
 from funrl.trainer.jobs.row_source import make_source, open_rewards
-from funrl.trainer.loop import MakeSource, Outcome
+from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.implied import resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
+from funrl.trainer.startup import MakeSource
 from funrl.trainer.waiting import waiting_of
+
+if TYPE_CHECKING:
+    from funrl.api.keywords import SamplingKeywords, TrainKeywords  # pyright: ignore[reportMissingModuleSource]
 
 RECORDS = "records"  # in a run's config.json: prompts or texts given in Python
 
@@ -93,7 +92,7 @@ class TrainedModel:
     def __repr__(self) -> str:
         return model_summary(self.directory)
 
-    @with_keywords(SamplingKeywords)
+    @with_keywords("SamplingKeywords")
     def generate(self, texts: Sequence[GivenPrompt], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
         """Complete texts on this device.
 
@@ -111,7 +110,7 @@ class TrainedModel:
         shutil.copytree(self.directory, directory, dirs_exist_ok=True)
 
 
-@with_keywords(SamplingKeywords)
+@with_keywords("SamplingKeywords")
 def generate(
     model: str | Path | TrainedModel,
     texts: Sequence[GivenPrompt],
@@ -232,7 +231,7 @@ class RunError(RuntimeError):
         self.run = run
 
 
-@with_keywords(TrainKeywords, settings_flags().values())
+@with_keywords("TrainKeywords", settings_flags().values())
 def train(
     recipe: str | Algorithm,
     *,
@@ -282,40 +281,89 @@ def train(
     check_recipe(recipe)
     check_callable("on_step", on_step, {"step": 1, "metrics": {}})
     values, own = settings_and_arguments(recipe, settings)
-    environment, of_env = environment_given(env, env_args)
-    given = objects_given(model, tokenizer, prompts, reward, eval_data, curriculum)._replace(environment=environment)
-    named = texts_given(mesh_text(mesh), model, reward, eval_data, curriculum) | of_env
-    algorithm = _algorithm_of(recipe, settings_of(**values, **named), prompts is not None or env is not None, own)
-    if isinstance(prompts, (str, Path)):
-        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = str(prompts)
-    wanted = with_model_directories(settings_of(**named, **values))
-    chosen = _with_mesh(wanted, algorithm, isinstance(model, Model))
+    texts, objects = split_arguments(
+        model=model,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        reward=reward,
+        env=env,
+        env_args=env_args,
+        eval_data=eval_data,
+        curriculum=curriculum,
+    )
+    given = given_of(objects)
+    algorithm, wanted = _algorithm_and_settings(
+        recipe, {"mesh": mesh_text(mesh), **texts}, values, own, prompts is not None or env is not None
+    )
+    chosen = _with_mesh(wanted, model, algorithm)
     check_source(source, chosen.devices.place)
     job = prepare(chosen, lambda: algorithm, given)
-    config = flag_values(chosen) | own | {"algorithm": recipe if isinstance(recipe, str) else None}
-    if given.records is not None:
-        config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
-    config |= given_in_python(
-        recipe=recipe, model=model, prompts=prompts, reward=reward, source=source, environment=env
-    )
+    shown = {**objects, "recipe": recipe, "source": source, "environment": given.environment}
+    config = _recorded_flags(flag_values(chosen) | own, job, given, shown)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
     if chosen.run.resume:
-        _say_changes(job, expanded(str(chosen.run.run_dir)))
+        folder = expanded(str(chosen.run.run_dir))
+        check_can_go_on(folder)
+        print("".join(f"{line}\n" for line in check_resume(job, folder)), end="", file=sys.stderr)
     if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
         check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
 
 
-def _algorithm_of(recipe: str | Algorithm, settings: Settings, given: bool, own: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a recipe; `given`: whether the caller passes prompts or an environment."""
-    return recipe if isinstance(recipe, Algorithm) else composed(recipe, resolved(settings, given), own)
+def _algorithm_and_settings(
+    recipe: str | Algorithm,
+    named: Mapping[str, Any],
+    values: Mapping[str, Any],
+    own: Mapping[str, Any],
+    has_prompts: bool,
+) -> tuple[Algorithm, Settings]:
+    """The algorithm of a recipe, and the settings of a call with the directories of their models.
+
+    Args:
+      named: texts of arguments of `train`; "prompts" is the file of whichever flag the kind of run reads.
+      values: flags.
+      own: arguments of the recipe.
+      has_prompts: whether the call gives prompts or an environment.
+    """
+    named = dict(named)
+    prompt_files = named.pop("prompts", None)
+    if "model" in named:
+        named["model"] = str(find_model(named["model"]))
+    algorithm = recipe
+    if not isinstance(algorithm, Algorithm):
+        settled = resolved(settings_of(**values, **named), has_prompts)
+        algorithm = composed(algorithm, settled, own)
+    if prompt_files is not None:
+        named["data" if run_kind(algorithm, values.get("data")) == "supervised" else "prompts"] = prompt_files
+    return algorithm, with_model_directories(settings_of(**named, **values))
 
 
-def _say_changes(job: Job, folder: Path) -> None:
-    """Check that a run can go on in a directory, and print what has changed since."""
-    check_can_go_on(folder)
-    for line in check_resume(job, folder):
-        print(line, file=sys.stderr)
+def _with_mesh(settings: Settings, model: object, algorithm: Algorithm) -> Settings:
+    """The settings with a mesh in place of "auto", which rank 0 reports. Raises: SettingsError."""
+    if isinstance(model, Model):
+        if settings.devices.train.wanted is not None:
+            text = settings.devices.train.text
+            raise SettingsError(
+                f"mesh={text!r}: auto works only for the embedded task's model or a directory; name a mesh"
+            )
+        return settings
+    chosen, note = choose_mesh(settings, lambda: algorithm)
+    if note is not None and os.environ.get("RANK") == "0":
+        print(note, file=sys.stderr)
+    return chosen
+
+
+def _recorded_flags(flags: Mapping[str, Any], job: Job, given: Given, shown: Mapping[str, object]) -> dict[str, Any]:
+    """Flags for config.json, with the names of the arguments `shown` that no flag can say."""
+    recipe = shown["recipe"]
+    config = {**flags, "algorithm": recipe if isinstance(recipe, str) else None}
+    if given.records is not None:
+        config["prompts" if isinstance(job, RLJob) else "data"] = RECORDS
+    names = ("recipe", "model", "prompts", "reward", "source", "environment")
+    objects = [name for name in names if not isinstance(shown.get(name), (str, type(None)))]
+    if objects:
+        config["given_in_python"] = ", ".join(name if name == "prompts" else f"the {name}" for name in objects)
+    return config
 
 
 def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], given: Given) -> Provenance:
@@ -323,31 +371,6 @@ def _provenance(job: Job, recipe: str | Algorithm, config: Mapping[str, Any], gi
     source = full_source(recipe) if isinstance(recipe, str) else None
     inputs = input_digests(job.settings, source, given) if os.environ.get("RANK", "0") == "0" else {}
     return Provenance(None if source is None else recipe_name(source), config, inputs)
-
-
-def _with_mesh(chosen: Settings, algorithm: Algorithm, built: bool) -> Settings:
-    """The settings with the best mesh for auto:N, and with groups for --fsdp on several nodes.
-
-    Args:
-      built: whether the model is an object, which cannot be dry run.
-
-    Raises:
-      SettingsError: a mesh cannot be chosen.
-    """
-    if chosen.devices.train.wanted is not None:
-        if built:
-            raise SettingsError(
-                f"mesh={chosen.devices.train.text!r}: auto works only for the embedded task's model or a directory; "
-                "name a mesh"
-            )
-        return chosen_devices(chosen, lambda: algorithm, hardware_of(chosen.devices.device or device_type()))[0]
-    if not (chosen.sharding.fsdp and not built and ranks_of_node() is not None):
-        return chosen
-    hardware = hardware_of(chosen.devices.device or device_type())
-    chosen, note = with_groups(chosen, lambda: algorithm, hardware, ranks_of_node())
-    if note is not None and os.environ.get("RANK") == "0":
-        print(note, file=sys.stderr)
-    return chosen
 
 
 def _run(

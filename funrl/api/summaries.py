@@ -1,4 +1,4 @@
-"""Short texts of results for notebooks: of a run, its model, and an evaluation."""
+"""Short texts of results for notebooks: of a run and its model."""
 
 from __future__ import annotations
 
@@ -37,18 +37,6 @@ def model_summary(directory: Path) -> str:
         return f"<TrainedModel {directory}: nothing is saved there>"
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return f"<TrainedModel {directory}: {kind}, {size / 1e6:.3g} MB of weights>"
-
-
-def evaluation_summary(metrics: Mapping[str, float], prompts: int, samples: int, directory: str) -> str:
-    """An evaluation in one line."""
-    numbers = []
-    for name in EVALUATED:
-        if name in metrics:
-            ends = [metrics.get(f"{name}_ci_{end}") for end in ("low", "high")]
-            spread = "" if None in ends else f" ({ends[0]:.4g} to {ends[1]:.4g})"
-            numbers.append(f"{name} {metrics[name]:.4g}{spread}")
-    of = f"{prompts} prompt{'s' * (prompts != 1)}" + (f" x {samples} completions" if samples > 1 else "")
-    return f"<Evaluation of {of}: {', '.join(numbers)}" + (f"; {directory}>" if directory else ">")
 
 
 def _change(values: Sequence[float]) -> str:

@@ -1,4 +1,7 @@
-"""The weights that a run on the embedded task begins with: a model that `funrl sft` makes once, and that is cached."""
+"""The weights that a run on the embedded task begins with: a model that `funrl sft` makes once, and that is cached.
+
+That of the default flags and seed is part of the package: `python tools/warm_start.py` makes it.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
 
 DIGEST = "sha256"  # file with the checksum of a cached model
+SHIPPED = Path(funrl.__file__).parent / "tasks" / "warm_starts"  # a folder like the cache's
 PROGRAM = "funrl.experiments.sft"
 PROGRESS_LINES = 10  # lines of progress
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "SLURM_")  # variables
@@ -40,7 +44,7 @@ OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELAST
 
 @contextlib.contextmanager
 def warm_started(job: Job) -> Iterator[Job]:
-    """Give the job the directory of its warm start, which is made unless it is in the cache.
+    """Give the job the directory of its warm start, which is made unless it is in the package or the cache.
 
     A job without a warm start stays as it is. Where torchrun or srun has started the ranks, only the first one makes
     the model and has the directory; the others wait for it. Where the cache cannot be written, the directory is a
@@ -51,6 +55,11 @@ def warm_started(job: Job) -> Iterator[Job]:
     """
     if not job.warmstart_steps or read_environment():
         yield job
+        return
+    shipped = SHIPPED / _key(job)
+    if _problem(shipped, job) is None:
+        _print(f"warm start: {job.warmstart_steps} steps of funrl sft, part of the package, {shipped}")
+        yield dataclasses.replace(job, start=str(shipped))
         return
     with contextlib.ExitStack() as temporary:
         try:

@@ -23,7 +23,6 @@ from funrl.flags.arguments import (
 from funrl.flags.foreign.answers import check_names, names_given
 from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
-from funrl.processes.environment import ranks_of_node
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
 from funrl.trainer.settings.implied import resolved
@@ -31,7 +30,6 @@ from funrl.trainer.settings.settings import (
     Settings,
     flag_values,
     for_kind,
-    mesh_sizes,
     settings_flags,
     settings_of,
 )
@@ -115,23 +113,10 @@ def with_mesh(command: Command) -> Command:
     Raises:
       ValueError: this machine does not have N devices, or the run fits no mesh of them.
     """
-    settings = command.settings
-    wanted = settings.devices.train.wanted
-    node = ranks_of_node() if settings.sharding.fsdp and settings.sharding.fsdp_axes is None else None
-    if wanted is None and node is None:
-        return command
-    from funrl.cost.place_search import chosen_devices
-    from funrl.cost.search import with_groups
-    from funrl.cost.tracing.hardware import hardware_of
-    from funrl.mesh.launch import check_devices, device_type
+    from funrl.api.meshes import choose_mesh
 
-    device = settings.devices.device or device_type()
-    check_devices(mesh_sizes(settings), device)
-    if wanted is None:
-        chosen, note = with_groups(settings, command.compose, hardware_of(device), node)
-    else:
-        chosen, note = chosen_devices(settings, command.compose, hardware_of(device))
-    return command._replace(settings=chosen, notes=command.notes if note is None else (*command.notes, note))
+    chosen, note = choose_mesh(command.settings, command.compose)
+    return command if note is None else command._replace(settings=chosen, notes=(*command.notes, note))
 
 
 def read_command(experiment: Experiment, argv: Sequence[str], writes: bool, rewarded: bool = True) -> Command:
@@ -168,12 +153,10 @@ def _read_common(experiment: Experiment, common: flags.Read, line: Line) -> tupl
     if names is not None:
         flags.refuse_unknown(common.unknown, {*common.values, *names}, later=names)
     settings = settings_of(**{name: common.values[name] for name in settings_flags()})
-    from funrl.trainer.settings.chat_checks import check_chats  # here, for both import numpy
     from funrl.trainer.settings.checks import check_files, check_settings
 
     check_settings(settings)
     check_files(settings)
-    check_chats(settings)
     return source, settings
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.metadata
 import math
 import os
 import platform
@@ -23,6 +22,7 @@ import funrl
 from funrl.cli.command import Experiment, read_command, with_mesh, with_models
 from funrl.flags.arguments import full_source, recipe_names
 from funrl.loading import shared_folder_of_files
+from funrl.track.records.run_directory import installed_version
 from funrl.trainer.settings.declaration import SettingsError
 
 if TYPE_CHECKING:  # torch is imported after the checks of a command line that do not need it
@@ -117,6 +117,7 @@ def machine() -> list[tuple[str, str]]:
     from funrl.compiled_kernels.kernel_library import library_problem
     from funrl.mesh.launch import communication_backends, cores, gpu_problem
     from funrl.processes.processor import processor_facts
+    from funrl.rewards.sandbox import SandboxError, check_platform
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rows = [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")]
@@ -131,7 +132,10 @@ def machine() -> list[tuple[str, str]]:
         )
     rows += [("GPU", problem)] if (problem := gpu_problem()) else gpu_kernels()
     rows.append(("communication", ", ".join(communication_backends()) or "none"))
-    rows.append(("sandbox", _sandbox()))
+    try:
+        rows.append(("sandbox", check_platform()))
+    except SandboxError as error:
+        rows.append(("sandbox", str(error)))
     return [*rows, ("C++ kernels", library_problem() or "can be compiled")]
 
 
@@ -148,28 +152,11 @@ def gpu_kernels() -> list[tuple[str, str]]:
     return [("attention, bfloat16", attention_by(torch.bfloat16)), ("attention over pages", paged)]
 
 
-def _sandbox() -> str:
-    """The sandbox for a policy's programs, or the reason why there is none."""
-    from funrl.rewards.sandbox import SandboxError, check_platform
-
-    try:
-        return check_platform()
-    except SandboxError as error:
-        return str(error)
-
-
 def packages() -> list[tuple[str, str]]:
     """Versions of required and optional packages."""
-    rows = [(name, _version(name) or "missing") for name in ("funrl", *REQUIRED)]
+    rows = [(name, installed_version(name) or "missing") for name in ("funrl", *REQUIRED)]
     rows.append(("recipes, examples, docs", str(shared_folder_of_files() or "not installed")))
-    return rows + [(name, _version(name) or f"not installed (for {use})") for name, use in OPTIONAL.items()]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return rows + [(name, installed_version(name) or f"not installed (for {use})") for name, use in OPTIONAL.items()]
 
 
 def rates(device: str | None = None) -> list[tuple[str, str]]:

@@ -9,37 +9,33 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import html
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from funrl.api.arguments import (
     GivenEnvironment,
     check_place,
     checked_settings,
     checked_value,
-    environment_given,
-    functions_of,
+    given_of,
     mesh_text,
+    split_arguments,
     with_keywords,
 )
-from funrl.api.keywords import EvaluateKeywords
 from funrl.api.python import RECORDS
-from funrl.api.summaries import evaluation_summary
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
 from funrl.flags.foreign.meaning import NameContext
-from funrl.mesh.launch import Waiting, launch
+from funrl.mesh.launch import WaitLimits, launch
 from funrl.mesh.mesh import Mesh
 from funrl.processes.environment import read_environment
 from funrl.rewards.call import Reward
 from funrl.rewards.pool import Pool
 from funrl.track.records.run_directory import (
-    Lines,
     RunDirectory,
     RunDirectoryError,
     open_lines,
@@ -61,6 +57,9 @@ from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, score
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
+
+if TYPE_CHECKING:
+    from funrl.api.keywords import EvaluateKeywords  # pyright: ignore[reportMissingModuleSource]
 
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
@@ -89,14 +88,7 @@ class Evaluation:
         return list(read_lines(RunDirectory(Path(self.directory)).eval_samples))
 
     def __repr__(self) -> str:
-        return evaluation_summary(self.metrics, self.prompts, self.samples, self.directory)
-
-    def __str__(self) -> str:
         return evaluation_text(self)
-
-    def _repr_html_(self) -> str:
-        """The table for a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 class InferenceTask(NamedTuple):
@@ -107,7 +99,7 @@ class InferenceTask(NamedTuple):
     seed: int
 
 
-@with_keywords(EvaluateKeywords, inference_flags("evaluate"))
+@with_keywords("EvaluateKeywords", inference_flags("evaluate"))
 def evaluate(
     model: str | Path,
     *,
@@ -143,14 +135,9 @@ def evaluate(
     numbers = {"step": step, "limit": limit, "seed": seed}
     step, limit, seed = (checked_value(table[name], value) for name, value in numbers.items())
     stored = find_stored_model(model, step)
-    environment, of_env = environment_given(env, env_args)
-    given = Given(
-        environment=environment,
-        rewards=None if reward is None or isinstance(reward, str) else functions_of(reward),
-        eval_records=None if data is None or isinstance(data, (str, Path)) else data,
-    )
-    named = {"data": str(data)} if isinstance(data, (str, Path)) else {}
-    named |= ({"reward": reward} if isinstance(reward, str) else {}) | of_env
+    texts, objects = split_arguments(eval_data=data, reward=reward, env=env, env_args=env_args)
+    given = given_of(objects)
+    named = {"data" if name == "eval_data" else name: text for name, text in texts.items()}
     if "mesh" in settings:
         named["mesh"] = mesh_text(settings["mesh"])
     chosen = settings_of_stored("evaluate", stored, {**settings, **named}, given, seed)
@@ -166,7 +153,8 @@ def evaluate(
                 run = owned.enter_context(owned_run(output and str(output), "evaluate", flags))
             folder = str(run.path)
         begin = time.time()
-        program = functools.partial(_evaluating, InferenceTask(job, stored, seed), folder)
+        file = None if folder is None else RunDirectory(Path(folder)).eval_samples
+        program = functools.partial(_completing, InferenceTask(job, stored, seed), file, True)
         metrics = launched(program, job)
         evaluation = Evaluation(metrics, len(job.task.heldout), job.eval_sampling.samples, folder or "")
         if folder is not None:
@@ -214,7 +202,8 @@ def complete_prompts(
     given = Given(rewards=(), eval_records=None if isinstance(prompts, (str, Path)) else prompts)
     named = {"prompts": str(prompts)} if isinstance(prompts, (str, Path)) else {}
     chosen = settings_of_stored("generate", stored, settings | named, given, seed)
-    if output is not None and any(_is_file(output, file.path) for file in data_files(chosen, "eval_data")):
+    paths = [file.path for file in data_files(chosen, "eval_data") if os.path.exists(file.path)]
+    if output is not None and os.path.exists(output) and any(os.path.samefile(output, path) for path in paths):
         raise SettingsError(f"--output={output} is the file of the prompts and would be overwritten; give another name")
     with _own_names("prompts"):
         job = prepare_inference(chosen, stored, given, limit or ALL)
@@ -223,12 +212,8 @@ def complete_prompts(
             Path(output).write_bytes(b"")  # fails before any work if it cannot be written
         except OSError as error:
             raise SettingsError(f"--output={output}: cannot be written: {error.strerror}") from None
-    launched(functools.partial(_writing_completions, InferenceTask(job, stored, seed), output and str(output)), job)
-
-
-def _is_file(path: str | Path, other: str | Path) -> bool:
-    """True if two paths are the same existing file."""
-    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
+    file = None if output is None else Path(output)
+    launched(functools.partial(_completing, InferenceTask(job, stored, seed), file, False), job)
 
 
 def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:
@@ -318,7 +303,9 @@ def launched(program: Callable[..., Any], job: RLJob) -> Any:
     """Run a program on all ranks of a job, after a trial of its environment, and return what rank 0 returned."""
     check_first_episode(job)
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
-    return launch(program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=Waiting(timeout))
+    return launch(
+        program, job.sizes, job.device, before=functools.partial(open_rewards, job), waiting=WaitLimits(timeout)
+    )
 
 
 class TableObserver:
@@ -352,36 +339,32 @@ class TableObserver:
             self.count += 1
 
 
-def _evaluating(task: InferenceTask, folder: str | None, mesh: Mesh, pool: Pool | None) -> dict[str, float]:
-    with contextlib.ExitStack() as stack:
-        lines = _opened(RunDirectory(Path(folder)).eval_samples if folder and mesh.rank == 0 else None, stack)
-        show = TableObserver(task.job, mesh, lambda row, _: lines and lines.write(row._asdict()))
-        return run_inference(task.job, task.stored, task.seed, mesh, pool, show)
+def _completing(
+    task: InferenceTask, to: Path | None, evaluates: bool, mesh: Mesh, pool: Pool | None
+) -> dict[str, float]:
+    """Complete all prompts on this rank; the first one writes the rows of an evaluation, or the completions.
 
-
-def _writing_completions(task: InferenceTask, output: str | None, mesh: Mesh, pool: Pool | None) -> None:
+    Args:
+      to: the file; None: completions are printed.
+    """
+    alone = len(task.job.task.heldout) * task.job.eval_sampling.samples == 1
     with contextlib.ExitStack() as stack:
-        lines = _opened(Path(output) if output and mesh.rank == 0 else None, stack)
-        alone = len(task.job.task.heldout) * task.job.eval_sampling.samples == 1
+        lines = open_lines(to) if to is not None and mesh.rank == 0 else None
+        if lines is not None:
+            stack.callback(lines.close)
 
         def write(row: EvalRow, fields: Mapping[str, Any]) -> None:
-            record = {"prompt": row.prompt, **fields, "sample": row.sample, "completion": row.completion}
-            record |= {"tokens": row.tokens, "finished": row.finished}
+            record = row._asdict()
+            if not evaluates:
+                record = {"prompt": row.prompt, **fields, "sample": row.sample, "completion": row.completion}
+                record |= {"tokens": row.tokens, "finished": row.finished}
             if lines is not None:
                 lines.write(record)
-            else:
+            elif not evaluates:
                 text = row.completion if alone else json.dumps(valid(record), ensure_ascii=False)
                 print(text, flush=True)
 
-        run_inference(task.job, task.stored, task.seed, mesh, pool, TableObserver(task.job, mesh, write))
-
-
-def _opened(path: Path | None, stack: contextlib.ExitStack) -> Lines | None:
-    if path is None:
-        return None
-    lines = open_lines(path)
-    stack.callback(lines.close)
-    return lines
+        return run_inference(task.job, task.stored, task.seed, mesh, pool, TableObserver(task.job, mesh, write))
 
 
 NOT_IN_TABLE = ("examples", "response_length", "clip_ratio")  # shown on separate lines

@@ -14,22 +14,24 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
 from funrl.flags.arguments import full_source, names_of_arguments, recipe_names
-from funrl.flags.foreign import verl
-from funrl.flags.foreign.estimators import recipe_of
-from funrl.flags.foreign.files import flattened, is_unresolved
-from funrl.flags.foreign.losses import recipe_of_trainer
-from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, NameRule, meaning_of
-from funrl.flags.foreign.trainers import CLASSES, COMMON, IDLE, TRAINERS, guessed_trainer
-from funrl.flags.foreign.trl import TRL
-from funrl.flags.foreign.values import DifferentError, is_none, is_same
+from funrl.flags.foreign import trl, verl
+from funrl.flags.foreign.files import flattened
+from funrl.flags.foreign.meaning import (
+    DifferentError,
+    Library,
+    NameContext,
+    is_none,
+    is_same,
+)
+from funrl.flags.foreign.trl import COMMON, TRAINERS, TRL
+from funrl.flags.foreign.verl import DEFAULTS, VERL
 from funrl.trainer.settings.declaration import NONE, Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import settings_flags
 
@@ -65,156 +67,106 @@ class Imported(NamedTuple):
         """Values without an equivalent here."""
         return [row for row in self.rows if row.lost]
 
-    @property
-    def needed(self) -> list[str]:
-        """Flags that are missing for a complete run."""
-        reward = {"reward", "reward_model"} & set(self.flags) or "prompts" not in self.flags
-        missing = [name for name in ("model",) if name not in self.flags]
-        missing += [] if {"prompts", "data"} & set(self.flags) else ["prompts or data"]
-        return missing + ([] if reward else ["reward"])
-
-
-class _Source(NamedTuple):
-    """Reading of a configuration.
-
-    Attributes:
-      name: origin of the configuration.
-      rules: meaning of each name.
-      is_idle: true for a name without an effect on results.
-      theirs: values, including the other library's defaults.
-      recipe: of the run.
-      flags: further flags of the run.
-    """
-
-    name: str
-    rules: Mapping[str, NameRule]
-    is_idle: Callable[[str], bool]
-    theirs: Mapping[str, str]
-    recipe: str
-    flags: Mapping[str, str]
-
 
 def import_config(argv: Sequence[str]) -> int:
     """Run `funrl import`; return the exit status."""
+    most = "write the file even if some values have no equivalent here: leave them out or use the nearest"
+    records = "number of training records, to convert epochs to steps"
     flags = [
         Flag("to", None, str, optional=True, text="the file to write"),
         Flag("recipe", None, str, optional=True, text=f"recipe of TRL's trainer: {', '.join(TRAINERS)}"),
         Flag("devices", 1, int, optional=False, text="number of GPUs of TRL's run", bounds=(at_least(1),)),
-        Flag(
-            "records",
-            None,
-            int,
-            optional=True,
-            text="number of training records, to convert epochs to steps",
-            bounds=(at_least(1),),
-        ),
-        Flag(
-            "partial",
-            False,
-            bool,
-            optional=False,
-            text="write the file even if some values have no equivalent here: leave them out or use the nearest",
-        ),
+        Flag("records", None, int, optional=True, text=records, bounds=(at_least(1),)),
+        Flag("partial", False, bool, optional=False, text=most),
     ]
     (path,), line = read_words(flags, argv, COMMANDS["import"].usage)
     config = imported(path, line.values["recipe"], line.values["devices"], records=line.values["records"])
-    if config.lost and not line.values["partial"]:
-        raise SettingsError(_refusal(path, config))
-    _write(config, line.values["to"])
-    return 0
-
-
-def _refusal(path: str, config: Imported) -> str:
-    several = "values have" if len(config.lost) > 1 else "value has"
-    lines = [f"  {row.theirs}: {row.difference}" for row in config.lost]
-    return "\n".join([f"{path}: {len(config.lost)} {several} no equivalent here; --partial writes the rest", *lines])
-
-
-def _write(config: Imported, to: str | None) -> None:
-    """Print the file, or write it and print its table."""
-    table = [f"read as {config.source}", "", *difference_table(config.rows)]
-    if config.lost:
-        table += ["", "differs from their run:", *(f"  {row.theirs}: {row.difference}" for row in config.lost)]
-    text = "\n".join([*(f"# {line}".rstrip() for line in table), "", *written(config.flags)]) + "\n"
+    lost = [f"  {row.theirs}: {row.difference}" for row in config.lost]
+    if lost and not line.values["partial"]:
+        problem = f"{path}: {len(lost)} values have no equivalent here; --partial writes the rest"
+        raise SettingsError("\n".join([problem, *lost]))
+    rows = [f"  {row.theirs} -> {row.ours}; {row.difference}".rstrip("; ") for row in config.rows]
+    table = [f"read as {config.source}", *rows, *(["differs from their run:"] if lost else []), *lost]
+    text = "\n".join([*(f"# {line}" for line in table), *written(config.flags), ""])
+    to = line.values["to"]
     if to is None:
         print(text, end="")
-        return
+        return 0
     if Path(to).exists():
         raise SettingsError(f"--to={to} exists already; give another name")
     Path(to).write_text(text, encoding="utf-8")
     print("\n".join(table))
-    more = f" with --{', --'.join(config.needed)}" if config.needed else ""
-    print(f"\nfunrl --config={to}{more} runs it; the file contains this table too")
+    rewards = {"reward", "reward_model"} if "prompts" in config.flags else set(config.flags)
+    missing = {"model": {"model"}, "prompts or data": {"prompts", "data"}, "reward": rewards}
+    needed = [name for name, given in missing.items() if not given & set(config.flags)]
+    print(f"funrl --config={to}{' with --' * bool(needed)}{', --'.join(needed)} runs it; it contains this table too")
+    return 0
 
 
 def imported(path: str, recipe: str | None = None, devices: int = 1, records: int | None = None) -> Imported:
     """Read a configuration of TRL or verl. Args: those of the command. Raises: SettingsError."""
     content = flattened(path)
+    of_script = content.pop("recipe", None)
+    mesh: dict[str, str] = {}
     try:
-        source = _of_verl(content) if any(map(verl.is_of_verl, content)) else _of_trl(path, content, recipe, devices)
+        if any(map(verl.is_of_verl, content)):
+            library = VERL
+            source = "verl's configuration"
+            theirs = DEFAULTS | content
+            recipe = verl.recipe_of(theirs)
+        else:
+            library = TRL
+            trainer = _trainer(path, content, recipe or of_script)
+            theirs = COMMON | TRAINERS[trainer] | content
+            title = "Reward" if trainer == "reward_model" else trainer.upper()
+            source = f"TRL's {title}Config" + ("" if recipe or of_script else "; --recipe names another")
+            recipe = trl.recipe_of_trainer(trainer, theirs)
+            mesh = {"mesh": f"dp{devices}"} if devices > 1 else {}
     except DifferentError as error:
         raise SettingsError(f"{path}: {error}") from error
-    if source.recipe not in recipe_names():
-        raise SettingsError(f"{path}: there is no recipe {source.recipe}")
-    return _imported(content, source, records)
+    if recipe not in recipe_names():
+        raise SettingsError(f"{path}: there is no recipe {recipe}")
+    common = settings_flags()
+    arguments = names_of_arguments(full_source(recipe)) or frozenset()
+    ours = {name: flag.default for name, flag in common.items()} | mesh
+    context = NameContext(theirs, ours, arguments, recipe, records, complete=True)
+    texts, rows = _translated(library, context, content)
+    texts = {"experiment": recipe, **mesh, **texts}
+    known = ["experiment", *common, *sorted(arguments)]
+    return Imported({name: texts[name] for name in known if name in texts}, _merged(rows), source)
 
 
-def _of_verl(content: Mapping[str, str]) -> _Source:
-    theirs = {**verl.DEFAULTS, **content}
-    return _Source("verl's configuration", verl.VERL, verl.decides_nothing, theirs, recipe_of(theirs), {})
-
-
-def _of_trl(path: str, content: dict[str, str], recipe: str | None, devices: int) -> _Source:
-    of_script = content.pop("recipe", None)
-    recipe = recipe or of_script
+def _trainer(path: str, content: Mapping[str, str], recipe: str | None) -> str:
+    """The recipe of TRL's trainer. Raises: SettingsError."""
     if recipe is not None and recipe not in TRAINERS:
         raise SettingsError(f"--recipe={recipe}: TRL's trainers are {', '.join(TRAINERS)} here")
-    trainer = recipe or guessed_trainer(content)
+    trainer = recipe or trl.guess_trainer(content)
     if trainer is None:
         raise SettingsError(f"{path}: several of TRL's trainers have these names; give --recipe={'|'.join(TRAINERS)}")
-    theirs = COMMON | TRAINERS[trainer] | content
-    flags = {"mesh": f"dp{devices}"} if devices > 1 else {}
-    name = f"TRL's {CLASSES[trainer]}" + ("" if recipe else "; --recipe names another")
-    return _Source(name, TRL, IDLE.__contains__, theirs, recipe_of_trainer(trainer, theirs), flags)
+    return trainer
 
 
-def _imported(content: Mapping[str, str], source: _Source, records: int | None) -> Imported:
-    common = settings_flags()
-    arguments = names_of_arguments(full_source(source.recipe)) or frozenset()
-    ours = {name: flag.default for name, flag in common.items()} | dict(source.flags)
-    context = NameContext(source.theirs, ours, arguments, source.recipe, records, complete=True)
-    texts: dict[str, str] = {"experiment": source.recipe, **source.flags}
+def _translated(
+    library: Library, context: NameContext, content: Mapping[str, str]
+) -> tuple[dict[str, str], list[Renamed]]:
+    """Flags of a configuration, and a row of the table for each name."""
+    texts: dict[str, str] = {}
     decided: dict[str, str] = {}  # flags that the file itself sets; these win over their library's defaults
     rows: list[Renamed] = []
-    for name, value in sorted(source.theirs.items(), key=lambda item: item[0] in content):
-        meaning = _meaning(name, value, source, context)
-        flags = {flag: NONE if not x or (x == value and is_none(x)) else x for flag, x in meaning.flags.items()}
-        row = Renamed(
-            f"{name}={value}" + ("" if name in content else " (default)"),
-            " ".join(f"{flag}={x}" for flag, x in flags.items()) or "-",
-            meaning.difference,
-            meaning.effect is Effect.DIFFERENT,
-        )
+    for name, value in sorted(context.theirs.items(), key=lambda item: item[0] in content):
+        meaning = library.meaning(name, value, context)
+        flags = {flag: NONE if x == value and is_none(x) else x for flag, x in meaning.flags.items()}
+        if name not in content and not flags and not meaning.differs:
+            continue
+        ours = " ".join(f"{flag}={x}" for flag, x in flags.items()) or "-"
+        row = Renamed(f"{name}={value}", ours, meaning.reason, meaning.differs)
         if twice := [flag for flag, x in flags.items() if flag in decided and not is_same(x, decided[flag])]:
             reason = f"--{twice[0]} would be {decided[twice[0]]} by another name, but {flags[twice[0]]} by this one"
             row = row._replace(difference=reason, lost=True)
-        rows.append(row)
+        rows.append(row if name in content else row._replace(theirs=f"{row.theirs} (default)"))
         texts |= flags
         decided |= flags if name in content else {}
-    known = ["experiment", *common, *sorted(arguments)]
-    return Imported({name: texts[name] for name in known if name in texts}, _merged(rows), source.name)
-
-
-def _meaning(name: str, text: str, source: _Source, context: NameContext) -> Meaning:
-    """The meaning of a value, also for names that are in no table."""
-    if name in source.rules:
-        meaning = meaning_of(source.rules[name], text, context)
-        unresolved = meaning.effect is Effect.SAME and any(map(is_unresolved, meaning.flags.values()))
-        unknown = Meaning({}, "the file does not define this value; write it out", Effect.DIFFERENT)
-        return unknown if unresolved else meaning
-    if source.is_idle(name):
-        return Meaning({}, "has no effect on results", Effect.NO_EFFECT)
-    return Meaning({}, "not set") if is_none(text) else Meaning({}, "unknown", Effect.DIFFERENT)
+    return texts, rows
 
 
 def _merged(rows: Sequence[Renamed]) -> list[Renamed]:
@@ -225,23 +177,6 @@ def _merged(rows: Sequence[Renamed]) -> list[Renamed]:
     merged = [Renamed(", ".join(theirs), *same) for same, theirs in together.items()]
     merged = [row for row in merged if row.ours != "-" or row.difference]
     return sorted(merged, key=lambda row: (not row.lost, not row.difference, row.ours == "-"))
-
-
-def difference_table(rows: Sequence[Renamed]) -> list[str]:
-    """The rows as aligned lines, wrapped."""
-    widths = (58, 34, 60)
-    head = [*_line(Renamed("theirs", "here", "difference"), widths), "-" * (sum(widths) + 4)]
-    return head + [line for row in rows for line in _line(row, widths)]
-
-
-def _line(row: Renamed, widths: Sequence[int]) -> list[str]:
-    cells = [textwrap.wrap(text, width) or [""] for text, width in zip(row[:3], widths, strict=True)]
-    height = max(len(cell) for cell in cells)
-    cells = [cell + [""] * (height - len(cell)) for cell in cells]
-    return [
-        "  ".join(f"{part:<{width}}" for part, width in zip(parts, widths, strict=True)).rstrip()
-        for parts in zip(*cells, strict=True)
-    ]
 
 
 def written(values: Mapping[str, str]) -> Iterator[str]:

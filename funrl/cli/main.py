@@ -12,9 +12,7 @@ funrl report RUN_DIR
 funrl compare RUN_DIR OTHER_RUN_DIR
 funrl join RUN_DIR
 funrl replay RUN_DIR --rows
-funrl bisect RUN_DIR OTHER_RUN_DIR
-funrl bisect RUN_DIR --gap
-funrl watch RUN_DIR
+funrl replay RUN_DIR OTHER_RUN_DIR
 funrl explain grpo --kl_coef=0.1
 funrl show sft --data=FILE --model=DIR; funrl show FILE --model=DIR
 funrl doctor ppo --mesh=dp4,tp2; funrl doctor --config=FILE
@@ -51,7 +49,7 @@ from funrl.flags.arguments import (
 from funrl.processes.output import lasting_output
 from funrl.trainer.settings import successors
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least, one_of
-from funrl.trainer.settings.models import SAVED_DTYPES
+from funrl.trainer.settings.records import SAVED_DTYPES
 
 USAGE = "funrl NAME [--flag=value ...], such as funrl ppo --mesh=dp4,tp2; funrl NAME --help lists the flags of NAME"
 EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flags
@@ -60,7 +58,6 @@ MODULES = {
     "import": "funrl.cli.import_config:import_config",
     "join": "funrl.cli.join:join_command",
     "replay": "funrl.cli.replay:replay_command",
-    "bisect": "funrl.cli.bisect:bisect_command",
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
     "serve": "funrl.cli.serve:serve_command",
@@ -109,7 +106,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in MODULES:
         module, _, function = MODULES[name].partition(":")
         return getattr(importlib.import_module(module), function)
-    own = {"export": export, "report": pages, "compare": pages, "watch": watch, "explain": explain_recipe}
+    own = {"export": export, "report": pages, "compare": pages, "explain": explain_recipe}
     return own.get(name, inference)
 
 
@@ -194,32 +191,19 @@ def pages(argv: Sequence[str]) -> int:
     return 0
 
 
-def watch(argv: Sequence[str]) -> int:
-    """Run `funrl watch RUN` until the run ends or ctrl-C is pressed; return the exit status."""
-    (run,), _ = read_words([], argv, COMMANDS["watch"].usage)
-    from funrl.track.watch import watch_run
-
-    try:
-        watch_run(run)
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
 def explain_recipe(argv: Sequence[str]) -> int:
-    """Run `funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]`; return the exit status."""
-    latex = Flag("latex", False, bool, optional=False, text="LaTeX instead of text")
+    """Run `funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]`; return the exit status."""
     usage = COMMANDS["explain"].usage
     recipes = [text for text in argv[1:] if not text.startswith("-")]
     if len(recipes) != 1:
         raise SettingsError(f"usage: {usage}")
     source = full_source(recipes[0])
     arguments = arguments_of(find_recipe(source), source).flags
-    _, line = read_words([latex, *arguments.values()], argv, usage)
+    _, line = read_words(list(arguments.values()), argv, usage)
     from funrl.algos.explanation import explain_algorithm
 
-    explanation = explain_algorithm(find_recipe(source)(**{name: line.values[name] for name in arguments}))
-    print(explanation.latex if line.values["latex"] else f"{recipes[0]}: {first_line(source)}\n\n{explanation}")
+    algorithm = find_recipe(source)(**{name: line.values[name] for name in arguments})
+    print(f"{recipes[0]}: {first_line(source)}\n\n{explain_algorithm(algorithm)}")
     return 0
 
 

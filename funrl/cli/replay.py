@@ -1,12 +1,13 @@
-"""The command `funrl replay`: repeat an earlier run, or a step of it, and compare it with the saved results.
+"""The command `funrl replay`: repeat a run or a step of it, or compare two runs, and name what differs.
 
     funrl replay RUN_DIR                    a run with an environment: generate again, with the logged answers;
                                             an asynchronous run: generate each token again by the logged weights
     funrl replay RUN_DIR --rows             train on the saved rows, and generate nothing
     funrl replay RUN_DIR --rows --step=7    that step, from the newest checkpoint before it
+    funrl replay RUN_DIR RUN_DIR            compare the files of two runs, and repeat nothing
 
-The run must have saved the rows of these steps (`--save_rollouts`), those from the checkpoint to the step included.
-The exit status is 0 if all bits agree, else 1.
+A repeated run must have saved the rows of its steps (`--save_rollouts`), those from the checkpoint to the step
+included. The exit status is 0 if all bits agree, else 1.
 """
 
 from __future__ import annotations
@@ -18,37 +19,40 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
+from funrl.cli.first_difference import first_difference
 from funrl.cli.line import read_words
 from funrl.cli.run import PLAIN
 from funrl.cli.usages import COMMANDS
 from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.flags.config_file import had_no_effect
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse, text
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.segments import segment_of_step
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.checkpoints.saved_pictures import missing_picture
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.loop import MakeSource
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import has_environment
-from funrl.trainer.settings.settings import Settings, settings_flags, settings_of, with_flags
+from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
+from funrl.trainer.settings.successors import REMOVED_FLAGS
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.startup import MakeSource
 
 SHARDING = {  # on another mesh
     "fsdp": False,
@@ -56,9 +60,7 @@ SHARDING = {  # on another mesh
     "fsdp_models": None,
     "grad_reduce_dtype": "auto",
     "generate_mesh": None,
-    "balance_pictures": False,
 }
-VLLM = ("vllm", "vllm_server")  # engines
 HERE = {
     "run_dir": None,
     "resume": False,
@@ -83,26 +85,38 @@ def replay_command(argv: Sequence[str]) -> int:
             "tolerance", None, float, optional=True, text="largest difference that counts as equal", bounds=(above(0),)
         ),
     )
-    usage = COMMANDS["replay"].usage
-    (run,), line = read_words(own, argv, usage)
+    (run, *other), line = read_words(own, argv, COMMANDS["replay"].usage, most=2)
+    if other:
+        if given := [name for name, value in line.values.items() if value]:
+            raise SettingsError(f"--{given[0]} is for repeating a run; two runs are compared as they are")
+        lines, agrees = first_difference(run, *other)
+        print("\n".join(lines))
+        return 0 if agrees else 1
     step = line.values["step"]
     mesh = line.values["mesh"]
     last = step or max(saved_steps(Path(run) / ROLLOUTS), default=1)
     command = recorded_command(run, mesh, last)
     _check_one_start(command, run, step, mesh=mesh)
     logged = _logged(command, run) if not line.values["rows"] else None
-    if logged is None and (problem := missing_picture(Path(run) / ROLLOUTS)):
-        raise SettingsError(problem)
-    repeat = Repeat(run, step, logged)
-    return _replay(command, repeat, tolerance=line.values["tolerance"] or 0.0)
+    timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
+    job = _job(command, run, logged)
+    try:
+        with warm_started(job) as started:
+            program = functools.partial(_rank, started, run, step, logged)
+            steps = launch(program, job.sizes, job.device, PLAIN, waiting=WaitLimits(timeout))
+    except (WorkerError, *PLAIN) as error:
+        print(f"error: {str(error).rstrip()}", file=sys.stderr)
+        return 2
+    verdicts = [verdict_lines(repeated, line.values["tolerance"] or 0.0) for repeated in steps]
+    for lines, _ in verdicts:
+        print("\n".join(lines))
+    return 0 if all(agrees for _, agrees in verdicts) else 1
 
 
-class Repeat(NamedTuple):
-    """Steps to repeat; `step` and `logged` are as in `funrl.trainer.replay.replay`."""
-
-    run_dir: str
-    step: int | None
-    logged: LoggedEnvironment | MakeSource | None
+def _rank(
+    job: Job, run: str, step: int | None, logged: LoggedEnvironment | MakeSource | None, mesh: Mesh
+) -> list[Replayed]:
+    return replay(job, run, step, mesh, cast(Observer, Notes(mesh.rank == 0)), logged)
 
 
 def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None:
@@ -117,30 +131,24 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
     episodes = has_environment(command.settings)
     if groups is None and not episodes:
         return None
-    flags = _recorded_flags(run)
-    groups = None if groups is None else groups._replace(joined=generators_join(flags.get("place")))
+    flags = json.loads(RunDirectory(Path(run)).config.read_text())["flags"]  # of the newest start
     engine = command.settings.engines.engine
     tokens = command.settings.sampling.new_tokens_per_step
     agents = _agents(run)
     problem = ""
-    if engine in VLLM and flags.get("place") is not None:
-        problem = f"the bits of what vLLM samples depend on the rows beside (--engine={engine})"
-    elif groups is not None and not episodes:
-        return functools.partial(logged_source, groups)
-    elif tokens is not None:
+    if not ENGINES[engine].repeats and flags.get("place") is not None:
+        problem = f"the bits of what the engine samples depend on the rows beside (--engine={engine})"
+    elif tokens is not None and episodes:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
     elif groups is None and flags.get("keep_cache"):
         problem = "tokens were sampled on keys and values of several weights (--keep_cache)"
-    elif not agents:
+    elif episodes and not agents:
         problem = "no episodes are saved, which --save_rollouts does"
     if problem:
         raise SettingsError(f"{run} cannot be generated again: {problem}; --rows repeats its training on saved rows")
-    return LoggedEnvironment(agents) if groups is None else functools.partial(logged_source, groups)
-
-
-def _recorded_flags(run: str) -> dict[str, Any]:
-    """The flags of the newest start of a run."""
-    return json.loads(RunDirectory(Path(run)).config.read_text())["flags"]
+    if groups is None:
+        return LoggedEnvironment(agents)
+    return functools.partial(logged_source, groups._replace(joined=generators_join(flags.get("place"))))
 
 
 def _agents(run: str) -> Sequence[str]:
@@ -168,14 +176,12 @@ def _check_one_start(command: Command, run: str, step: int | None, mesh: str | N
             )
 
 
-def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = None, defaults: bool = False) -> Command:
+def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = None) -> Command:
     """The command of an earlier run, from its config.json.
 
     Args:
       mesh: a different mesh, on which models are not fully sharded; None: the run's.
       step: step whose start gives the flags; None: the newest start.
-      defaults: let arguments of the recipe that are not recorded, as `funrl.train` was not given them, have their
-        defaults of today; else they are an error.
 
     Raises:
       SettingsError: there is no such run, or flags alone cannot repeat it.
@@ -184,7 +190,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     try:
         record = json.loads(file.read_text())
         record = record if step is None else segment_of_step(record, step)
-        recorded = dict(record["flags"])
+        recorded = {flag: value for flag, value in record["flags"].items() if not had_no_effect(flag, value)}
         name = str(record["experiment"])
         source = full_source(str(recorded.pop("algorithm")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -193,11 +199,9 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     arguments = arguments_of(find_recipe(source), source).flags
     known = {**settings_flags(), **arguments}
     for flag, value in recorded.items():
-        problem = known[flag].problem(value) if flag in known else "there is no such flag"
-        if problem:
+        removed = REMOVED_FLAGS[flag].successor if flag in REMOVED_FLAGS else "there is no such flag"
+        if problem := known[flag].problem(value) if flag in known else removed:
             raise SettingsError(f"{file}: --{flag}={value}: {problem}")
-    if defaults:
-        recorded = {name: flag.default for name, flag in arguments.items() if name not in settings_flags()} | recorded
     missing = sorted(set(arguments) - set(settings_flags()) - set(recorded))
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
@@ -216,50 +220,24 @@ def _trained_on(place: str, mesh: str) -> str:
     return text(sizes or read_placement(place, parse(mesh)).train.sizes)
 
 
-def _replay(command: Command, repeat: Repeat, tolerance: float) -> int:
-    job = _job(command, repeat)
-    timeout = datetime.timedelta(minutes=command.settings.waiting.timeout)
-    try:
-        with warm_started(job) as started:
-            program = functools.partial(_rank, started, repeat)
-            done = launch(program, job.sizes, job.device, PLAIN, waiting=Waiting(timeout))
-    except (WorkerError, *PLAIN) as error:
-        print(f"error: {str(error).rstrip()}", file=sys.stderr)
-        return 2
-    agrees = True
-    for repeated in done:
-        lines, same = verdict_lines(repeated, tolerance)
-        print("\n".join(lines))
-        agrees = agrees and same
-    return 0 if agrees else 1
-
-
-def _job(command: Command, repeat: Repeat) -> Job:
+def _job(command: Command, run: str, logged: LoggedEnvironment | MakeSource | None) -> Job:
     """The job of a run, without what is not asked again: a log is in place of its environment, which is not loaded."""
-    settings, given = _without_vllm(command.settings) if repeat.logged is None else (command.settings, Given())
+    settings = command.settings
+    given = Given()
+    abilities = settings.engines.abilities
+    if logged is None and not (abilities.repeats or abilities.unpaged):  # neither it nor a server of it has to be here
+        model = first_model(settings, given)[0] if settings.models.model is None else None  # by its heads
+        given = Given(model=model)
+        idle = ("engine", "engine_url", "engine_timeout", "kv_cache_gb")
+        settings = with_flags(settings, **{name: settings_flags()[name].default for name in idle})
     if not has_environment(settings):
         return prepare(settings, command.compose, given)
-    logged = repeat.logged
-    environment = logged if isinstance(logged, LoggedEnvironment) else LoggedEnvironment(_agents(repeat.run_dir))
+    environment = logged if isinstance(logged, LoggedEnvironment) else LoggedEnvironment(_agents(run))
     if settings.environments.env is not None:
         given = given._replace(environment=environment)
     job = prepare(settings, command.compose, given)
     assert isinstance(job, RLJob)
     return dataclasses.replace(job, task=job.task._replace(environment=environment))
-
-
-def _without_vllm(settings: Settings) -> tuple[Settings, Given]:
-    """Settings of a run that generates nothing, for which neither vLLM nor a server of it has to be here."""
-    if settings.engines.engine not in VLLM:
-        return settings, Given()
-    model = first_model(settings, Given())[0] if settings.models.model is None else None  # its heads are for vLLM
-    idle = {name: settings_flags()[name].default for name in ("engine", "engine_url", "engine_timeout", "kv_cache_gb")}
-    return with_flags(settings, **idle), Given(model=model)
-
-
-def _rank(job: Job, repeat: Repeat, mesh: Mesh) -> list[Replayed]:
-    observer = cast(Observer, Notes(mesh.rank == 0))
-    return replay(job, repeat.run_dir, repeat.step, mesh, observer, repeat.logged)
 
 
 class Notes:

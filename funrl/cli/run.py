@@ -34,6 +34,7 @@ from funrl.trainer.storage.shard_server import CheckpointError
 if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do not need it
     from funrl.mesh.mesh import Mesh
     from funrl.rewards.pool import Pool
+    from funrl.trainer.jobs.job import Job
     from funrl.trainer.loop import Outcome
 
 # Metrics of an evaluation that the last line leaves out.
@@ -86,13 +87,17 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
             printed = len(command.notes)
             command = with_mesh(command)
             _say(command.notes[printed:], first)
-            _job(command)
-            inputs = _inputs(command) if first else {}
-            if command.settings.run.resume:
+            from funrl.trainer.env_check import check_first_episode
+            from funrl.trainer.jobs.provenance import input_digests
+
+            inputs = input_digests(_job(command).settings, command.source) if first else {}
+            asked = command.settings.run
+            if asked.resume:
                 _say(_check_resume(command, inputs), first)
-            _check_episode(command)
+            check_first_episode(_job(command))
             if first:
-                run_dir = str(owned.enter_context(_owned(command, name)).path)
+                owner = owned_run(asked.run_dir, name, command.flags, resume=asked.resume, overwrite=asked.overwrite)
+                run_dir = str(owned.enter_context(owner).path)
         except (ValueError, OSError, ImportError) as error:
             return _ended(2, f"error: {error}", first)
         except KeyboardInterrupt:
@@ -105,14 +110,6 @@ def _say(notes: Sequence[str], first: bool) -> None:
         print("\n".join(notes), file=sys.stderr)
 
 
-def _owned(command: Command, name: str) -> contextlib.AbstractContextManager[RunDirectory]:
-    """The directory of a run, locked by this process."""
-    settings = command.settings
-    return owned_run(
-        settings.run.run_dir, name, command.flags, resume=settings.run.resume, overwrite=settings.run.overwrite
-    )
-
-
 def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str, str]) -> int:
     """Train on every rank and print the result; return the exit status.
 
@@ -122,6 +119,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
+    from funrl.trainer.jobs.row_source import open_rewards
     from funrl.trainer.waiting import waiting_of
 
     job = _job(command)
@@ -131,14 +129,21 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     try:
         with _signals(), warm_started(job) as started:
             program = functools.partial(_rank, command, run_dir, inputs, started.start)
-            rewards = functools.partial(_rewards, command)
-            outcome = launch(program, job.launched, job.device, PLAIN, before=rewards, waiting=waiting_of(job))
+            outcome = launch(
+                program,
+                job.launched,
+                job.device,
+                PLAIN,
+                before=lambda rank: open_rewards(_job(command), rank),
+                waiting=waiting_of(job),
+            )
         if outcome.error:  # the same on every rank
             status = 1
             problem = f"error: {outcome.error}" if first else ""
         elif outcome.stopped is not None:
             status, event = (130, "interrupted") if interrupt_asked() else (143, "terminated")
-            problem = _stopped(event, outcome.stopped, run_dir) if first else ""
+            saved = f"{event} after step {outcome.stopped}, which is saved; --resume --run_dir={run_dir} continues"
+            problem = saved if first else ""
     except KeyboardInterrupt:
         terminated = stop_asked() and not interrupt_asked()
         status, problem = (143, "terminated") if terminated else (130, "interrupted")
@@ -151,30 +156,33 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
             status = 143
             problem = "terminated before the first step was done"
     if run_dir is not None and not (status and leave_nothing(RunDirectory(Path(run_dir)))):
-        print(_conclusion(outcome, run_dir, _report(run_dir)))
+        from funrl.track.report.page import write_report  # here, for it imports numpy
+        from funrl.track.report.run_files import ReportError
+
+        try:
+            report = f"open {write_report(run_dir, running=False)}"
+        except ReportError as error:  # the run stopped before its first step, or the disk is full
+            report = f"no report: {error}"
+        except KeyboardInterrupt:
+            report = "no report"
+        print("\n".join([*_held_out(outcome), f"results in {run_dir}; {report}"]))
     return _ended(status, problem, first)
 
 
 @functools.lru_cache(maxsize=1)
-def _job(command: Command) -> Any:
+def _prepared(command: Command) -> Job:
     """The job, cached: forked ranks inherit it, spawned ranks build it again."""
     from funrl.trainer.jobs.prepare import prepare
+
+    return prepare(command.settings, command.compose)
+
+
+def _job(command: Command, inputs: Mapping[str, str] | None = None) -> Job:
+    """The job, with digests of the files that it reads where they are given."""
     from funrl.trainer.jobs.provenance import Provenance
 
-    origin = Provenance(recipe_name(command.source), command.flags)
-    return dataclasses.replace(prepare(command.settings, command.compose), provenance=origin)
-
-
-def _with_inputs(job: Any, inputs: Mapping[str, str]) -> Any:
-    """The job with digests of the files that it reads."""
-    return dataclasses.replace(job, provenance=job.provenance._replace(inputs=inputs))
-
-
-def _inputs(command: Command) -> Mapping[str, str]:
-    """Digests of the files that a run reads."""
-    from funrl.trainer.jobs.provenance import input_digests
-
-    return input_digests(_job(command).settings, command.source)
+    origin = Provenance(recipe_name(command.source), command.flags, inputs or {})
+    return dataclasses.replace(_prepared(command), provenance=origin)
 
 
 def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
@@ -183,19 +191,7 @@ def _check_resume(command: Command, inputs: Mapping[str, str]) -> Sequence[str]:
 
     folder = expanded(str(command.settings.run.run_dir))
     check_can_go_on(folder)
-    return check_resume(_with_inputs(_job(command), inputs), folder)
-
-
-def _check_episode(command: Command) -> None:
-    from funrl.trainer.env_check import check_first_episode
-
-    check_first_episode(_job(command))
-
-
-def _rewards(command: Command, rank: int) -> contextlib.AbstractContextManager[Pool | None]:
-    from funrl.trainer.jobs.row_source import open_rewards
-
-    return open_rewards(_job(command), rank)
+    return check_resume(_job(command, inputs), folder)
 
 
 def _rank(
@@ -204,7 +200,7 @@ def _rank(
     from funrl.track.observe import RunObserver
     from funrl.trainer.placement.ranks import run_rank
 
-    job = dataclasses.replace(_with_inputs(_job(command), inputs), start=start)
+    job = dataclasses.replace(_job(command, inputs), start=start)
     with RunObserver(job, run_dir, mesh.rank) as observer:
         return run_rank(job, mesh, observer, pool=pool)
 
@@ -233,11 +229,6 @@ def _signals() -> Iterator[None]:
             signal.signal(sign, handler)
 
 
-def _stopped(event: str, step: int, run_dir: str | None) -> str:
-    """The command that continues a stopped run."""
-    return f"{event} after step {step}, which is saved; --resume --run_dir={run_dir} continues"
-
-
 def _explained(error: BaseException) -> str:
     """An error's message and notes if they are enough, else its traceback."""
     from funrl.mesh.launch import WorkerError
@@ -261,23 +252,6 @@ def _ended(status: int, problem: str, first: bool) -> int:
     if problem:
         print(where + problem.rstrip(), file=sys.stderr)
     return status
-
-
-def _report(run_dir: str) -> str:
-    """Write the report of a run, complete or not; return a line that says what to open."""
-    from funrl.track.report.page import write_report  # here, for it imports numpy
-    from funrl.track.report.run_files import ReportError
-
-    try:
-        return f"open {write_report(run_dir, running=False)}"
-    except ReportError as error:  # the run stopped before its first step, or the disk is full
-        return f"no report: {error}"
-    except KeyboardInterrupt:
-        return "no report"
-
-
-def _conclusion(outcome: Outcome | None, run_dir: str, report: str) -> str:
-    return "\n".join([*_held_out(outcome), f"results in {run_dir}; {report}"])
 
 
 def _held_out(outcome: Outcome | None) -> list[str]:

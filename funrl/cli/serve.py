@@ -17,7 +17,7 @@ from funrl.cli.line import read_words
 from funrl.mesh.mesh import Mesh
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import awake
+from funrl.rollout.engine import onload_engine
 from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
@@ -88,7 +88,6 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
     """Serve on the first rank; the others compute with it. Collective."""
     job = served.job
     parts = build_with_weights(job, served.stored, mesh, functools.partial(print, file=sys.stderr))
-    assert parts.generator is not None
     engine = parts.generator.engine
     positions = job.model.config.max_positions
     sampling = dataclasses.replace(job.eval_sampling, samples=1, max_new_tokens=served.bound or positions)
@@ -117,5 +116,8 @@ def _serve(served: Served, mesh: Mesh, pool: Pool | None) -> None:
             ready=ready,
         )
 
-    with awake(engine), stops_when_asked():  # so that the other ranks compute until the first has ended its connections
+    with (
+        onload_engine(engine),
+        stops_when_asked(),
+    ):  # so that the other ranks compute until the first has ended its connections
         run_beside(engine, parts.generator.mesh, main, lasting=True)

@@ -29,23 +29,17 @@ COMMANDS = {
     ),
     "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
     "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
-    "watch": SmallCommand("Live view of a run in the terminal", "funrl watch RUN"),
     "import": SmallCommand(
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
     "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "replay": SmallCommand(
-        "Repeat of a run, compared bit by bit",
-        "funrl replay RUN_DIR [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
-    ),
-    "bisect": SmallCommand(
-        "The first difference of two runs or of a gap",
-        "funrl bisect RUN_DIR OTHER_RUN_DIR | funrl bisect RUN_DIR --gap",
+        "A run repeated, or two compared",
+        "funrl replay RUN_DIR [RUN_DIR] [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",
     ),
     "explain": SmallCommand(
-        "An algorithm's advantage and losses as formulas",
-        "funrl explain RECIPE|FILE.py:NAME [--latex] [--ARGUMENT=VALUE]",
+        "An algorithm's pieces and formulas", "funrl explain RECIPE|FILE.py:NAME [--ARGUMENT=VALUE]"
     ),
     "compile": SmallCommand("A run compiled for TPUs", "funrl compile NAME [--flag=value ...] --target=v5e:4x4"),
     "show": SmallCommand(

@@ -53,7 +53,7 @@ def blockwise_attention(
 
 
 class _Options(NamedTuple):
-    """Numbers of a call.
+    """Options of a call.
 
     Attributes:
       block: tokens of a block.
@@ -311,5 +311,5 @@ def _tokens(x_b: Tensor, like_THN: Tensor) -> Tensor:
 
 
 def _of_heads(x: Tensor, heads: int) -> Tensor:
-    """Numbers of the tokens of blocks, [..., block], for heads that share a key-value head: [..., block heads, 1]."""
+    """Repeat [..., block] values per token for heads that share a key-value head: [..., block heads, 1]."""
     return x.unsqueeze(-1).expand(*x.shape, heads).reshape(*x.shape[:-1], -1, 1)

@@ -34,13 +34,6 @@ struct Model {
   int64_t positions;
   const Layer* layer;
 };
-// Where intermediate results of one layer go, as Real<T>, token by token with padded sizes; see `StepTrace`.
-struct Trace {
-  int64_t layer = -1;
-  void *stream = nullptr, *attn_norm = nullptr, *heads = nullptr, *normed = nullptr, *turned = nullptr,
-       *attention = nullptr, *output = nullptr, *middle = nullptr, *mlp_norm = nullptr, *gate = nullptr, *up = nullptr,
-       *inner = nullptr, *down = nullptr, *norm = nullptr;
-};
 struct Step {
   int64_t tokens, width, drawn;  // N, P of tables [S, P], M
   const int64_t *token, *position, *sequence;
@@ -52,7 +45,6 @@ struct Step {
   const Adapter* adapters;
   const int64_t* adapter;  // [N] number of each token's, -1: none; null: no token has one
   int64_t adapter_count;
-  const Trace* trace;  // null: nothing is traced
 };
 
 // Query rows that share a sequence: tokens first .. first + count - 1 of the step.
@@ -95,8 +87,6 @@ template <class T> class Pass {
       each_block(s.tokens, [&](int64_t first, int count) { write_qkv(l, first, count, team, thread); });
       attention(l, team);
       each_block(s.tokens, [&](int64_t first, int count) { mlp(l, first, count, team, thread); });
-      if (all_traces.stream)
-        rows(0, s.tokens, team, thread, [&](int64_t t) { keep(all_traces.stream, l * s.tokens + t, hidden(t), D); });
     }
     each_block(s.drawn, [&](int64_t first, int count) { logits(first, count, team, thread); });
   }
@@ -109,15 +99,6 @@ template <class T> class Pass {
   const int64_t D, head, Q, KV, F;
   const Terms output_terms, down_terms;
   AddedProducts<T> adapted;
-  const Trace all_traces = s.trace ? *s.trace : Trace{}, no_traces = {};
-
-  const Trace& traces(int64_t l) const { return l == all_traces.layer ? all_traces : no_traces; }
-  template <class V> static void keep(void* trace, int64_t row, const V* from, int64_t width) {
-    for (int64_t i = 0; trace && i < width; i++) ((R*)trace)[row * width + i] = widen(from[i]);
-  }
-  static void keep(void* trace, int64_t place, Vector<T> some) {
-    if (trace) store((R*)trace + place, some);
-  }
 
   const R* vector(const void* x) const { return (const R*)x; }
   template <class V> static void grow(V& vector, int64_t size) {
@@ -157,7 +138,6 @@ template <class T> class Pass {
     rows(first, count, team, thread, [&](int64_t t) {
       T* normed = space.narrow.data() + (t - first) * D;
       normalise<T>(hidden(t), vector(layer.attn_norm), normed, m.embed, m.norm_eps);
-      keep(traces(l).attn_norm, t, normed, D);
     });
     team.barrier();
     const R* added = adapted.of(l, first, count, {space.narrow.data(), D, {1, D}}, &Factors::qkv_first,
@@ -177,17 +157,13 @@ template <class T> class Pass {
 
   void write_token_of(int64_t l, int64_t t, R* qkv) {
     const Layer& layer = m.layer[l];
-    const Trace& trace = traces(l);
     const int64_t position = s.position[t];
-    keep(trace.heads, t, qkv, Q + 2 * KV);
     for (int64_t h = 0; h < m.heads + m.kv_heads; h++) {
       R* x = qkv + h * head;
       const R *norm = vector(h < m.heads ? layer.q_norm : layer.k_norm), *rope = vector(m.rope) + position * m.head;
       if (norm) normalise<T>(x, norm, x, m.head, m.norm_eps);
-      keep(trace.normed, t * (m.heads + m.kv_heads) + h, x, head);
       turn<T>(x, rope, rope + m.head / 2, (R)1, m.head);
     }
-    keep(trace.turned, t, qkv, Q + KV);
     for (int64_t i = 0; i < Q; i += LANES) store(space.query.data() + t * Q + i, load(qkv + i));
     const int64_t page = s.tables[s.sequence[t] * s.width + position / PAGE] * page_numbers();
     for (int64_t k = 0; k < m.kv_heads; k++) {
@@ -245,22 +221,19 @@ template <class T> class Pass {
   // The rest of a layer: the attention's output, then the mlp, each added to the hidden states.
   void mlp(int64_t l, int64_t first, int count, Team& team, int thread) {
     const Layer& layer = m.layer[l];
-    const Trace& trace = traces(l);
     T* narrow = space.narrow.data();
-    auto add = [&](const R* bias, const R* added, void* branch) {
+    auto add = [&](const R* bias, const R* added) {
       return [=, this](int row, int64_t panel, const R* y) {
         R* x = hidden(first + row);
         for (int64_t n = panel * PANEL; n < D && n < (panel + 1) * PANEL; n += LANES, y += LANES) {
           Vector<T> sum = rounded<T>(load(y));
           if (added) sum = rounded<T>(sum + load(added + row * D + n));
           if (bias) sum = rounded<T>(sum + load(bias + n));
-          keep(branch, (first + row) * D + n, sum);
           store(x + n, rounded<T>(load(x + n) + sum));
         }
       };
     };
     const T* mixed = space.mixed.data() + first * Q;
-    rows(0, count, team, thread, [&](int64_t i) { keep(trace.attention, first + i, mixed + i * Q, Q); });
     const bool dense = head == m.head && output_terms.total() == Q;  // the heads stand as the product takes them
     if (!dense) {
       rows(0, count, team, thread, [&](int64_t i) {
@@ -272,12 +245,10 @@ template <class T> class Pass {
     const R* added = adapted.of(l, first, count, {mixed, output_terms.total(), output_terms}, &Factors::output_first,
                                 {{&Factors::output, 0, D}}, D, team, thread);
     multiply(mixed, output_terms.total(), count, output_terms, (const T*)layer.output, panels_of(D), thread, team.size,
-             add(vector(layer.output_bias), added, trace.output));
+             add(vector(layer.output_bias), added));
     team.barrier();
     rows(first, count, team, thread, [&](int64_t t) {
-      keep(trace.middle, t, hidden(t), D);
       normalise<T>(hidden(t), vector(layer.mlp_norm), narrow + (t - first) * D, m.embed, m.norm_eps);
-      keep(trace.mlp_norm, t, narrow + (t - first) * D, D);
     });
     team.barrier();
     inner(l, first, count, team, thread);
@@ -293,26 +264,24 @@ template <class T> class Pass {
     added = adapted.of(l, first, count, {inside, down_terms.total(), down_terms}, &Factors::down_first,
                        {{&Factors::down, 0, D}}, D, team, thread);
     multiply(inside, down_terms.total(), count, down_terms, (const T*)layer.down, panels_of(D), thread, team.size,
-             add(nullptr, added, trace.down));
+             add(nullptr, added));
     team.barrier();
   }
 
   // silu(gate) * up: a panel has the gates of PANEL / 2 outputs and then their ups.
   void inner(int64_t l, int64_t first, int count, Team& team, int thread) {
-    const Trace& trace = traces(l);
     const R* added = adapted.of(l, first, count, {space.narrow.data(), D, {1, D}}, &Factors::gate_up_first,
                                 {{&Factors::gate, 0, F}, {&Factors::up, F, F}}, 2 * F, team, thread);
     multiply(space.narrow.data(), D, count, {1, D}, (const T*)m.layer[l].gate_up, panels_of(2 * F), thread, team.size,
              [&](int row, int64_t panel, const R* y) {
                for (int64_t n = 0; n < PANEL / 2 && panel * PANEL / 2 + n < F; n += LANES) {
-                 const int64_t column = panel * PANEL / 2 + n, place = (first + row) * F + column;
+                 const int64_t column = panel * PANEL / 2 + n;
                  Vector<T> gate = rounded<T>(load(y + n)), up = rounded<T>(load(y + PANEL / 2 + n));
                  if (added) {
                    const R* more = added + row * 2 * F + column;
                    gate = rounded<T>(gate + load(more)), up = rounded<T>(up + load(more + F));
                  }
                  const Vector<T> product = rounded<T>(rounded<T>(silu(gate)) * up);
-                 keep(trace.gate, place, gate), keep(trace.up, place, up), keep(trace.inner, place, product);
                  store(space.inner.data() + row * F + column, product);
                }
              });
@@ -322,7 +291,6 @@ template <class T> class Pass {
     rows(first, count, team, thread, [&](int64_t i) {
       T* normed = space.narrow.data() + (i - first) * D;
       normalise<T>(hidden(s.draw[i]), vector(m.norm), normed, m.embed, m.norm_eps);
-      keep(all_traces.norm, i, normed, D);
     });
     team.barrier();
     multiply(space.narrow.data(), D, count, {1, D}, (const T*)m.unembed, panels_of(m.vocab), thread, team.size,

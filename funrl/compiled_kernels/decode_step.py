@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from funrl.compiled_kernels.exact.adapters import Factors, HeadSizes, PackedAdapter, TokenAdapters
-from funrl.compiled_kernels.exact.step_trace import StepTrace, pointers_of
 from funrl.compiled_kernels.exact.structures import StepAdapter, StepCall, StepLayer, StepModel
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.packed import (
@@ -98,7 +97,7 @@ def page_bytes(sizes: StepSizes, dtype: torch.dtype) -> int:
 
 
 def packed_decoder(
-    sizes: StepSizes | str, params: Any, dtype: torch.dtype, threads: int | None = None
+    sizes: StepSizes | str, params: object, dtype: torch.dtype, threads: int | None = None
 ) -> PackedDecoder:
     """Copy a decoder's weights into the kernel's layout.
 
@@ -119,7 +118,7 @@ def packed_decoder(
 
 
 def _set_adapters(step: StepCall, adapters: TokenAdapters) -> tuple[ctypes.Array, Tensor]:
-    """Let a call add the products of adapters; returns the memory that it then reads. Raises ValueError."""
+    """Add the products of adapters to a call; returns the memory that it then reads. Raises ValueError."""
     number_N = adapters.number_N.contiguous()
     if number_N.dtype != torch.int64 or number_N.shape[0] != step.tokens:
         raise ValueError(f"{step.tokens} tokens have {number_N.dtype} adapters of {number_N.shape[0]}")
@@ -136,7 +135,6 @@ class PackedDecoder:
     Attributes:
       sizes, dtype, threads: as there.
       logits_dtype: of logits, and of norms and biases in the kernel's layout.
-      trace: where passes over as many tokens write what a layer computes; None: nowhere.
     """
 
     def __init__(self, sizes: StepSizes, params: Any, dtype: torch.dtype, threads: int):
@@ -144,7 +142,6 @@ class PackedDecoder:
         self.dtype = dtype
         self.logits_dtype = real_of(dtype)
         self.threads = threads
-        self.trace: StepTrace | None = None
         self._library = library()
         # One piece of memory for all panels: huge pages need large pieces.
         self._panels = zeroed(_all_panel_numbers(sizes, dtype), dtype)
@@ -280,7 +277,6 @@ class PackedDecoder:
         if positions_N.shape[0] != N or sequence_N.shape[0] != N:
             raise ValueError(f"{N} tokens have {positions_N.shape[0]} positions and {sequence_N.shape[0]} sequences")
         logits_MV = self._logits_memory(len(draw_M), logits_MV)
-        trace = pointers_of(self.trace)
         step = StepCall(
             tokens=N,
             width=tables_SP.shape[1],
@@ -295,7 +291,6 @@ class PackedDecoder:
             pages=cache.keys.shape[1],
             threads=self.threads,
             logits=logits_MV.data_ptr(),
-            trace=None if trace is None else ctypes.addressof(trace),
         )
         memory = None if adapters is None else _set_adapters(step, adapters)  # which the call reads
         call = (BITS[self.dtype], ctypes.byref(self._model), ctypes.byref(step), tables_SP.shape[0])

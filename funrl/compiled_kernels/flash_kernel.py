@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
 
 @functools.cache
 def faster_attention() -> str | None:
-    """Let torch's attention operators call FA3 on Hopper and FA4 on Blackwell, where these are installed.
+    """Register FA3 on Hopper and FA4 on Blackwell for torch's attention operators, where these are installed.
 
     Returns: the name of the implementation; None: the operators stay as they are.
     """

@@ -136,7 +136,7 @@ def _compiled() -> Path:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let the ranks of a machine wait for the first of them, where the file system can lock."""
+    """Make the ranks of a machine wait for the first of them, where the file system can lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

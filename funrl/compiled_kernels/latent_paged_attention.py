@@ -137,7 +137,7 @@ def attend_through_latent(q_NHD: Tensor, up_HMR: Tensor, value: int, attend: Cal
 
     Args:
       q_NHD, up_HMR, value: as in `latent_paged_attention`.
-      attend: from queries [N, H, L] to results of as many numbers, of which the first R are used.
+      attend: from queries [N, H, L] to results of the same shape; the first R elements are used.
 
     Returns: [N, H, value].
     """

@@ -52,6 +52,13 @@ class TokenScores(NamedTuple):
     divergence: Tensor | None = None  # nats, of that distribution from a teacher's; by `linear_divergence`
     load: Any = None  # of the experts, by all tokens that the model read: `funrl.models.decoder.routing.Load`
 
+    def read(self, name: str) -> Tensor:
+        """One of the scores. Raises: KeyError, it was not asked for."""
+        x = getattr(self, name)
+        if x is None:
+            raise KeyError(f"{name!r} is not among the scores that were asked for")
+        return x
+
 
 def linear_logprob(
     hidden_TD: Tensor,

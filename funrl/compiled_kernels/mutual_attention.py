@@ -118,7 +118,7 @@ def mutual_paged_attention(
       out_NHD: results without later keys; they are replaced in place.
       cache: keys and values, the new ones included.
       paging: places of the tokens.
-      places_RM: the tokens of each group in the pass, of which all are.
+      places_RM: the tokens of each group in the pass; each token is in a group.
       options: of `paged_attention`.
     """
     pages = (paging.table_SP, paging.offsets_S1, paging.positions_N)

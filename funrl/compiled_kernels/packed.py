@@ -151,7 +151,7 @@ def packed_linear(
 
 
 class AttentionOptions(NamedTuple):
-    """Numbers of an attention.
+    """Options of an attention.
 
     Attributes:
       window: tokens that a token sees at most, itself included; 0: all of its sequence before it.

@@ -38,14 +38,13 @@ from funrl.rollout.native.owned_prompts import MOST_STATE_BYTES
 from funrl.rollout.native.passes import PassWork
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, JudgeJob, read_template
+from funrl.trainer.sources.judging import PLACEHOLDER, TEMPLATE, read_template
+from funrl.trainer.steps.parts import GeneratingParts, Generator, JudgeJob
 
 
 class EngineWork(NamedTuple):
@@ -217,9 +216,8 @@ def traced_passes(work: EngineWork, sampling: Sampling, sizes: WaveSizes, length
     page = hardware_page_tokens(hardware)
     count = sizes.rows
     pages = count * sizes.row_pages
-    assert model.init_cache is not None
     cells = count if model.cell_bytes(mesh, job.dtype) else 0
-    cache = model.init_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells)
+    cache = model.empty_cache(mesh, pages, page, job.dtype, torch.device("meta"), cells=cells)
     assert model.unembed is not None
     vocabulary = model.unembed(wanted).local_shape(0)[0]
     adapted = () if generator.base is None else generator.engine.weights.layouts
@@ -381,7 +379,7 @@ def plain_judge(settings: Settings, directory: str, model: Model, sizes: dict[st
 
 
 def judging(
-    job: RLJob, judge: JudgeJob, parts: Parts, prompt_tokens: int, held: float, hardware: Hardware
+    job: RLJob, judge: JudgeJob, parts: GeneratingParts, prompt_tokens: int, held: float, hardware: Hardware
 ) -> JudgeCost:
     """Cost of verdicts on all completions of a step, greedy baselines included; each reads its whole prompt.
 
@@ -392,7 +390,6 @@ def judging(
     Raises:
       SettingsError: a verdict with its prompt is longer than the judge's positions.
     """
-    assert parts.generator is not None
     read = tokens_to_read(job, judge, prompt_tokens)
     positions = judge.model.config.max_positions
     if read + judge.sampling.max_new_tokens > positions:
@@ -407,7 +404,6 @@ def judging(
         return dataclasses.replace(job, settings=settings, model=model)
 
     def generator_of(shallow: RLJob):
-        assert parts.generator is not None
         engine = native_engine(
             shallow.model, mesh, job.dtype, options=NativeOptions(settings.engines.decode_rows), note=lambda _: None
         )

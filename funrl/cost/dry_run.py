@@ -83,29 +83,26 @@ from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
 from funrl.models.vision.model import model_of_config
-from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import SCORING_ROLES
 from funrl.rollout.native.cache_sizes import FREE_SHARE
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer import loop
-from funrl.trainer.jobs.agents import with_policies
-from funrl.trainer.jobs.build import Parts, build, first_state
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, RLJob, Task, TextJob, Texts
-from funrl.trainer.jobs.learning_rates import learning_rates
-from funrl.trainer.jobs.models import agent_models, located, lora_of, models_of
-from funrl.trainer.jobs.prepare import texts_kind
-from funrl.trainer.jobs.sampling import new_tokens, samplings
+from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
+from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
+from funrl.trainer.jobs.prepare import rl_job, text_job, texts_kind
+from funrl.trainer.jobs.sampling import new_tokens
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
 from funrl.trainer.settings.scorers import has_environment, model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
-from funrl.trainer.sources.judging import JudgeJob
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.parts import GeneratingParts, JudgeJob, Parts, without_generator
 from funrl.trainer.steps.step_rows import Rows, moved
 
 
@@ -179,43 +176,20 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     check_settings(settings)
     check_algorithm(algorithm, settings)
     algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
-    models, directories = models_of(algorithm, settings, model, None, read_model)
-    check_owned_values(settings, models, algorithm)
-    generating = check_meshes(settings, models, sizes, memory)
-    stop = model.config.special_tokens.eos
-    fields: dict[str, Any] = {
-        "settings": settings,
-        "sizes": sizes,
-        "generate_sizes": generating,
-        "device": "cpu",
-        "dtype": TORCH_DTYPES[settings.models.dtype],
-        "model": model,
-        "models": models,
-        "directories": directories,
-        "rates": learning_rates(settings, algorithm, model),
-        "tokenizer": None,
-        "algorithm": algorithm,
-        "stop": stop,
-        "pad": 0,
-        "lora": lora_of(settings, model),
-    }
+    models = models_of(algorithm, settings, model, None, read_model)
+    check_owned_values(settings, models.models, algorithm)
+    generating = check_meshes(settings, models.models, sizes, memory)
+    devices = JobDevices(sizes=sizes, generate_sizes=generating, device="cpu")
     if kind == "supervised":
-        return TextJob(**fields, task=Texts("dry run", (), (), texts_kind(algorithm)))
-    task = Task(
-        name="dry run",
-        prompts=(),
-        heldout=(),
-        rewards=(),
-        weights=(1.0,),
-        max_new_tokens=new_tokens(settings),
-    )
-    sampling, _ = samplings(settings, task.max_new_tokens, stop, model.config)
+        return text_job(settings, algorithm, models, devices, Texts("dry run", (), (), texts_kind(algorithm)))
+    most = new_tokens(settings)
+    task = Task(name="dry run", prompts=(), heldout=(), rewards=(), weights=(1.0,), max_new_tokens=most)
+    job = rl_job(settings, algorithm, models, devices, task)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
         judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
-    agents = parse_agents(settings.environments.agents)
-    fields |= {"agents": agents, "agent_models": agent_models(settings, agents, model, None, read_model)}
-    return RLJob(**fields, task=task, sampling=sampling, eval_sampling=sampling, judge=judge)
+    others = agent_models(settings, job.agents, model, None, read_model)
+    return dataclasses.replace(job, judge=judge, agent_models=others)
 
 
 def plain_model(settings: Settings) -> Model:
@@ -308,7 +282,7 @@ def estimate(
     work = RankWork(tokens, hardware, pool, {} if traces is None else traces)
     with pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
-        parts = built if pool in ("", "generate") else built._replace(generator=None)
+        parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
@@ -318,7 +292,7 @@ def estimate(
         episodes = None
         engine = 0.0
         served = rests | {"weights": rests["weights"] + agents}
-        if parts.generator is not None:
+        if isinstance(parts, GeneratingParts):
             axes |= axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
             held = engine + sum(served.values())
@@ -332,7 +306,12 @@ def estimate(
                 phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
         elif agents:
             phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}
-        if isinstance(job, RLJob) and judge is not None and writes_verdicts(judge, pool, apart):
+        if (
+            isinstance(job, RLJob)
+            and isinstance(built, GeneratingParts)
+            and judge
+            and writes_verdicts(judge, pool, apart)
+        ):
             resting = served | {"weights": served["weights"] + engine}
             verdicts = judging(job, judge, built, tokens, sum(resting.values()), hardware)
             axes |= verdicts.axes
@@ -359,7 +338,7 @@ def estimate(
 def _parts(job: Job, mesh: Mesh, generates: bool) -> Parts:
     """Parts of a job, without an engine where the ranks do not generate."""
     parts = build(job, mesh, lambda _: None)
-    return parts if generates else parts._replace(generator=None)
+    return parts if generates else without_generator(parts)
 
 
 def _without_agents(job: Job) -> Job:
@@ -404,7 +383,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
     """
     tokens, hardware, pool, traces = work
     mesh = whole.mesh
-    parts = with_assumed_pictures(job, _parts(job, mesh, generates=whole.generator is not None), tokens)
+    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
     settings = job.settings
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
@@ -430,7 +409,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
     written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
     learned = functools.partial(traced, learns=True, written=written)
     some = learned(min(mini, TRACED * piece))
-    if isinstance(job, RLJob) and parts.generator is not None and whole.generator is not None:
+    if isinstance(parts, GeneratingParts) and isinstance(whole, GeneratingParts) and isinstance(job, RLJob):
         own, shared = engine_bytes(job, whole, whole.generator)
         trained = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
         resting = own + agent_bytes(job, whole) + (shared if pool == "generate" else trained)
@@ -461,7 +440,7 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
             updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
             phases[name] = plus(updates, {"batch": kept * some.row_bytes})
     phases = with_owned_bytes(phases, sum(owned), local)
-    if parts.generator is not None:
+    if isinstance(parts, GeneratingParts):
         phases["generate"] = plus(phases["generate"], some.resting)
     return phases | {"rests": Costs({"other": some.resting})}
 
@@ -498,8 +477,8 @@ def trace_step(
     learning = _learning_step(parts) - 1
     del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
-    traced = parts._replace(roles=roles, agents={})  # each role sees all rows
-    trainer = loop.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
+    traced = dataclasses.replace(parts, roles=roles, agents={})  # each role sees all rows
+    trainer = phases.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")
@@ -509,7 +488,7 @@ def trace_step(
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
         with phase_of_moves(MOVES[0]):
-            rows, state, _ = loop.draw_batch(trainer, state)
+            rows, state, _ = phases.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
         for name in (name for name in SCORING_ROLES if name in frozen):
             read = rows_to_read(job, rows)
@@ -518,7 +497,7 @@ def trace_step(
         rows, state = score_or_fill(trainer, state, rows, written, tracer.empty)
         tracer.hold_tree(rows.batch, "batch")
         if learns:
-            loop.learn_batch(trainer, state, rows)
+            phases.learn_batch(trainer, state, rows)
         else:  # to the next rank: memory depends on the number of rows, not on their destination
             with phase_of_moves(MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)

@@ -228,7 +228,7 @@ def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -
     world = settings.devices.train.wanted or 2
     alone = with_flags(settings, place=None, dry_run=True)
     tokens = tokens_of(alone, algorithm)
-    base = plain_job(with_flags(alone, balance_pictures=False), algorithm, hardware.memory)  # of one device
+    base = plain_job(alone, algorithm, hardware.memory)  # of one device
     assert isinstance(base, RLJob)
     work = Workload(lengths_of(alone, base.sampling.max_new_tokens), tokens, hardware)
     refused = f"--place={settings.devices.place}: no division of {world} devices is possible"

@@ -26,14 +26,15 @@ from funrl.mesh.rows import row_indices, token_bytes
 from funrl.models.lora import added_adapters, trained_part
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer import phases
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.sharding import check_layouts
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, with_flags
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.steps.parts import Parts
 
 UNSHARDED = {
     "fsdp": False,
@@ -54,8 +55,6 @@ def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
       learns: whether its ranks may shard weights as those that train do; see `Placement.shards`.
     """
     mesh = text(pool.sizes)
-    if len(pool.ranks) == 1:
-        settings = with_flags(settings, balance_pictures=False)
     if learns:
         return with_flags(settings, place=None, mesh=mesh)
     return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)
@@ -138,10 +137,10 @@ class PoolTransfer(NamedTuple):
 
 
 def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolTransfer, PoolTransfer]:
-    """Weights to the ranks that generate, and rows from them, where all rows have full length.
+    """Weights to the generator ranks, and rows from them, where all rows have full length.
 
     Args:
-      job: on the mesh of the ranks that train.
+      job: on the mesh of the trainer ranks.
       placement: of all ranks.
       tokens: of a prompt.
     """
@@ -181,7 +180,7 @@ def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> t
     """Tokens that the busiest rank sends, those that the busiest one receives, and the most messages of a rank.
 
     Args:
-      job, parts: on the mesh of the ranks that train.
+      job, parts: on the mesh of the trainer ranks.
       placement: of all ranks.
       width: tokens of a row.
     """
@@ -192,7 +191,7 @@ def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> t
     has = row_indices(Mesh(placement.generate.sizes))
     wants = row_indices(Mesh(placement.train.sizes))
     owner = generating_ranks(prompts, samples, int(has.max()) + 1)
-    to = loop.scoring_ranks(job, parts, lengths, groups, step=1)[0]
+    to = phases.scoring_ranks(job, parts, lengths, groups, step=1)[0]
     tokens = np.zeros((int(has.max()) + 1, int(wants.max()) + 1), dtype=np.int64)
     np.add.at(tokens, (owner, to), lengths)
     sent = np.zeros((2, len(has)), dtype=np.int64)  # tokens and messages of each rank that generates

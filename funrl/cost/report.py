@@ -44,8 +44,7 @@ from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.processes.environment import ranks_of_node
-from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import RLJob, compute_dtype
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import scorers_of
@@ -441,7 +440,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
 
 
 def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
-    """Dry run of ranks that train, and of one generator that joins them and writes all rows.
+    """Dry run of trainer ranks, and of one generator that joins them and writes all rows.
 
     Raises:
       ValueError: a flag cannot work.
@@ -449,7 +448,7 @@ def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
     check_settings(settings)
     if scorers := scorers_of(settings):
         raise SettingsError(
-            f"--dry_run with --place={settings.devices.place}: models that reward on the ranks that train are not "
+            f"--dry_run with --place={settings.devices.place}: models that reward on the trainer ranks are not "
             f"estimated beside generators that join; leave --{scorers[0]} out"
         )
     place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"

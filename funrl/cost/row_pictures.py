@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from funrl import trees
@@ -25,16 +24,13 @@ from funrl.data.pictures import with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import encode
 from funrl.kinds import OwnedLines
-from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed
 from funrl.models.model import Inputs, ModelConfig
-from funrl.models.vision.balance import assigned_pictures
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig
 from funrl.models.vision.grids import Grid, picture_patches, picture_tokens, smallest_grid
 from funrl.models.vision.inputs import (
     GRIDS,
     PATCHES,
-    AssignedPictures,
     Pictures,
     grids_of,
     split_pictures,
@@ -42,12 +38,12 @@ from funrl.models.vision.inputs import (
 )
 from funrl.rollout.requests import Request
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.datasets import embedded_texts
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import form_of_pictures
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
+from funrl.trainer.steps.parts import Parts
 
 TASK_PROMPTS = 64  # of the embedded task that are read
 MOVED_COPIES = 4  # of its rows that a rank holds in a move: those before, those after, and what it sends and receives
@@ -237,25 +233,22 @@ def with_assumed_pictures(job: Job, parts: Parts, tokens: int) -> Parts:
     if job.model.owned is None or (not grids and isinstance(job, RLJob)):  # texts have the fields, if only empty ones
         return parts
     roles = {name: role._replace(placed=_assuming(role.placed, grids)) for name, role in parts.roles.items()}
-    return parts._replace(roles=roles)
+    return dataclasses.replace(parts, roles=roles)
 
 
 def _assuming(placed: Placed, grids: tuple[Grid, ...]) -> Placed:
     model = placed.model
     assert model.owned is not None
-    read = functools.partial(assumed_inputs, _tower(model), grids, placed.mesh if placed.balances else None)
+    read = functools.partial(assumed_inputs, _tower(model), grids)
     return dataclasses.replace(placed, model=dataclasses.replace(model, owned=model.owned._replace(read=read)))
 
 
-def assumed_inputs(
-    tower: TowerConfig, grids: tuple[Grid, ...], mesh: Mesh | None, batch: Batch, inputs: Inputs
-) -> Inputs:
+def assumed_inputs(tower: TowerConfig, grids: tuple[Grid, ...], batch: Batch, inputs: Inputs) -> Inputs:
     """`OwnedValues.read` of a micro-batch whose rows all begin with the same pictures.
 
     Args:
       tower: of the model.
       grids: of the pictures of a row.
-      mesh: whose ranks share the work of the tower, each with as many rows; None: each computes its own pictures.
       batch: packed.
       inputs: of it.
     """
@@ -273,16 +266,8 @@ def assumed_inputs(
         is_picture_BT = (first_BT == tower.placeholder) & (inputs.segments > 0)
         tokens_BT = torch.where(is_picture_BT, tower.placeholder, 0 if tower.placeholder else 1)
     patches = patches_in(of_rows, tower)
-    assigned = None if mesh is None else _assumed_assignment(tower, of_rows, mesh)
-    pictures = Pictures(unread_patches(tower, patches, tokens_BT.device), of_rows, assigned)
+    pictures = Pictures(unread_patches(tower, patches, tokens_BT.device), of_rows)
     return with_pictures(tower, inputs._replace(tokens=tokens_BT), pictures)._replace(tokens=inputs.tokens)
-
-
-def _assumed_assignment(tower: TowerConfig, grids: tuple[Grid, ...], mesh: Mesh) -> AssignedPictures:
-    """The ranks that compute the pictures of a micro-batch where all ranks have these."""
-    ranks = mesh.size(mesh.row_axes)
-    sizes_Q2 = np.array(grids * ranks, dtype=np.int64)
-    return assigned_pictures(tower, sizes_Q2, np.repeat(np.arange(ranks), len(grids)), mesh)
 
 
 def assumed_prompt(job: RLJob, tokens: int) -> Request | None:

@@ -25,8 +25,7 @@ from funrl.data.supervised import TEXT_FIELDS, TextExample, text_batch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import move_traffic
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer import loop, phases
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.settings.scorers import has_environment
@@ -34,11 +33,12 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.completion_scores import reading_ranks
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.micro import Epoch, pack_in_place, plan_epoch, row_cost, token_ranks
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
 
 def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
-    """Rows of the greatest length as the source makes them, on the ranks that generate.
+    """Rows of the greatest length as the source makes them, on the generator ranks.
 
     Args:
       job: of the run.
@@ -46,7 +46,7 @@ def full_rows(job: Job, parts: Parts, tokens: int, local: int) -> Rows:
       tokens: of a prompt or text.
       local: rows of each rank that trains.
     """
-    mesh = parts.mesh if parts.generator is None else parts.generator.mesh
+    mesh = parts.generator.mesh if isinstance(parts, GeneratingParts) else parts.mesh
     count = local * parts.mesh.size(parts.mesh.row_axes)
     owner = generating_ranks(count, 1, mesh.size(mesh.row_axes))
     own = int((owner == mesh.index(mesh.row_axes)).sum())
@@ -63,7 +63,7 @@ def rows_to_read(job: Job, rows: Rows) -> Rows:
 
 
 def score_or_fill(
-    trainer: loop.Trainer,
+    trainer: phases.Trainer,
     state: loop.State,
     rows: Rows,
     written: FieldShapes | None,
@@ -79,12 +79,12 @@ def score_or_fill(
     """
     if written is not None:
         silent = {name: role._replace(writes={}) for name, role in trainer.parts.roles.items()}
-        trainer = trainer._replace(parts=trainer.parts._replace(roles=silent))
+        trainer = trainer._replace(parts=dataclasses.replace(trainer.parts, roles=silent))
         shape = rows.batch.tokens.shape
         rows = rows.with_fields(
             **{name: empty((*shape, *more), dtype=dtype) for name, (more, dtype) in written.items()}
         )
-    rows, state, _ = loop.score_batch(trainer, state, rows)
+    rows, state, _ = phases.score_batch(trainer, state, rows)
     return rows, state
 
 
@@ -199,7 +199,7 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     settings = job.settings
     mesh = parts.mesh
     samples = rows_of_step(job) // settings.run.batch_prompts
-    source = mesh if parts.generator is None else parts.generator.mesh
+    source = parts.generator.mesh if isinstance(parts, GeneratingParts) else mesh
     lengths = np.full(settings.run.batch_prompts * samples, width)
     group = torch.arange(len(lengths)) // samples
     generating = generating_ranks(settings.run.batch_prompts, samples, source.size(source.row_axes))
@@ -207,8 +207,8 @@ def row_plan(job: Job, parts: Parts, width: int, step: int) -> RowPlan:
     for name in SCORING_ROLES if isinstance(job, RLJob) else ():
         if name in parts.roles:
             before.append(Holders(reading_ranks(lengths, parts.roles[name], scoring_budget(settings)), mesh))
-    before.append(Holders(loop.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
-    plan = loop.update_plan(job, parts, step)
+    before.append(Holders(phases.scoring_ranks(job, parts, lengths, group, step)[0], mesh))
+    plan = phases.update_plan(job, parts, step)
     epochs = [plan_epoch(lengths, mesh, plan, number) for number in range(plan.epochs)]
     return RowPlan(lengths, before, epochs)
 

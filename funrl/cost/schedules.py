@@ -292,7 +292,7 @@ def placed_schedules(
       settings: the flags.
       placement: of the ranks.
       work: rows of the run.
-      transfer: seconds until the ranks that generate have new weights.
+      transfer: seconds until the generator ranks have new weights.
 
     Raises:
       ValueError: a flag cannot work.

@@ -32,7 +32,7 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 
 SAVING = 4  # a smaller token budget is this part of the given one
-UNSHARED = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto", "balance_pictures": False}
+UNSHARED = {"fsdp": False, "fsdp_axes": None, "grad_reduce_dtype": "auto"}
 SPLIT_FLAGS = ("mesh", "generate_mesh", "fsdp", "fsdp_axes")
 
 
@@ -174,7 +174,7 @@ def descend(
     base = plain_job(alone, algorithm, hardware.memory)
     axes, unused = usable_axes(settings, base.models)
     width = check_width(base, tokens_of(settings, algorithm))
-    native = settings.engines.engine == "native" and settings.devices.generate_mesh is None
+    native = settings.engines.abilities.own_steps and settings.devices.generate_mesh is None
     space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
     known: dict[MeshSplit, Traced | None] = {}
     refused: dict[str, str] = {}

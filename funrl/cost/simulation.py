@@ -586,7 +586,7 @@ class ScoredUpdate(NamedTuple):
     """Seconds of a batch that other models score, one after the other, before it is trained on.
 
     Attributes:
-      update: of the ranks that train.
+      update: of the trainer ranks.
       scoring: of each of these models.
     """
 

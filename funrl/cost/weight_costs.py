@@ -20,9 +20,8 @@ from funrl.mesh.reshard import BUCKET_BYTES
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.trainer import offload
-from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.generator import Generator
 from funrl.trainer.jobs.job import Job
+from funrl.trainer.steps.parts import GeneratingParts, Generator, Parts
 from funrl.trainer.steps.roles import Role, bases
 
 
@@ -56,7 +55,7 @@ def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
     role = parts.roles[parts.main_role]
     copies = sum(declared.every > 0 for declared in job.agents.frozen.values()) if pool in ("", "train") else 0
     nbytes = copies * _local_bytes(role.stored, job.master if role.base is not None else job.dtype)
-    if parts.generator is None:
+    if not isinstance(parts, GeneratingParts):
         return nbytes
     engines = parts.generator.further.values()
     return nbytes + sum(_local_bytes(engine.weights.layouts, job.dtype) for engine in engines)
@@ -138,7 +137,7 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
     frozen = {
         name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
     }
-    shared = 0.0 if parts.generator is None else engine_bytes(job, parts, parts.generator)[1]
+    shared = engine_bytes(job, parts, parts.generator)[1] if isinstance(parts, GeneratingParts) else 0.0
     of_part = {
         "optimizer": {"optimizer": rests["optimizer"]},
         "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},

@@ -28,7 +28,7 @@ def parse_fields(text: str | None) -> Fields:
     return fields
 
 
-def rename_columns(record: Any, fields: Fields) -> Any:
+def rename_columns(record: object, fields: Fields) -> Any:
     """Rename columns of a record to the names of `fields`; other columns stay.
 
     Args:
@@ -44,7 +44,7 @@ def rename_columns(record: Any, fields: Fields) -> Any:
     return {name: value for name, value in record.items() if name not in fields.values()} | taken
 
 
-def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_columns(record: Mapping[str, object]) -> dict[str, Any]:
     """Normalise a record for reinforcement learning.
 
     Without a `prompt`, the `question` becomes the prompt. The `ground_truth` in verl's `reward_model` becomes a field.
@@ -58,7 +58,7 @@ def prompt_columns(record: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def text_columns(record: Any, kind: str) -> Any:
+def text_columns(record: object, kind: str) -> Any:
     """Normalise a record for supervised learning.
 
     Without prompt and completion, `question` and `answer` become these. The prompt of a pair may be the common prefix
@@ -103,13 +103,13 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"prompt": common, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
-def _common(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+def _common(first: Sequence[object], second: Sequence[object]) -> list[Any]:
     """Common prefix of two lists of messages; of equal ones, all but the last message."""
     pairs = enumerate(zip(first, second, strict=False))
     return list(first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)) - (first == second))])
 
 
-def _column(record: Mapping[str, Any], name: str, column: str) -> Any:
+def _column(record: Mapping[str, object], name: str, column: str) -> Any:
     value: Any = record
     for part in [column] if column in record else column.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -127,7 +127,7 @@ def _number(text: str) -> Any:
         return text
 
 
-def check_steps(steps: Any, labels: Any) -> None:
+def check_steps(steps: object, labels: object) -> None:
     """Raise DataError where steps of a solution and their labels are no lists of one length."""
     if not (isinstance(steps, Sequence) and not isinstance(steps, str) and steps) or not all(
         isinstance(step, str) for step in steps
@@ -137,6 +137,6 @@ def check_steps(steps: Any, labels: Any) -> None:
         raise DataError(f"'labels' must be a list of true or false, one for each of the {len(steps)} completions")
 
 
-def is_label(value: Any) -> bool:
+def is_label(value: object) -> bool:
     """True of true, false and numbers from 0 to 1."""
     return isinstance(value, (bool, int, float)) and 0 <= value <= 1

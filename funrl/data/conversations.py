@@ -1,7 +1,7 @@
 """Conversations as tokens by a chat template: prompts, the turns that answer them, and which tokens are trained.
 
 Every recipe, and the chat of an environment, uses these functions. What is trained of a turn is what a policy with the
-same history would have had to sample: it has the prompt as the template renders it, up to the begin of its turn, and
+same history would have had to sample: it has the prompt as the template renders it, up to the start of its turn, and
 writes the reply and the token that ends it.
 
 | the template | the row |
@@ -39,7 +39,7 @@ from funrl.data.tokenizer import (
 
 Conversation = Sequence[Mapping[str, Any]]
 LINE = "\n"
-REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words go on
+REPLY = "FUNRL-REPLY"  # content of a synthetic reply, and the place where the assistant's words continue
 CALL_ID = "call00000"  # of a synthetic call, in the form that Mistral's templates demand
 ANY_QUESTION: Conversation = ({"role": "user", "content": "?"},)  # a history that every template knows
 _EMPTY_THOUGHTS = re.compile(rf"\A(\s*){THINK}\s*{END_THINK}\s*")
@@ -56,7 +56,7 @@ class AssistantTurn(NamedTuple):
     """A turn of the assistant.
 
     Attributes:
-      prompt: the chat up to it, with what the template writes at the begin of a reply.
+      prompt: the chat up to it, with what the template writes at the start of a reply.
       reply: what the policy has to sample then, with the mark that ends it.
       ended: whether there is such a mark; else the mark of the next turn or the end-of-text token ends it.
     """
@@ -80,7 +80,7 @@ class ChatTemplate(NamedTuple):
     arguments: Mapping[str, Any] | None = None
 
     def prompt(self, messages: Conversation) -> RenderedChat:
-        """Render messages up to the begin of the policy's turn; words of the assistant at the end are continued.
+        """Render messages up to the start of the policy's turn; words of the assistant at the end are continued.
 
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
@@ -128,7 +128,7 @@ class ChatTemplate(NamedTuple):
                 f"{prompt.text[-300:]!r}; give another one (--chat_template=FILE)"
             )
         content = str(message.get("content")).lstrip()
-        if begin.endswith(THINK) and content.startswith(THINK) and END_THINK not in content:  # thoughts that go on
+        if begin.endswith(THINK) and content.startswith(THINK) and END_THINK not in content:  # thoughts that continue
             reply = content.removeprefix(THINK).lstrip(LINE) + (self.closing()[0] or "")
         elif begin.endswith(THINK):
             reply = reply if END_THINK in reply else f"{thoughts}\n{END_THINK}\n\n{reply.lstrip(LINE)}"
@@ -144,7 +144,7 @@ class ChatTemplate(NamedTuple):
 
         Args:
           messages: in the normal form.
-          opens: up to the begin of the policy's turn.
+          opens: up to the start of the policy's turn.
 
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
@@ -159,7 +159,7 @@ class ChatTemplate(NamedTuple):
         except Exception as error:  # templates may raise anything
             raise TokenizerError(f"the chat template refuses the messages {list(messages)!r:.2000}: {error}") from error
 
-    def _reply(self, history: Conversation, message: Mapping[str, Any], prompt: str) -> str | None:
+    def _reply(self, history: Conversation, message: Mapping[str, object], prompt: str) -> str | None:
         """Text that the template writes of a message of the assistant, from the end of its prompt on.
 
         Returns: None if the template renders the history otherwise before the message than before a prompt.
@@ -242,9 +242,9 @@ class ChatTemplate(NamedTuple):
             return closing, ""
         first = marks[0]
         run = re.compile(f"(?:{markers_of(self.tokenizer).pattern})+").match(closing, first.start())
-        assert run is not None
-        ends_all = followed.startswith(closing[: run.end()]) and not closing[run.end() :].strip()
-        return closing, closing[: run.end() if ends_all else first.end()]
+        end = first.end() if run is None else run.end()
+        ends_all = followed.startswith(closing[:end]) and not closing[end:].strip()
+        return closing, closing[: end if ends_all else first.end()]
 
     def _synthetic(self, messages: Conversation, opens: bool) -> str:
         """Text of synthetic messages without tools, which is kept; "" where the template refuses them."""
@@ -287,7 +287,7 @@ def encode_prompt(
     Args:
       tokenizer: of Hugging Face.
       prompt: text, which gets the tokenizer's special tokens; or messages in the normal form, which go through its chat
-        template, up to the begin of the assistant's turn or, where they end with its words, up to these.
+        template, up to the start of the assistant's turn or, where they end with its words, up to these.
       tools: JSON schemas of tools, for the chat template.
       arguments: further arguments of the chat template, by name.
 
@@ -333,7 +333,7 @@ def conversation_texts(messages: Conversation, template: ChatTemplate, first: in
 
 
 def continued_texts(prompt: Conversation, completion: Conversation, template: ChatTemplate) -> list[Text]:
-    """Tokenize a prompt and messages that complete it, of which the assistant's are trained.
+    """Tokenize a prompt and messages that complete it; the assistant's are trained.
 
     Where the prompt ends with the assistant's words, the first message continues them, and only that is trained.
 
@@ -362,7 +362,7 @@ def continued_texts(prompt: Conversation, completion: Conversation, template: Ch
     return [row.finished(), *texts] if continues else texts
 
 
-def completed_text(prompt: list[int], name: str, completion: str, tokenizer: Any, before: str = "") -> Text:
+def completed_text(prompt: list[int], name: str, completion: str, tokenizer: object, before: str = "") -> Text:
     """Tokens of a text prompt and its completion, which is trained and ends with the end-of-text token.
 
     Args:
@@ -442,12 +442,12 @@ class _Row:
         self.trained += [trained] * len(ids)
 
     def _mark_after(self, prompt: RenderedChat) -> str:
-        """The marker with which a prompt goes on after the row."""
+        """The marker that follows the row in a prompt."""
         match = markers_of(self.tokenizer).match(prompt.text, len(self.text))
         return match[0] if match and len(match[0]) > 1 else ""
 
 
-def _without_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _without_thoughts(message: Mapping[str, object]) -> dict[str, Any]:
     content = message.get("content")
     rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
     return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}

@@ -69,7 +69,7 @@ def data_digest(path: str) -> str:
     return "" if wanted is None else files_digest(cached_files(wanted))
 
 
-def records_digest(records: Sequence[Any]) -> str:
+def records_digest(records: Sequence[object]) -> str:
     """Digest of a list of records: of all, or of evenly spaced ones if there are more than `RECORDS_READ`.
 
     Objects that JSON cannot represent contribute only their type.

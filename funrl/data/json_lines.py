@@ -17,17 +17,20 @@ class DataError(ValueError):
     """A file or line cannot be trained on; the message names the file, the line and the problem."""
 
 
+NO_LINES = np.zeros(1, dtype=np.int64)
+
+
 class JsonLines(NamedTuple):
     """The lines of a file, each parsed on access. It holds no open file, so it can be forked and pickled.
 
     Attributes:
       path: path of the file.
-      offsets: [lines + 1] int64, start of each line, and the end of the file; None before `indexed`.
+      offsets: [lines + 1] int64, start of each line, and the end of the file; [0] before `indexed`.
       stamp: size and time of the file when it was indexed.
     """
 
     path: Path
-    offsets: np.ndarray | None = None
+    offsets: np.ndarray = NO_LINES
     stamp: Stamp = (0, 0)
 
     def indexed(self) -> JsonLines:
@@ -50,7 +53,6 @@ class JsonLines(NamedTuple):
 
     def read(self, place: int) -> Any:
         """Parse one line. Raises: DataError, the file has changed since it was indexed."""
-        assert self.offsets is not None
         with _opened(self.path) as file:
             if _stamp(file) != self.stamp:
                 raise DataError(f"{self.path}: the file has been changed since the run began; start again")
@@ -63,7 +65,6 @@ class JsonLines(NamedTuple):
 
     def sizes(self) -> np.ndarray:
         """[lines] bytes of each line."""
-        assert self.offsets is not None
         return np.diff(self.offsets)
 
     def _parsed(self, place: int, line: bytes) -> Any:

@@ -41,7 +41,7 @@ _PLAIN = frozenset({"role", "content"})
 _LONGEST_SHOWN = 80  # characters of a value in an error
 
 
-def are_messages(value: Any) -> bool:
+def are_messages(value: object) -> bool:
     """True for what is meant as a conversation instead of a text: a list that is not empty."""
     return isinstance(value, list) and bool(value)
 
@@ -65,7 +65,7 @@ def normal_messages(messages: Sequence[Any]) -> list[ChatMessage]:
     return normal
 
 
-def normal_message(message: Any) -> ChatMessage:
+def normal_message(message: object) -> ChatMessage:
     """One message in the normal form. Raises: DataError."""
     if not isinstance(message, Mapping):
         raise DataError(f"{shown(message)} is not an object with a role and a content")
@@ -115,7 +115,7 @@ def normal_changes(given: Mapping[str, Any], normal: ChatMessage) -> list[str]:
     return changes
 
 
-def are_usual(messages: Sequence[Any]) -> bool:
+def are_usual(messages: Sequence[object]) -> bool:
     """True only of messages that `normal_messages` takes, with usual roles and fields; quick, for millions of records.
 
     Fields may be null.
@@ -128,7 +128,7 @@ def are_usual(messages: Sequence[Any]) -> bool:
     return True
 
 
-def normal_calls(calls: Any) -> list[ChatMessage]:
+def normal_calls(calls: object) -> list[ChatMessage]:
     """The calls of a message in the normal form; none for null. Raises: DataError."""
     if calls is None:
         return []
@@ -137,7 +137,7 @@ def normal_calls(calls: Any) -> list[ChatMessage]:
     return [_call(call) for call in calls]
 
 
-def decoded_arguments(given: Any) -> dict[str, Any]:
+def decoded_arguments(given: object) -> dict[str, Any]:
     """Arguments of a call as an object, from an object or its JSON text. Raises: DataError."""
     if isinstance(given, str):
         try:
@@ -171,7 +171,7 @@ def normal_tools(given: Any) -> list[Any]:
     return tools
 
 
-def without_arrow_nulls(row: Any) -> Any:
+def without_arrow_nulls(row: object) -> Any:
     """A row of an Arrow table without the nulls in its messages and tools, also those in entries of a column.
 
     Other columns stay as they are.
@@ -218,7 +218,7 @@ def _has_word(template: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as JSON, cut off, for errors."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
@@ -250,7 +250,7 @@ def _are_usual_fields(message: ChatMessage) -> bool:
     return True
 
 
-def _content(content: Any, role: str, may_be_empty: bool) -> Any:
+def _content(content: object, role: str, may_be_empty: bool) -> Any:
     if isinstance(content, str):
         return content
     if content is None or (content == [] and role != "tool"):
@@ -267,11 +267,11 @@ def _content(content: Any, role: str, may_be_empty: bool) -> Any:
     raise DataError(f"the content of the {role} is {shown(content)}; a text, or a list of parts of text, is needed")
 
 
-def _is_text_part(part: Any) -> bool:
+def _is_text_part(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _is_picture_part(part: Any) -> bool:
+def _is_picture_part(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
@@ -286,7 +286,7 @@ def _thoughts(message: Mapping[str, Any]) -> str:
     return texts[0] if texts else ""
 
 
-def _is_trained(message: Mapping[str, Any]) -> bool:
+def _is_trained(message: Mapping[str, object]) -> bool:
     weight = message.get("weight")
     if weight is not None and weight not in (0, 1):
         raise DataError(f"its weight is {shown(weight)}; 1 trains the turn, and 0 does not")
@@ -306,13 +306,13 @@ def _call(call: Any) -> ChatMessage:
     return {"type": "function", **named, "function": inner}
 
 
-def _is_filled(value: Any) -> bool:
+def _is_filled(value: object) -> bool:
     """True for a column of Arrow that has messages or tools, whose objects have the keys of all rows."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and not {"role", "function", "parameters"}.isdisjoint(first)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

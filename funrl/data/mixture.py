@@ -102,14 +102,11 @@ class Mixture(Sequence[MixedItem]):
 
         In every 1,000 items each part has its share, in an order that the seed determines.
         """
-        assert self.shares is not None
+        shares = np.array(self.shares or ())
+        block = np.repeat(np.arange(len(self.parts)), shares)
         first, begin = divmod(consumed, DRAWS)
         blocks = range(first, first - (-(begin + count) // DRAWS))
-        pieces = [np.random.default_rng((seed, block)).permutation(self._block()) for block in blocks]
+        pieces = [np.random.default_rng((seed, number)).permutation(block) for number in blocks]
         order = np.concatenate(pieces) if pieces else np.zeros(0, int)
-        earlier = np.bincount(order[:begin], minlength=len(self.parts)) + first * np.array(self.shares)
+        earlier = np.bincount(order[:begin], minlength=len(self.parts)) + first * shares
         return order[begin : begin + count], earlier
-
-    def _block(self) -> np.ndarray:
-        assert self.shares is not None
-        return np.repeat(np.arange(len(self.parts)), self.shares)

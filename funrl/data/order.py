@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import numpy as np
 
@@ -21,7 +21,7 @@ CHANCES = 0xC4A2CE  # separates their random streams from those of the shuffles
 AnyItem = TypeVar("AnyItem")
 
 
-class Reordered(Sequence[AnyItem]):
+class ReorderedItems(Sequence[AnyItem]):
     """Some items of a sequence, each read on access.
 
     Args:
@@ -39,14 +39,14 @@ class Reordered(Sequence[AnyItem]):
     @overload
     def __getitem__(self, index: int) -> AnyItem: ...
     @overload
-    def __getitem__(self, index: slice) -> Reordered[AnyItem]: ...
-    def __getitem__(self, index: int | slice) -> AnyItem | Reordered[AnyItem]:
+    def __getitem__(self, index: slice) -> ReorderedItems[AnyItem]: ...
+    def __getitem__(self, index: int | slice) -> AnyItem | ReorderedItems[AnyItem]:
         if isinstance(index, slice):
-            return Reordered(self.items, self.places[index])
+            return ReorderedItems(self.items, self.places[index])
         return self.items[self.places[index]]
 
 
-class Taken(NamedTuple):
+class OrderedItems(NamedTuple):
     """Items taken from the order.
 
     Attributes:
@@ -60,7 +60,7 @@ class Taken(NamedTuple):
     end: int
 
 
-def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) -> np.ndarray:
+def places_in_order(items: Sequence[object], count: int, seed: int, position: int) -> np.ndarray:
     """Indices of the items at the next positions of the order, [count].
 
     Args:
@@ -80,7 +80,9 @@ def places_in_order(items: Sequence[Any], count: int, seed: int, position: int) 
     return places_C
 
 
-def take_next(items: Sequence[Any], count: int, seed: int, position: int, weights: np.ndarray | None = None) -> Taken:
+def take_next(
+    items: Sequence[object], count: int, seed: int, position: int, weights: np.ndarray | None = None
+) -> OrderedItems:
     """Take the next items of the order, by rejection sampling if there are weights.
 
     The item at a position is taken with the probability weight / largest weight, by a random number that the seed and
@@ -96,7 +98,7 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
     """
     if weights is None or not count:
         end = position + count
-        return Taken(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
+        return OrderedItems(np.arange(position, end), places_in_order(items, count, seed, position=position), end)
     chance_N = weights / weights.max()
     span = 2 * count
     positions: list[int] = []
@@ -108,10 +110,10 @@ def take_next(items: Sequence[Any], count: int, seed: int, position: int, weight
         places += come_up[taken].tolist()
         position += span
         span = min(2 * span, max(len(items), 2 * count))
-    return Taken(np.array(positions), np.array(places), positions[-1] + 1)
+    return OrderedItems(np.array(positions), np.array(places), positions[-1] + 1)
 
 
-def order_digest(items: Sequence[Any], seed: int, lengths: Sequence[int] = ()) -> int:
+def order_digest(items: Sequence[object], seed: int, lengths: Sequence[int] = ()) -> int:
     """Digest of an order below 2^63: of the seed, the parts, their shares, and the lengths of items."""
     parts, shares = (items.parts, items.shares) if isinstance(items, Mixture) else ([items], None)
     facts = repr((seed, [len(part) for part in parts], shares and list(shares))).encode()

@@ -13,12 +13,12 @@ from funrl.data.records import Records
 SIDES = ("chosen", "rejected")
 
 
-def is_pair(record: Any) -> bool:
+def is_pair(record: object) -> bool:
     """True for a record, after `rename_columns`, with a chosen and a rejected text and no completion."""
     return isinstance(record, Mapping) and set(SIDES) <= set(record) and "completion" not in record
 
 
-def half_of(record: Mapping[str, Any], rejected: bool) -> dict[str, Any]:
+def half_of(record: Mapping[str, object], rejected: bool) -> dict[str, Any]:
     """One text of a pair with its label.
 
     Args:

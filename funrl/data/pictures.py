@@ -23,7 +23,7 @@ from einops import rearrange
 
 from funrl.data.json_lines import DataError
 from funrl.data.processors.form import PictureForm, fixed_size, picture_parts
-from funrl.data.processors.reading import Reading, ReadPatches
+from funrl.data.processors.reading import PictureReading, ReadPatches
 
 if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.kinds import OwnedLines
@@ -68,7 +68,7 @@ def picture_form(config: ModelConfig, directory: str | None = None) -> PictureFo
     files = tuple((path.name, path.read_text()) for path in present if path.is_file())
     name, got = _processor_fields(dict(files), form.tower)
     if got is not None and fixed is not None:
-        fixed.check(name, got, form.tower)
+        fixed.check(name, got)
     elif got is not None:
         form = _with_bounds(form, name, got)
     elif config.source.family in PROCESSOR_CLASSES:
@@ -109,7 +109,7 @@ def _processor_fields(texts: Mapping[str, str], tower: TowerConfig) -> tuple[str
     return "", None
 
 
-def _with_bounds(form: PictureForm, name: str, got: Mapping[str, Any]) -> PictureForm:
+def _with_bounds(form: PictureForm, name: str, got: Mapping[str, object]) -> PictureForm:
     """The form with the bounds on pixels that a file gives; each may stand in one of two places.
 
     Args:
@@ -183,20 +183,20 @@ def _processor_text(form: PictureForm, processor_class: str) -> str:
     """The preprocessor_config.json by which a processor of transformers takes pictures in this form."""
     from funrl.models.vision.config import FRAMES
 
-    if (fixed := fixed_size(form.tower)) is not None:
-        return fixed.text(form.tower, processor_class)
-    values = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": processor_class,
+    kind = "Qwen2VLImageProcessor"
+    fields: Mapping[str, Any] = {
         "patch_size": form.tower.patch,
         "merge_size": form.tower.merge,
         "temporal_patch_size": FRAMES,
-        "image_mean": list(form.tower.form.mean),
-        "image_std": list(form.tower.form.std),
         "size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels},
         "min_pixels": form.min_pixels,
         "max_pixels": form.max_pixels,
     }
+    if (fixed := fixed_size(form.tower)) is not None:
+        kind = f"{processor_class.removesuffix('Processor')}ImageProcessor"
+        fields = fixed.fields
+    colours = {"image_mean": list(form.tower.form.mean), "image_std": list(form.tower.form.std)}
+    values = {"image_processor_type": kind, "processor_class": processor_class, **colours, **fields}
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -210,12 +210,12 @@ def with_picture_form(tokenizer: Any, form: PictureForm | None) -> Any:
     return tokenizer
 
 
-def picture_form_of(tokenizer: Any) -> PictureForm | None:
+def picture_form_of(tokenizer: object) -> PictureForm | None:
     """The form in which a tokenizer's model takes pictures; None: it sees none."""
     return getattr(tokenizer, "picture_form", None)
 
 
-def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
+def pictures_of(record: Mapping[str, object], tokenizer: object) -> list[Any]:
     """The pictures of a record, as it has them: those of its messages, or else of its own field.
 
     Raises:
@@ -234,7 +234,7 @@ def pictures_of(record: Mapping[str, Any], tokenizer: Any) -> list[Any]:
     return inner or pictures
 
 
-def _has_places(record: Mapping[str, Any]) -> bool:
+def _has_places(record: Mapping[str, object]) -> bool:
     """True if messages of a record have parts for pictures."""
     lists = (value for value in record.values() if isinstance(value, list))
     messages = (message for value in lists for message in value if isinstance(message, Mapping) and "role" in message)
@@ -243,24 +243,24 @@ def _has_places(record: Mapping[str, Any]) -> bool:
     return any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
-def inner_pictures(messages: Any) -> list[Any]:
+def inner_pictures(messages: object) -> list[Any]:
     """The pictures that parts of messages hold themselves."""
     contents = [message.get("content") for message in messages] if isinstance(messages, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part["image"] for part in parts if isinstance(part, Mapping) and part.get("image") is not None]
 
 
-class Expanded(NamedTuple):
+class ExpandedTokens(NamedTuple):
     """Token ids with a placeholder for each token of the pictures, and the values of these."""
 
     tokens: list[int]
     owned: OwnedLines
 
 
-def reading_of(tokenizer: Any) -> Reading | None:
+def reading_of(tokenizer: object) -> PictureReading | None:
     """The way to read pictures in the form of a tokenizer's model, as `patches_of`; None: that sees none."""
     form = picture_form_of(tokenizer)
-    return None if form is None else Reading(_reader(form), form.counts_as_alone)
+    return None if form is None else PictureReading(_reader(form), form.counts_as_alone)
 
 
 def _reader(form: PictureForm) -> ReadPatches:
@@ -269,11 +269,11 @@ def _reader(form: PictureForm) -> ReadPatches:
 
 def expand_placeholders(
     tokens: Sequence[int],
-    pictures: Sequence[Any],
+    pictures: Sequence[object],
     form: PictureForm,
     read: ReadPatches | None = None,
     together: Sequence[int] | None = None,
-) -> Expanded:
+) -> ExpandedTokens:
     """Token ids with all placeholders.
 
     Args:
@@ -281,7 +281,7 @@ def expand_placeholders(
       pictures: as the record has them.
       form: of the model.
       read: patches of a picture; None: `patches_of`.
-      together: for each picture the number of those that it stands with; None: all stand together.
+      together: for each picture, how many pictures stand together with it; None: all do.
 
     Raises:
       DataError: there are other placeholders than pictures, or a picture cannot be used.
@@ -314,7 +314,7 @@ def expand_placeholders(
         PATCHES: torch.from_numpy(seen[0][0] if len(seen) == 1 else np.concatenate([none, *(x for x, _ in seen)])),
         GRIDS: torch.tensor([grid for _, grid in seen], dtype=torch.int64).reshape(-1, 2),
     }
-    return Expanded(ids, owned_lines(values))
+    return ExpandedTokens(ids, owned_lines(values))
 
 
 def _tokens_before_pictures(tokens: Sequence[int], form: PictureForm) -> int:
@@ -329,7 +329,7 @@ def one_placeholder_each(tokens: Sequence[int], owned: OwnedLines, form: Picture
     return collapsed(form.tower, tokens, grids_of(owned.values[GRIDS]))
 
 
-def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: Expanded, form: PictureForm) -> list[bool]:
+def flags_after(tokens: Sequence[int], flags: Sequence[bool], new: ExpandedTokens, form: PictureForm) -> list[bool]:
     """Flags of the tokens of `expand_placeholders`: false at placeholders and at what was put before the text.
 
     Args:
@@ -373,7 +373,7 @@ def stored_pixels(given: Any) -> int:
 
 
 @contextlib.contextmanager
-def _opened(given: Any) -> Iterator[Any]:
+def _opened(given: object) -> Iterator[Any]:
     """The picture of a path or of bytes, whose pixels are not decoded yet. Raises: DataError."""
     pillow = _pillow()
     source, name = _source(given)
@@ -404,7 +404,7 @@ def _pillow() -> Any:
     return Image
 
 
-def _source(given: Any) -> tuple[Any, str]:
+def _source(given: object) -> tuple[Any, str]:
     """A path or a file of bytes, and what errors call it."""
     if isinstance(given, Mapping):
         inner = next((given[key] for key in ("bytes", "path", "image") if given.get(key) is not None), None)
@@ -429,7 +429,7 @@ def picture_url(pixels_HWC: np.ndarray) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def patches_of(picture: Any, form: PictureForm, alone: bool = True) -> tuple[np.ndarray, tuple[int, int]]:
+def patches_of(picture: object, form: PictureForm, alone: bool = True) -> tuple[np.ndarray, tuple[int, int]]:
     """Patches [P, 3, side, side] of a picture in the order of its tokens, and its grid.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.json_lines import DataError
 from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools
-from funrl.data.processors.square_pictures import framed
+from funrl.data.processors.form import framed
 from funrl.data.records import read_records, source_problem
 
 Messages = list[ChatMessage]
@@ -69,7 +69,7 @@ def format_prompt(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat)
     return format_messages(prompt, form)
 
 
-def format_messages(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Messages:
+def format_messages(prompt: str | Sequence[Mapping[str, object]], form: PromptFormat) -> Messages:
     """Apply a format to messages, or to a text that becomes the user's; they come out in their normal form."""
     turns = _turns(prompt, form)
     own = turns[0]["role"] == "system"
@@ -81,7 +81,7 @@ def format_messages(prompt: str | Sequence[Mapping[str, Any]], form: PromptForma
     return first + turns[own:]
 
 
-def tools_of(own: Any, form: PromptFormat) -> list[Any]:
+def tools_of(own: object, form: PromptFormat) -> list[Any]:
     """A record's own tools, else those of the format. Raises: DataError."""
     return normal_tools(own) or list(form.tools)
 
@@ -155,7 +155,7 @@ def text_of_file(path: str) -> str:
         raise DataError(f"{path}: it cannot be read: {reason}") from error
 
 
-def _shot(where: str, record: Any, fields: Fields) -> Shot:
+def _shot(where: str, record: object, fields: Fields) -> Shot:
     try:
         record = prompt_columns(rename_columns(record, fields)) if isinstance(record, Mapping) else {}
     except DataError as error:
@@ -173,7 +173,7 @@ def _normal(given: Any) -> str | Messages:
     return normal_messages(given) if are_messages(given) else given
 
 
-def _turns(prompt: str | Sequence[Mapping[str, Any]], form: PromptFormat) -> Messages:
+def _turns(prompt: str | Sequence[Mapping[str, object]], form: PromptFormat) -> Messages:
     if isinstance(prompt, str):
         return [{"role": "user", "content": _in_template(prompt, form)}]
     return normal_messages(prompt)
@@ -185,7 +185,7 @@ def _text_of(shot: Shot) -> str:
     raise DataError("the completions of --few_shot are messages, but this prompt is text; give --chat_template=own")
 
 
-def _in_template(prompt: Any, form: PromptFormat) -> str:
+def _in_template(prompt: object, form: PromptFormat) -> str:
     if not isinstance(prompt, str):
         raise DataError("the examples of --few_shot are messages, but this prompt is text; give --chat_template=own")
     return form.text.replace(PROMPT_PLACE, prompt)

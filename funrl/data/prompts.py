@@ -87,7 +87,7 @@ def load_prompts(path: str | Path, fields: Fields | None = None) -> list[Prompt]
     return prompts
 
 
-def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[Prompt]:
+def check_prompts(records: Sequence[object], fields: Fields | None = None) -> list[Prompt]:
     """Prompts of records in memory, each with "prompt" and further fields, like the records of a file.
 
     Args:
@@ -103,8 +103,8 @@ def check_prompts(records: Sequence[Any], fields: Fields | None = None) -> list[
     ]
 
 
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any, form: PromptFormat) -> list[Example]:
-    """Tokenize prompts, except those that are few-shot examples. Raises: PromptError, as in `encode`."""
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: object, form: PromptFormat) -> list[Example]:
+    """Tokenize prompts, except the few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
     wanted = [prompt for prompt in prompts if prompt.prompt not in shown]
     ahead = read_ahead(wanted, lambda prompt: _pictures(prompt, tokenizer), reading_of(tokenizer))
@@ -159,7 +159,7 @@ def encode(
     )
 
 
-def _pictures(prompt: Prompt, tokenizer: Any) -> list[Any]:
+def _pictures(prompt: Prompt, tokenizer: object) -> list[Any]:
     return pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
 
 
@@ -168,7 +168,7 @@ def prompt_batch(prompts: Sequence[T], count: int, seed: int, consumed: int) -> 
     return [prompts[place] for place in places_in_order(prompts, count, seed, position=consumed).tolist()]
 
 
-def prompt_of_record(where: str, record: Any, fields: Fields) -> Prompt:
+def prompt_of_record(where: str, record: object, fields: Fields) -> Prompt:
     """The prompt of a record that is at some place. Raises: PromptError."""
     if not isinstance(record, dict):
         raise PromptError(f'{where}: a JSON object is needed, such as {{"prompt": "..."}}; this is {_short(record)}')
@@ -206,6 +206,6 @@ def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, Any]]:
     )
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -30,7 +30,7 @@ class RecordRemarks:
         self.equal: list[int] = []
         self.pairs = 0
 
-    def see(self, number: int, record: Mapping[str, Any], usual: bool = False) -> None:
+    def see(self, number: int, record: Mapping[str, object], usual: bool = False) -> None:
         """Look at a record.
 
         Args:

@@ -131,7 +131,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
         yield table.where(place), without_arrow_nulls(record) if is_arrow else record
 
 
-def rows_in_memory(records: Sequence[Any]) -> Sequence[Any]:
+def rows_in_memory(records: Sequence[object]) -> Sequence[Any]:
     """Records in memory; those of a data set of `datasets` without the nulls that Arrow adds."""
     is_arrow = type(records).__module__.partition(".")[0] == "datasets"
     return [without_arrow_nulls(row) for row in records] if is_arrow else records

@@ -178,12 +178,12 @@ class TextFile(Sequence[TextExample]):
         sizes = self.records.sizes()
         if sizes.sum() <= SMALL_BYTES:
             return range(len(self))
-        # A token has at least one byte, apart from those that a template adds.
+        # A token has at least one byte, apart from a template's additions.
         return np.flatnonzero((sizes > positions) | (np.arange(len(sizes)) < FIRST_LINES)).tolist()
 
 
 def load_examples(
-    path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+    path: str | Path, kind: str, tokenizer: object, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
 ) -> TextFile:
     """Open a file of examples; blank lines are skipped. See `records` for what is held in memory.
 
@@ -233,7 +233,7 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
     return parts[0] if len(parts) == 1 else Mixture(parts, shares)
 
 
-def normal_record(record: Any, kind: str) -> dict[str, Any]:
+def normal_record(record: object, kind: str) -> dict[str, Any]:
     """Check a record after `text_columns`; messages that are not as usual come out in their normal form.
 
     Raises:
@@ -297,7 +297,7 @@ def _check_completion(completion: Any, name: str, kind: str) -> None:
 
 
 def text_example(
-    record: Any, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+    record: object, kind: str, tokenizer: object, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
 ) -> TextExample:
     """Tokenize a record.
 
@@ -422,7 +422,7 @@ def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenize
 
 
 def rows_of_conversation(example: TextExample) -> list[TextExample]:
-    """A demonstration as one example a text, each of which is a row."""
+    """A demonstration as one example per text; each is a row."""
     owned = [(x,) for x in example.owned] or [()] * len(example.texts)
     return [example._replace(texts=(text,), owned=own) for text, own in zip(example.texts, owned, strict=True)]
 

@@ -13,7 +13,7 @@ from funrl.data.columns import rename_columns
 from funrl.data.conversations import Text
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture
-from funrl.data.order import Reordered
+from funrl.data.order import ReorderedItems
 from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
@@ -52,8 +52,8 @@ def long_examples(examples: Sequence[FitExample], most: int) -> dict[int, str]:
     return sources
 
 
-def examples_ahead(examples: Sequence[Any], places: Iterable[int]) -> Iterator[Any]:
-    """Examples by their indices, in this order; threads read the pictures of those that follow meanwhile.
+def examples_ahead(examples: Sequence[object], places: Iterable[int]) -> Iterator[Any]:
+    """Examples by their indices, in this order; threads read the next ones' pictures meanwhile.
 
     Raises:
       DataError: as `TextFile`, when it comes to the example.
@@ -64,14 +64,14 @@ def examples_ahead(examples: Sequence[Any], places: Iterable[int]) -> Iterator[A
         yield file.example(index, ready) if isinstance(file, TextFile) else file[index]
 
 
-def _file_of(examples: Sequence[Any], place: int) -> tuple[Sequence[Any], int]:
+def _file_of(examples: Sequence[object], place: int) -> tuple[Sequence[Any], int]:
     """The file, or other sequence, that an example is in, and its index there."""
-    if isinstance(examples, Reordered):
+    if isinstance(examples, ReorderedItems):
         return _file_of(examples.items, examples.places[place])
     return examples.located(place) if isinstance(examples, Mixture) else (examples, place)
 
 
-def _unread_pictures(located: tuple[Sequence[Any], int]) -> list[Any]:
+def _unread_pictures(located: tuple[Sequence[object], int]) -> list[Any]:
     """Pictures of an example of a file that is not kept. Raises: DataError, as `pictures_of`."""
     file, index = located
     if not isinstance(file, TextFile) or int(file.records.places[index]) in file.kept.examples:
@@ -113,7 +113,7 @@ def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, rea
     )
 
 
-def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: Any) -> Fitting:
+def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: object) -> Fitting:
     """Select or shorten examples to at most `most` tokens.
 
     Args:
@@ -144,7 +144,7 @@ def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: s
     return Fitting(left, f"{count} are left out, {lines}")
 
 
-def pick(examples: Sequence[Any], places: np.ndarray) -> Sequence[Any]:
+def pick(examples: Sequence[object], places: np.ndarray) -> Sequence[Any]:
     """Select examples by ascending indices; those of files are still read on access."""
     if isinstance(examples, TextFile):
         return examples[places]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.messages import END_THINK, THOUGHT_FIELDS, TRAIN_FIELD, mentions
-from funrl.data.processors.square_pictures import framed
+from funrl.data.processors.form import framed
 
 PAD = "<pad>"
 END = "</s>"
@@ -130,7 +130,7 @@ def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
     return _without_end(tokenizer, ids, text)
 
 
-def has_own_begin(tokenizer: Any, text: str) -> bool:
+def has_own_begin(tokenizer: object, text: str) -> bool:
     """True if a text begins with the begin-of-text token, as a rendered chat does."""
     begin = getattr(tokenizer, "bos_token", None)
     return bool(begin) and text.startswith(begin)
@@ -164,7 +164,7 @@ def render_chat(
     def hide(match: re.Match[str]) -> str:
         return words.setdefault(match[0], chr(0xF0000 + len(words)))
 
-    def hidden(value: Any) -> Any:
+    def hidden(value: object) -> Any:
         if isinstance(value, str):
             text = value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
             return markers.sub(hide, text)
@@ -206,7 +206,7 @@ def _reads_thoughts(template: str) -> bool:
     return THOUGHT_FIELDS[0] in template or re.search(pattern, template) is not None
 
 
-def present(message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
+def present(message: Mapping[str, object], template: str) -> Mapping[str, Any]:
     """A message as a chat template reads it: thoughts have the name that it knows, and are a field if it knows one."""
     if message.get("role") != "assistant":
         return message
@@ -233,7 +233,7 @@ def _reads_parts_only(tokenizer: Any) -> bool:
     template, known = _PARTS.get(tokenizer, (None, False))
     if template is None or template != tokenizer.chat_template:
 
-        def shows(message: Mapping[str, Any]) -> bool:
+        def shows(message: Mapping[str, object]) -> bool:
             try:
                 return "FUNRL-TEXT" in chat_text(tokenizer, [message])
             except Exception:  # templates may raise anything
@@ -245,7 +245,7 @@ def _reads_parts_only(tokenizer: Any) -> bool:
     return known
 
 
-def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _in_parts(message: Mapping[str, object]) -> Mapping[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
@@ -269,7 +269,7 @@ def inline_thoughts(message: Mapping[str, Any]) -> str:
     return content.rpartition(END_THINK)[0].split(THINK)[-1].strip("\n")
 
 
-def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, before: str | None = None) -> list[int]:
+def encode_rendered(tokenizer: object, rendered: RenderedChat, begin: int = 0, before: str | None = None) -> list[int]:
     """Tokens of a rendered chat from a place in its text on.
 
     Args:
@@ -284,13 +284,13 @@ def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, befo
     return ids
 
 
-def encode_as_text(tokenizer: Any, text: str) -> list[int]:
+def encode_as_text(tokenizer: object, text: str) -> list[int]:
     """Tokens of a text in which no marker is a special token."""
     cuts = [match.start() + 1 for match in markers_of(tokenizer).finditer(text) if len(match[0]) > 1]
     return encode_rendered(tokenizer, RenderedChat(text, cuts))
 
 
-def encode_after(tokenizer: Any, before: str, text: str) -> list[int]:
+def encode_after(tokenizer: object, before: str, text: str) -> list[int]:
     """Tokens of a text as it continues another one, which has its tokens already.
 
     Some tokenizers begin every text with a space. Behind a marker it is put where the tokenizer puts it; nothing is put
@@ -312,7 +312,7 @@ def encode_after(tokenizer: Any, before: str, text: str) -> list[int]:
     return [*library.encode(text[:end], add_special_tokens=False).ids, *rest]
 
 
-def last_marker(tokenizer: Any, text: str) -> str:
+def last_marker(tokenizer: object, text: str) -> str:
     """The marker that a text ends with; ""."""
     match = _final(markers_of(tokenizer)).search(text, max(0, len(text) - LONGEST_MARKER))
     return match[0] if match and len(match[0]) > 1 else ""
@@ -321,7 +321,7 @@ def last_marker(tokenizer: Any, text: str) -> str:
 _LIBRARIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _without_begin(tokenizer: Any) -> Any:
+def _without_begin(tokenizer: object) -> Any:
     """The library of a tokenizer that puts a space before a text, made to put none; None: it puts none, or is slow."""
     if tokenizer not in _LIBRARIES:
         library = getattr(tokenizer, "backend_tokenizer", None)
@@ -337,7 +337,7 @@ _INSERTS = re.compile(rb'"Prepend"|"prepend_scheme": ?"(?:always|first)"|"add_pr
 def _library_without_begin(library: Any) -> Any:
     from tokenizers import Tokenizer
 
-    def changed(part: Any) -> Any:
+    def changed(part: object) -> Any:
         if isinstance(part, list):
             return [inner for inner in map(changed, part) if inner is not None]
         if not isinstance(part, dict):

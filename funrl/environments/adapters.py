@@ -26,7 +26,7 @@ from funrl.environments.calls import call
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment, ReturnError
 from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
-from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
+from funrl.rewards.call import CompletedRow, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
 from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
 from funrl.rollout.policy import LimitReached, Policy, Tools
@@ -49,7 +49,7 @@ def message_environment(make: Callable[[], MessageEnvironment | PlainEnvironment
 
 
 def tool_environment(
-    tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None = None
+    tools: Sequence[Callable[..., object]], score: Callable[..., object], system: str | None = None
 ) -> Environment:
     """An environment in which the policy calls tools until it replies without a call.
 
@@ -69,7 +69,7 @@ def tool_environment(
     return _Tools(tools, score, system)
 
 
-def function_environment(answer: Callable[..., Any]) -> Environment:
+def function_environment(answer: Callable[..., object]) -> Environment:
     """An environment of a function: (messages, **fields of the example's record) -> the next ones, or the reward.
 
     Args:
@@ -88,7 +88,7 @@ def single_turn(reward: Reward | None = None) -> Environment:
     return _SingleTurn(reward)
 
 
-def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+def tool_schema(tool: Callable[..., object]) -> dict[str, Any]:
     """JSON schema of a function, from its types and its docstring. Raises ValueError if it lacks them."""
     from transformers.utils import get_json_schema
 
@@ -132,7 +132,7 @@ class ToolConversation(NamedTuple):
     Attributes:
       end: trajectory up to the policy's last reply.
       status: of the episode.
-      outputs: of all calls, those that could not be read included.
+      outputs: of all calls, unreadable ones included.
       rewards: of replies whose calls earned one: the sums.
     """
 
@@ -142,7 +142,7 @@ class ToolConversation(NamedTuple):
     rewards: Mapping[Node, float]
 
     def parts(self) -> dict[str, float]:
-        """Numbers of calls and of failed ones, as parts of an episode."""
+        """Counts of calls and of failed calls, as parts of an episode."""
         failed = sum(not output.succeeded for output in self.outputs)
         return {"tool_calls": float(len(self.outputs)), "failed_tool_calls": float(failed)}
 
@@ -153,7 +153,7 @@ async def tool_conversation(
     run_call: Callable[[str, Mapping[str, Any]], Awaitable[ToolOutput]],
     run_problem: Callable[[str], ToolOutput] = lambda problem: ToolOutput(f"error: {problem}", succeeded=False),
 ) -> ToolConversation:
-    """Let the policy call tools until it replies without a call, a call ends the episode, or a limit does.
+    """Run tool calls of the policy until it replies without a call, or a call or a limit ends the episode.
 
     Args:
       trajectory: its begin, with the tools.
@@ -193,7 +193,7 @@ class _Conversations:
         self.make = make
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and a new environment take turns."""
+        """Alternate turns of the policy and of a new environment."""
         environment = self.make()
         name = type(environment).__name__
         try:
@@ -239,7 +239,7 @@ class _Tools:
         self._system = system
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy call tools until it replies without a call."""
+        """Run tool calls of the policy until it replies without a call."""
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         opened = policy.start([*system, *example_messages(example)], self.tools)
         talk = await tool_conversation(policy, opened, self._output)
@@ -247,7 +247,7 @@ class _Tools:
         reward = await call(self._score, messages, **seen_fields(self._score, example, messages))
         return Episode([talk.end], {talk.end.agent: reward}, parts=talk.parts(), status=talk.status)
 
-    async def _output(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def _output(self, name: str, arguments: Mapping[str, object]) -> ToolOutput:
         """Run a call."""
         if problem := argument_problem(name, arguments, self.tools):
             return ToolOutput(f"error: {problem}", succeeded=False)
@@ -266,7 +266,7 @@ class _Answers:
         self._answer = answer
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the function answer until it gives a reward."""
+        """Alternate turns of the policy and of the function until the function gives a reward."""
         trajectory = policy.start(example_messages(example))
         while True:
             try:
@@ -297,7 +297,7 @@ class _SingleTurn:
             return Episode([trajectory], {trajectory.agent: None})
         messages = example.messages if example.conversational else None
         text = str(reply.message["content"])
-        row = Completed(example.text, text, example.fields, completion_ids=reply.tokens, messages=messages)
+        row = CompletedRow(example.text, text, example.fields, completion_ids=reply.tokens, messages=messages)
         if self._reward.awaited:
             (outcome,) = await awaited_outcomes(self._reward, [row])
         else:
@@ -308,7 +308,7 @@ class _SingleTurn:
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
 
 
-def seen_fields(function: Callable[..., Any], example: Example, messages: Sequence[Message]) -> dict[str, Any]:
+def seen_fields(function: Callable[..., object], example: Example, messages: Sequence[Message]) -> dict[str, Any]:
     """The fields of an example; where the function takes `images`, all pictures of the messages, if they have any."""
     pictures = inner_pictures([*messages])
     parameters = inspect.signature(function).parameters.values() if pictures else ()
@@ -316,7 +316,7 @@ def seen_fields(function: Callable[..., Any], example: Example, messages: Sequen
     return {**example.fields, **({"images": pictures} if takes else {})}
 
 
-def checked_reset(name: str, value: Any) -> tuple[Sequence[Message], Tools]:
+def checked_reset(name: str, value: object) -> tuple[Sequence[Message], Tools]:
     """The messages and tools that `reset` of a class returned. Raises ReturnError if it returned anything else."""
     wanted = 'return a tuple: messages, tools, such as ([{"role": "user", "content": "..."}], ())'
     if not isinstance(value, tuple | list) or len(value) != 2:
@@ -330,7 +330,7 @@ def checked_reset(name: str, value: Any) -> tuple[Sequence[Message], Tools]:
     return messages, tools or ()
 
 
-def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
+def checked_step(name: str, value: object) -> tuple[Sequence[Message], Any, Any]:
     """Messages, reward and end that `step` of a class returned. Raises ReturnError if it returned anything else."""
     wanted = "return a tuple: messages, reward, whether the episode ends"
     if not isinstance(value, tuple | list) or len(value) != 3:
@@ -343,7 +343,7 @@ def checked_step(name: str, value: Any) -> tuple[Sequence[Message], Any, Any]:
         raise ReturnError(f"{name}.step returned the reward {reward!r:.200}; a finite number is needed, or None")
     if not ended and not _are_messages(messages):
         raise ReturnError(
-            f"{name}.step returned the messages {messages!r:.200} and goes on; at least one message such as "
+            f"{name}.step returned the messages {messages!r:.200} and continues; at least one message such as "
             '{"role": "user", "content": "..."} is needed'
         )
     return messages, reward, ended
@@ -359,7 +359,7 @@ def _are_messages(value: Any) -> bool:
     return all(hasattr(part, "__index__") and not isinstance(part, bool) for part in parts)
 
 
-def output_text(value: Any) -> str:
+def output_text(value: object) -> str:
     """Text of what a tool returned: itself, or JSON."""
     if isinstance(value, bytes | bytearray):
         return bytes(value).decode("utf-8", "replace")

@@ -4,8 +4,8 @@
 |---|---|
 | policy | the policy, which learns from them; so it is for an agent that is not named |
 | policy:NAME | a second policy, which begins as the first one and learns from its own agents' turns |
-| frozen | the weights that the run began with |
-| frozen:N | those of the policy after the newest step that N divides; before it, those that the run began with |
+| frozen | the run's initial weights |
+| frozen:N | the policy's weights after the newest step divisible by N; before it, the run's initial weights |
 | a path | the model of a directory, with the policy's tokenizer |
 
 Nothing here imports torch.
@@ -53,7 +53,7 @@ class AgentMap(NamedTuple):
         return tuple(agent for agent, model in self.models.items() if model not in self.frozen)
 
     def trained_by(self, policy: str) -> tuple[int, ...]:
-        """Numbers, among the trained agents, of those that a policy learns from; "" is the first policy."""
+        """Indices, among the trained agents, of the agents that train a policy; "" is the first policy."""
         return tuple(number for number, agent in enumerate(self.trained) if self.models[agent] == policy)
 
     def with_one_policy(self) -> AgentMap:
@@ -97,9 +97,9 @@ def parse_agents(text: str | None) -> AgentMap:
 
 
 def with_environment(agents: AgentMap, environment: object) -> AgentMap:
-    """The map of all agents of an environment, in its order; those that are not named are the policy.
+    """The map of all agents of an environment, in its order; an unnamed agent is the policy.
 
-    An environment without an attribute `agents` has those that the map names, or the agent "policy".
+    An environment without an attribute `agents` has the agents of the map, or the agent "policy".
 
     Raises:
       ValueError: the map names an agent that the environment does not have, or nobody learns.

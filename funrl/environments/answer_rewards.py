@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from funrl.environments.chat import TemplateChat, continued_text
-from funrl.rewards.call import Completed, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
+from funrl.rewards.call import CompletedRow, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.load import load_rewards
 from funrl.rewards.views import ANSWER, MARKS, TEXT
 
@@ -31,9 +31,9 @@ def answer_reward(reward: str | Reward) -> AnswerReward:
     (function,) = functions
 
     def of_answer(
-        prompt: str, answer: str, fields: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] | None = None
+        prompt: str, answer: str, fields: Mapping[str, object], messages: Sequence[Mapping[str, object]] | None = None
     ) -> float:
-        row = Completed(prompt, answer, fields, messages=messages)
+        row = CompletedRow(prompt, answer, fields, messages=messages)
         if function.awaited:
             (outcome,) = asyncio.run(awaited_outcomes(function, [row]))
         else:

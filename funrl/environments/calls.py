@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Call a function: an `async` one on this event loop, any other in a thread, so that the loop goes on.
+async def call(function: Callable[..., object], *args: object, **named: object) -> Any:
+    """Call a function: an `async` one on this event loop, any other in a thread beside the loop.
 
     A plain function that never returns keeps its thread until the process ends; the caller can be cancelled.
     """
@@ -21,12 +21,12 @@ async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def _in_thread(function: Callable[[], object]) -> Any:
     """Call a function in a thread of its own. Threads of asyncio's pool would be waited for at the end."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 
-    def deliver(value: Any, error: BaseException | None) -> None:
+    def deliver(value: object, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:

@@ -1,4 +1,4 @@
-"""Messages as tokens by a model's own chat template, of which only what is new is rendered.
+"""Messages as tokens by a model's own chat template; only new messages are rendered.
 
 What stands between two turns of the policy is the difference of two renderings of a synthetic conversation: with and
 without the new messages behind a reply. So no token that the policy wrote is rendered, and no template needs code of
@@ -91,7 +91,7 @@ class TemplateChat:
         self._marks: frozenset[int] = frozenset()
 
     def opening(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
-        """Tokens of a conversation, up to the begin of the policy's turn: those of `encode_prompt`.
+        """Tokens of a conversation, up to the start of the policy's turn, as of `encode_prompt`.
 
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
@@ -107,7 +107,7 @@ class TemplateChat:
     def continuation(
         self, messages: Sequence[Message], tools: Tools = (), last: int | None = None, reply: Message | None = None
     ) -> list[int]:
-        """Tokens from the end of a reply to the begin of the policy's next turn; see `Chat`.
+        """Tokens from the end of a reply to the start of the policy's next turn; see `Chat`.
 
         Raises:
           TokenizerError: there is no chat template, or it refuses the messages.
@@ -193,7 +193,7 @@ class TemplateChat:
         answers = sum(message.get("role") == "tool" for message in messages)
         names = tuple(str(call["function"]["name"]) for call in (reply or {}).get("tool_calls") or ())
         names = names if answers in (0, len(names)) else ("f",) * answers
-        problem: Exception | None = None
+        problem: Exception = DataError("no reply can be rendered")
         for calls in dict.fromkeys((names, ())):  # some templates demand calls where tools answer, others know none
             try:
                 closing = self._closing(calls, tools)
@@ -212,7 +212,6 @@ class TemplateChat:
                 f"and with {rendered.text[begin : begin + len(closing.text)]!r} before {list(messages)!r:.500}; give "
                 "another one (--chat_template=FILE), or start a new trajectory for every turn"
             )
-        assert problem is not None
         raise problem
 
     def _closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:
@@ -242,7 +241,7 @@ class TemplateChat:
         return _Closing(conversation, ordinal, text, end)
 
     def _render(self, conversation: Sequence[Message], tools: Tools, opens: bool = True) -> RenderedChat:
-        """Render a conversation. `opens`: up to the begin of the policy's turn."""
+        """Render a conversation. `opens`: up to the start of the policy's turn."""
         if self.tokenizer.chat_template is None:
             raise TokenizerError("the tokenizer has no chat template; give --chat_template=FILE.jinja")
         try:
@@ -252,7 +251,7 @@ class TemplateChat:
             raise TokenizerError(f"the chat template refuses the messages {new!r:.2000}: {error}") from error
 
     def _opened(self, tools: Tools) -> str:
-        """A question, up to the begin of the policy's turn."""
+        """A question, up to the start of the policy's turn."""
         if id(tools) not in self._openings:
             if len(self._openings) >= CACHED_RENDERINGS:
                 self._openings.clear()
@@ -346,7 +345,7 @@ def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) ->
 
 
 def _after_mark(text: str, ordinal: int) -> int:
-    """Place behind a reply in a text, by the number of its mark; the begin if it is -1."""
+    """Place after a reply in a text, by the number of its mark; the start if it is -1."""
     place = 0
     for _ in range(ordinal + 1):
         mark_begin = text.find(REPLY, place)

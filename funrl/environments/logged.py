@@ -19,7 +19,7 @@ class LoggedEpisode(NamedTuple):
     """An episode as a run has made it.
 
     Attributes:
-      number: among those that were run together.
+      number: index among the episodes that ran together.
       seed: of the episode.
       episode: itself, with its rewards.
     """

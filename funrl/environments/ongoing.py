@@ -1,4 +1,4 @@
-"""Episodes that go on over several rollouts, each with its own weights, and over checkpoints.
+"""Episodes that span several rollouts, each with its own weights, and checkpoints.
 
     ongoing = OngoingEpisodes(environment, setup, limits)
     run = ongoing.run(engine, mesh, Round(new_groups, allowance=64))  # no trajectory samples more than 64 tokens
@@ -83,12 +83,12 @@ class OngoingRun(NamedTuple):
 
 
 def recorded_episodes(text: str) -> list[Episode]:
-    """The episodes of a group's record, all of which have ended."""
+    """The episodes of a group's record; all have ended."""
     return [from_record(record_from_json(entry["done"])) for entry in json.loads(text)]
 
 
 class OngoingEpisodes:
-    """The episodes of this replica that go on. They live on its first tensor rank."""
+    """The unfinished episodes of this replica. They live on its first tensor rank."""
 
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
         self._runner = _OngoingRunner(environment, setup, limits)
@@ -110,9 +110,7 @@ class OngoingEpisodes:
             self._loop = asyncio.new_event_loop()
             self._close = weakref.finalize(self, _close, self._runner, self._loop)
         run = run_beside(engine, mesh, functools.partial(self._runner.go_on, tickets, groups), self._loop)
-        run = from_first(run, mesh, "tensor") if mesh.size("tensor") > 1 else run
-        assert run is not None
-        return run
+        return from_first(run, mesh, "tensor")
 
     def close(self) -> None:
         """End all unfinished episodes and their environments; so does the end of the process."""
@@ -152,8 +150,7 @@ class _Ongoing:
         """The episode in the record of its group."""
         if self.done is not None:
             return {"done": to_record(self.done)}
-        assert self.policy is not None
-        log = self.policy.log()
+        log = self.log if self.policy is None else self.policy.log()
         calls = to_record(Episode(log.calls, {}))
         return {"done": None, "calls": calls, "answers": log.answers, "failures": self.failures}
 
@@ -165,27 +162,27 @@ class _LiveGroup:
     Attributes:
       group: its example and numbers.
       episodes: in their order.
+      task: runs them.
       allowance: of their policies; see `ResumablePolicy`.
       text: the record after the last rollout.
     """
 
     group: EpisodeGroup
     episodes: list[_Ongoing]
+    task: asyncio.Task[list[tuple[int, Episode]]]
     allowance: int | None = PARKED
     text: str = ""
-    task: asyncio.Task[list[tuple[int, Episode]]] | None = None
 
     @property
     def settled(self) -> bool:
-        """True if it has ended, or waits for nothing but calls that may not go on."""
-        assert self.task is not None
+        """True if it has ended, or waits only for parked calls."""
         if self.task.done():
             return True
         waiting = [episode for episode in self.episodes if episode.done is None]
         return bool(waiting) and all(episode.parked for episode in waiting)
 
     def renew(self, allowance: int | None) -> None:
-        """Let calls go on."""
+        """Resume parked calls with a new allowance of tokens."""
         self.allowance = allowance
         for episode in self.episodes:
             if episode.done is None and episode.policy is not None:
@@ -193,7 +190,6 @@ class _LiveGroup:
 
     def record(self) -> GroupRecord:
         """The group as it is now."""
-        assert self.task is not None
         if self.task.done():
             for episode, (_, done) in zip(self.episodes, self.task.result(), strict=True):
                 episode.done = done
@@ -225,7 +221,7 @@ class _OngoingRunner(EpisodeRunner):
             await self.close()
             raise
         for live in running:
-            if live.task is not None and live.task.done():
+            if live.task.done():
                 self._forget(live)
         records.sort(key=lambda record: record.first)
         return OngoingRun(records, len(self._restarted), next(iter(self._restarted), ""))
@@ -249,7 +245,7 @@ class _OngoingRunner(EpisodeRunner):
                 return
 
     async def _stays_settled(self, groups: Iterable[_LiveGroup]) -> bool:
-        """Let coroutines run that wait for others of this loop only; True if nothing has come of it."""
+        """Run coroutines that wait only for others of this loop; True if none has made progress."""
         for _ in range(SETTLING):
             await asyncio.sleep(0)
             if not all(live.settled for live in groups):
@@ -265,7 +261,7 @@ class _OngoingRunner(EpisodeRunner):
         return self._start(group, text, PARKED)
 
     async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
-        """Wait until episodes that are not alive are where they were; those that come elsewhere begin anew."""
+        """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
         while not (all(live.settled for live in groups) and await self._stays_settled(groups)):
             await self.resident.progress(LOOK_EVERY_S)
         differing = [
@@ -284,16 +280,15 @@ class _OngoingRunner(EpisodeRunner):
         """Begin a group, or what its record says of it."""
         entries = [None] * len(group.seeds) if text is None else json.loads(text)
         numbered = zip(enumerate(group.seeds, group.first), entries, strict=True)
-        live = _LiveGroup(group, [_ongoing(number, seed, entry) for (number, seed), entry in numbered], allowance)
+        episodes = [_ongoing(number, seed, entry) for (number, seed), entry in numbered]
+        live = _LiveGroup(group, episodes, self._begin(group), allowance)
         self._live[group.first] = live
         self._episodes |= {episode.number: (live, episode) for episode in live.episodes}
-        live.task = self._begin(group)
         return live
 
     async def _end(self, live: _LiveGroup | None) -> None:
         """End the episodes of a group wherever they are."""
         if live is not None:
-            assert live.task is not None
             live.task.cancel()
             await asyncio.wait({live.task})
             self._forget(live)
@@ -307,9 +302,7 @@ class _OngoingRunner(EpisodeRunner):
         """Run one episode from where its log ends, several times if it fails."""
         live, episode = self._episodes[number]
         while episode.done is None:
-            done = await self._attempt_resumable(example, live, episode)
-            assert episode.policy is not None
-            difference = episode.policy.difference
+            done, difference = await self._attempt_resumable(example, live, episode)
             if difference:
                 self._restarted.append(difference)
             elif done.status == "failed" and episode.failures < self.limits.retries:
@@ -319,14 +312,15 @@ class _OngoingRunner(EpisodeRunner):
             episode.log = EpisodeLog()
         return episode.done
 
-    async def _attempt_resumable(self, example: Example, live: _LiveGroup, episode: _Ongoing) -> Episode:
+    async def _attempt_resumable(self, example: Example, live: _LiveGroup, episode: _Ongoing) -> tuple[Episode, str]:
         clock = EpisodeClock(self.limits.environment_s)
         ask = functools.partial(self._ask, episode.number)
         hooks = CallHooks(ask, clock.policy, functools.partial(self._parked, episode.number))
         policy = ResumablePolicy(hooks, self.setup, episode.seed, self.limits, log=episode.log)
         policy.allowance = live.allowance
         episode.policy = policy
-        return await self._attempted(example, episode.seed, policy, clock)
+        done = await self._attempted(example, episode.seed, policy, clock)
+        return done, policy.difference
 
     async def _ask(self, number: int, request: Request) -> Completion:
         self._beginning.discard(number)

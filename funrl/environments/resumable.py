@@ -1,4 +1,4 @@
-"""The policy of an episode that goes on over several calls of the engine: its calls may stop at any token.
+"""The policy of an episode that spans several calls of the engine: its calls may stop at any token.
 
 A call that has used the tokens which it may sample now is parked: whoever awaits it waits, and is not resumed before
 `ResumablePolicy.renew`. What it has sampled keeps its versions; the next weights continue it.
@@ -128,7 +128,7 @@ class ResumablePolicy(LoggedPolicy):
         return waiting.issuperset(self._callers)
 
     def renew(self, allowance: int | None) -> None:
-        """Let parked calls go on."""
+        """Resume parked calls with a new allowance of tokens."""
         self.allowance = allowance
         self._fresh.clear()
         for call in self._open:
@@ -139,7 +139,7 @@ class ResumablePolicy(LoggedPolicy):
             self._renewed = None
 
     def reject(self) -> None:
-        """Let parked calls raise `LogError`, so that the environment ends."""
+        """Make parked calls raise `LogError`, which ends the environment."""
         if self._renewed is not None:
             self._renewed.set_exception(LogError(self.difference))
             self._renewed = None

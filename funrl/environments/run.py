@@ -98,7 +98,7 @@ def run_episodes(
     """Run the episodes of the groups that this replica takes. Collective over the mesh.
 
     A failed episode is tried again with a new call of the environment and the same seeds, `limits.retries` times; then
-    its status is "failed". An environment's `score` replaces the rewards of a group of which no episode has failed.
+    its status is "failed". An environment's `score` replaces the rewards of a group without a failed episode.
 
     Args:
       engine: this replica's engine, awake and without unfinished requests.
@@ -138,13 +138,12 @@ def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
       run: on that rank; None: on the others.
       mesh: of the engines.
     """
+    if run is None:
+        records, facts = from_first(None, mesh, "tensor")
+        return facts._replace(episodes=[(number, from_record(record)) for number, record in records])
     if mesh.size("tensor") > 1:
-        records = None if run is None else [(number, to_record(episode)) for number, episode in run.episodes]
-        facts = None if run is None else run._replace(episodes=[])
-        records, facts = from_first((records, facts), mesh, "tensor")
-        if run is None:
-            run = facts._replace(episodes=[(number, from_record(record)) for number, record in records])
-    assert run is not None
+        records = [(number, to_record(episode)) for number, episode in run.episodes]
+        from_first((records, run._replace(episodes=[])), mesh, "tensor")
     return run
 
 

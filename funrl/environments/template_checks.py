@@ -31,7 +31,7 @@ def template_limits(chat: TemplateChat, tools: bool) -> list[str]:
     |---|---|
     | does it append | a user's message behind a reply |
     | has it tools | a description of a tool, and a result behind a call |
-    | does it leave the begin as it is | the same messages behind a reply |
+    | does it leave the start as it is | the same messages after a reply |
     | does it keep thoughts | a reply with thoughts, and behind it a result, or a user's message |
     | can a reply that was cut off be closed | the end of a reply |
     """
@@ -66,7 +66,7 @@ def _appends(chat: TemplateChat, what: str, message: Message, remedy: str) -> st
     return ""
 
 
-def _begins_alike(chat: TemplateChat, tools: Sequence[Any]) -> str:
+def _begins_alike(chat: TemplateChat, tools: Sequence[object]) -> str:
     reply = {"role": "assistant", "content": REPLY}
     try:
         before = _text(chat, [USER], tools).rpartition("?")[0]
@@ -75,7 +75,7 @@ def _begins_alike(chat: TemplateChat, tools: Sequence[Any]) -> str:
         return ""
     if same:
         return ""
-    what = "renders the begin of a conversation anew once a user speaks again, such as tools that move"
+    what = "renders the start of a conversation anew once a user speaks again, such as tools that move"
     return f"{what}: {_consequence(chat)}"
 
 
@@ -123,5 +123,5 @@ def _consequence(chat: TemplateChat) -> str:
     return "what was sampled stays all the same; --history=template forks there"
 
 
-def _text(chat: TemplateChat, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+def _text(chat: TemplateChat, messages: Sequence[Message], tools: Sequence[object]) -> str:
     return chat_text(chat.tokenizer, messages, tools, chat.arguments, add_generation_prompt=True)

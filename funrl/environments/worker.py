@@ -27,7 +27,7 @@ _ASK: ContextVar[Callable[[Any], Awaitable[Any]]] = ContextVar("ask")
 def host_environments(
     connection: Connection,
     others: Sequence[Connection],
-    make: Callable[[], Any],
+    make: Callable[[], object],
     memory_bytes: int,
 ) -> None:
     """Main function of the process.
@@ -101,7 +101,7 @@ class _Answers:
             trace = user_trace(error)[-LONGEST_PROBLEM:]
             self._connection.send((number, b"", f"it raised {error!r}\n{trace}", None))
 
-    async def _ask(self, call_number: int, question: Any) -> Any:
+    async def _ask(self, call_number: int, question: object) -> Any:
         """Ask the caller of a call."""
         number = next(self._numbers)
         future = self._questions[number] = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class _Answers:
             del self._questions[number]
 
 
-async def _answer_calls(connection: Connection, make: Callable[[], Any]) -> None:
+async def _answer_calls(connection: Connection, make: Callable[[], object]) -> None:
     """Answer calls until the connection ends."""
     loop = asyncio.get_running_loop()
     gone = loop.create_future()

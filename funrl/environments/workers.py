@@ -98,7 +98,7 @@ def open_environment(
 
 
 @contextlib.contextmanager
-def open_workers(make: Callable[[], Any], workers: int, memory_bytes: int = 1 << 30) -> Iterator[WorkerClient]:
+def open_workers(make: Callable[[], object], workers: int, memory_bytes: int = 1 << 30) -> Iterator[WorkerClient]:
     """Open processes that hold objects whose methods are called from here; see `open_environment`.
 
     Args:
@@ -149,7 +149,7 @@ class _RemoteEnvironment:
         finally:
             self._client.end(self._session)
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: object) -> Any:
         self._waiting = True
         value = await self._client.call(self._session, method, args)
         self._waiting = False
@@ -172,7 +172,7 @@ class WorkerClient:
         """Number of a new session."""
         return next(self._sessions)
 
-    async def call(self, session: int, method: str, args: Sequence[Any], reply: AnswerQuestion | None = None) -> Any:
+    async def call(self, session: int, method: str, args: Sequence[object], reply: AnswerQuestion | None = None) -> Any:
         """Call a method of the object of a session.
 
         Args:
@@ -399,7 +399,7 @@ class _Server:
 
 
 def _limit_sending(connection: Connection) -> None:
-    """Let sending fail, instead of wait for a process that does not read, as no other would be served meanwhile."""
+    """Make sending fail instead of waiting for a process that does not read: others are served meanwhile."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
 

@@ -68,7 +68,7 @@ def read_config(path: str) -> ConfigFile:
                 f"--config={path}: {given} of this run came from Python; only the program that made it can repeat it"
             )
         content = {name: value for name, value in content.items() if name not in START_FLAGS}
-        content = {name: value for name, value in content.items() if not _had_no_effect(name, value)}
+        content = {name: value for name, value in content.items() if not had_no_effect(name, value)}
     for name, value in content.items():
         if isinstance(value, dict):
             raise SettingsError(
@@ -188,6 +188,6 @@ _Texts.add_constructor("tag:yaml.org,2002:map", _one_of_each)
 _Texts.add_constructor("tag:yaml.org,2002:str", _scalar)
 
 
-def _had_no_effect(name: str, value: Any) -> bool:
+def had_no_effect(name: str, value: Any) -> bool:
     """True for a flag of an earlier version that a run has recorded with its default."""
     return name in REMOVED_FLAGS and flag_text(value) == REMOVED_FLAGS[name].default

@@ -1,11 +1,16 @@
-"""Text environments of gymnasium: --env=gymnasium:ID, or gymnasium:FILE.py:NAME, a class with `reset` and `step`.
+"""Text environments of gymnasium and of SkyRL-gym, which a reply steps whatever calls it may look like.
 
-Gymnasium need not be installed for a class that imports nothing of it. Written for gymnasium 1.4; reference:
-https://gymnasium.farama.org/api/env
+| --env | environment |
+|---|---|
+| gymnasium:ID, gymnasium:FILE.py:NAME | a class with `reset` and `step`; gymnasium 1.4, https://gymnasium.farama.org |
+| skyrl:ID, skyrl:FILE.py:NAME | a class with `init`, `step`, `close`; for skyrl-gym 0.4, https://docs.skyrl.ai |
+
+Neither need be installed for a class that imports nothing of it.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +18,18 @@ from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
-from funrl.environments.agents import POLICY
 from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment
-from funrl.foreign.turns import text_turns
+from funrl.foreign.shapes import LARGEST_SEED, AdaptedEnvironment, seeded_prompts, text_turns, with_observation
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Message
 from funrl.rollout.policy import Policy
 
 GYM_PROMPT = "Act in the environment."
 GYM_EPISODES = 256
-GYM_SEEDS = 1 << 31
 GYM_METHODS = ("reset", "step")
+TEXT_ENV_METHODS = ("init", "step", "close")
 
 
 def load_gymnasium(
@@ -52,14 +56,41 @@ def load_gymnasium(
     """
     parse = load_object(ARGUMENTS, action) if isinstance(action, str) else action
     text_of = load_object(ARGUMENTS, show) if isinstance(show, str) else show
+    make = functools.partial(_maker(name), **arguments)
+
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
+        environment = await call(make)
+        try:
+            begin = int(example.fields.get("seed", seed % LARGEST_SEED))
+            observation, _ = await call(environment.reset, seed=begin, options=example.fields.get("options"))
+            action_of = parse or _parser_of(getattr(environment, "action_space", None))
+
+            async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
+                try:
+                    chosen = action_of(text)
+                except ValueError as error:
+                    return [{"role": "user", "content": f"error: {error}"}], None, False
+                observed, reward, terminated, truncated, _ = await call(environment.step, chosen)
+                answer = {"role": "user", "content": text_of(observed)}
+                return [answer], float(reward), bool(terminated or truncated)
+
+            messages = with_observation(example_messages(example), f"\n\n{text_of(observation)}")
+            return await text_turns(policy, messages, act)
+        finally:
+            if hasattr(environment, "close"):
+                await call(environment.close)
+
+    return AdaptedEnvironment(run, seeded_prompts(instruction, episodes))
+
+
+def _maker(name: str) -> Callable[..., Any]:
+    """The class of a file, or what makes a registered environment. Raises: LoadError."""
     if ":" in name and ".py" in name:
         kind = load_object(FLAG, name)
-        if not callable(kind):
-            raise LoadError(f"{kind!r:.100} is no class of an environment")
         missing = [method for method in GYM_METHODS if isinstance(kind, type) and not hasattr(kind, method)]
-        if missing:
-            raise LoadError(f"{kind!r:.100} is no environment of gymnasium: it lacks {', '.join(missing)}")
-        return _Gymnasium(lambda: kind(**arguments), parse, text_of, instruction=instruction, episodes=episodes)
+        if missing or not callable(kind):
+            raise LoadError(f"{kind!r:.100} is no environment of gymnasium: it lacks {', '.join(missing) or 'a call'}")
+        return kind
     try:
         import gymnasium  # type: ignore[import-not-found]
     except ImportError as error:
@@ -68,58 +99,7 @@ def load_gymnasium(
         gymnasium.spec(name)
     except Exception as error:  # of gymnasium's registry
         raise LoadError(f"gymnasium has no environment {name!r}: {error}") from error
-    make = functools.partial(gymnasium.make, name, **arguments)
-    return _Gymnasium(make, parse, text_of, instruction=instruction, episodes=episodes)
-
-
-class _Gymnasium:
-    """See `load_gymnasium`."""
-
-    agents = (POLICY,)
-
-    def __init__(
-        self,
-        make: Callable[[], Any],
-        action: Callable[[str], Any] | None,
-        show: Callable[[Any], str],
-        *,
-        instruction: str,
-        episodes: int,
-    ):
-        self._make = make
-        self._action = action
-        self._show = show
-        self._instruction = instruction
-        self._episodes = episodes
-
-    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
-        """Episodes with different seeds."""
-        prompt = [{"role": "user", "content": self._instruction}]
-        return [{"prompt": prompt, "seed": (seed * self._episodes + n) % GYM_SEEDS} for n in range(self._episodes)]
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and a new environment take turns."""
-        environment = await call(self._make)
-        try:
-            begin = int(example.fields.get("seed", seed % GYM_SEEDS))
-            observation, _ = await call(environment.reset, seed=begin, options=example.fields.get("options"))
-            parse = self._action or _parser_of(getattr(environment, "action_space", None))
-            *before, last = example_messages(example)
-            content = f"{last['content']}\n\n{self._show(observation)}"
-
-            async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
-                try:
-                    action = parse(text)
-                except ValueError as error:
-                    return [{"role": "user", "content": f"error: {error}"}], None, False
-                observed, reward, terminated, truncated, _ = await call(environment.step, action)
-                answer = {"role": "user", "content": self._show(observed)}
-                return [answer], float(reward), bool(terminated or truncated)
-
-            return await text_turns(policy, [*before, {**last, "content": content}], act)
-        finally:
-            if hasattr(environment, "close"):
-                await call(environment.close)
+    return functools.partial(gymnasium.make, name)
 
 
 def _parser_of(space: Any) -> Callable[[str], Any]:
@@ -136,3 +116,55 @@ def _parser_of(space: Any) -> Callable[[str], Any]:
         return int(numbers[-1])
 
     return parse
+
+
+def load_skyrl(name: str, config: Mapping[str, Any] | None = None) -> Environment:
+    """An environment of SkyRL-gym.
+
+    Args:
+      name: of a registered environment, such as "gsm8k", or "FILE.py:NAME" of a class.
+      config: of all its objects, `env_config`.
+
+    Raises:
+      LoadError: it cannot be loaded, or skyrl-gym is not installed.
+    """
+    if ":" in name:
+        return skyrl_environment(load_object(FLAG, name), config)
+    try:
+        import skyrl_gym  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise LoadError(f"it needs skyrl-gym ({error}): pip install skyrl-gym") from error
+    if name not in skyrl_gym.registry:
+        raise LoadError(f"skyrl-gym has no environment {name!r}; it has {', '.join(sorted(skyrl_gym.registry))}")
+    return skyrl_environment(functools.partial(skyrl_gym.make, name), config)
+
+
+def skyrl_environment(make: Any, config: Mapping[str, Any] | None = None) -> Environment:
+    """An environment of a class with `init`, `step` and `close`, or of what makes its objects.
+
+    Args:
+      make: takes `env_config`, and `extras`, the fields of the record.
+
+    Raises:
+      TypeError: a class lacks a method.
+    """
+    missing = [name for name in TEXT_ENV_METHODS if isinstance(make, type) and not hasattr(make, name)]
+    if missing or not callable(make):
+        raise TypeError(f"{make!r:.100} is no environment of SkyRL-gym: it lacks {', '.join(missing) or 'a call'}")
+
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
+        extras = {"seed": seed, **copy.deepcopy(example.fields)}
+        environment = await call(make, env_config=dict(config or {}), extras=extras)
+        try:
+            messages, _ = await call(environment.init, list(map(dict, example_messages(example))))
+
+            async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
+                output = await call(environment.step, text)
+                reward = output["reward"]
+                return output["observations"], None if reward is None else float(reward), bool(output["done"])
+
+            return await text_turns(policy, messages, act)
+        finally:
+            await call(environment.close)
+
+    return AdaptedEnvironment(run)

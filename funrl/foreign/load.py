@@ -1,4 +1,4 @@
-"""Names of environments: --env=FRAMEWORK:NAME, FILE.py:NAME or LIBRARY:NAME."""
+"""Names of environments: --env=FRAMEWORK:NAME or FILE.py:NAME."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from funrl.environments.builtin.load import FLAG, GAME_LIBRARIES, NO_ARGUMENTS, bound, load_environment
+from funrl.environments.builtin.load import FLAG, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
-from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.gym_text import load_gymnasium, load_skyrl
 from funrl.foreign.nemo_gym import load_nemo_gym
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
-from funrl.foreign.skyrl import load_skyrl
 from funrl.foreign.tinker import load_tinker
 from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers
@@ -41,7 +40,7 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
     """
     framework, colon, name = text.partition(":")
     if framework not in FRAMEWORKS or not colon:
-        return _of_file_or_library(text, arguments)
+        return _of_file(text, arguments)
     if not name:
         raise LoadError(f"--{FLAG}={text}: nothing follows {framework}:")
     try:
@@ -52,7 +51,7 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def _of_file_or_library(text: str, arguments: Mapping[str, Any]) -> Environment:
+def _of_file(text: str, arguments: Mapping[str, Any]) -> Environment:
     try:
         return load_environment(text, arguments)
     except LoadError as error:
@@ -60,7 +59,7 @@ def _of_file_or_library(text: str, arguments: Mapping[str, Any]) -> Environment:
         prefix = text.partition(":")[0]
         if not isinstance(cause, ModuleNotFoundError) or cause.name != prefix:
             raise
-        known = sorted({*FRAMEWORKS, *GAME_LIBRARIES})
+        known = sorted(FRAMEWORKS)
         near = difflib.get_close_matches(prefix, known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise LoadError(

@@ -11,26 +11,35 @@ OpenEnv need not be installed here. Written for OpenEnv 0.10; reference: https:/
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
+import re
 import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from funrl.data.prompts import Example
-from funrl.environments.adapters import ToolOutput, example_messages, output_text, to_last_turn, tool_conversation
+from funrl.environments.adapters import ToolOutput, example_messages, output_text, tool_conversation
 from funrl.environments.agents import POLICY
-from funrl.environments.answer_rewards import AnswerReward, answer_reward
-from funrl.environments.calls import call
+from funrl.environments.answer_rewards import answer_reward
 from funrl.environments.environment import Environment
-from funrl.environments.forms.tool_calls import argument_problem
-from funrl.foreign.websocket import WebSocket, connect_websocket
+from funrl.foreign.shapes import (
+    LARGEST_SEED,
+    AdaptedEnvironment,
+    answer_score,
+    checked_call,
+    failed_output,
+    seeded_prompts,
+    text_turns,
+    with_observation,
+)
 from funrl.loading import LoadError
 from funrl.rewards.call import Reward
-from funrl.rollout.episodes import Episode, Message, Node, Status, Trajectory
-from funrl.rollout.policy import LimitReached, Policy
+from funrl.rollout.episodes import Episode, Message
+from funrl.rollout.policy import Policy
 
 MCP_ACTIONS = ("Action", "ListToolsAction", "CallToolAction")  # titles of the schemas of servers with tools of MCP
 TOLD_ERRORS = ("VALIDATION_ERROR", "EXECUTION_ERROR")  # of an action, which the policy hears
@@ -38,8 +47,9 @@ NOT_SHOWN = ("metadata", "done", "reward")  # of an observation
 STEP = "step"  # name of the tool of a typed action
 INSTRUCTION = "Act in the environment."
 DEFAULT_EPISODES = 256
-LARGEST_SEED = 1 << 31
 SCHEMA_S = 10.0
+# Of a connection. Servers that are busy answer no ping, so none is sent.
+CONNECTION = {"open_timeout": 10.0, "close_timeout": 2.0, "ping_interval": None, "max_size": 100 << 20, "proxy": None}
 
 
 class StepError(Exception):
@@ -53,7 +63,7 @@ def load_openenv(
     episodes: int = DEFAULT_EPISODES,
     reward: str | Reward | None = None,
 ) -> Environment:
-    """An environment of an OpenEnv server.
+    """An environment of an OpenEnv server. Each episode has a session of its own.
 
     Args:
       url: of the server, http:// or ws://.
@@ -63,151 +73,112 @@ def load_openenv(
       reward: of the last reply, instead of those of the steps: a function, or what --reward names.
 
     Raises:
-      LoadError: the server does not answer, or its action has no such field.
+      LoadError: the server does not answer, or its action has no such field; websockets is not installed.
     """
-    root = url if "://" in url else f"http://{url}"
-    action = _schema(root.replace("ws", "http", 1) if root.startswith("ws") else root)
+    try:
+        from websockets.asyncio.client import connect  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise LoadError(f"it needs websockets ({error}): pip install 'funrl[environments]'") from error
+    root = re.sub("^ws", "http", url if "://" in url else f"http://{url}")
+    action = _schema(root)
     fields = {name: value for name, value in (action.get("properties") or {}).items() if name != "metadata"}
     if reply is not None and reply not in fields:
         raise LoadError(f"an action has no field {reply!r}, only {', '.join(fields) or 'tools of MCP'}")
     tools = None if action.get("title") in MCP_ACTIONS else [_action_tool(action, fields)]
     score = None if reward is None else answer_reward(reward)
-    prompts = [{"prompt": [{"role": "user", "content": instruction}], "seed": n} for n in range(episodes)]
-    return _OpenEnv(_below(root, "ws"), tools, reply, prompts=prompts, score=score)
+    place = _below(re.sub("^http", "ws", root), "ws")
 
-
-class _OpenEnv:
-    """See `load_openenv`. `tools` are those of a typed action; None: tools of MCP."""
-
-    agents = (POLICY,)
-
-    def __init__(
-        self,
-        url: str,
-        tools: Sequence[dict[str, Any]] | None,
-        reply: str | None,
-        *,
-        prompts: Sequence[Mapping[str, Any]],
-        score: AnswerReward | None,
-    ):
-        self._url = url
-        self._tools = tools
-        self._reply = reply
-        self._prompts = prompts
-        self._score = score
-
-    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
-        """Episodes with different seeds."""
-        count = len(self._prompts)
-        return [{**record, "seed": (seed * count + n) % LARGEST_SEED} for n, record in enumerate(self._prompts)]
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Run an episode in a session of its own."""
-        async with connect_websocket(self._url) as connection:
-            session = _Session(connection)
-            given = {"seed": seed % LARGEST_SEED, **example.fields}
-            opened = await session.ask("reset", given)
-            messages = _with_observation(example_messages(example), opened)
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
+        async with connect(place, **CONNECTION) as connection:
+            opened = await _ask(connection, "reset", {"seed": seed % LARGEST_SEED, **example.fields})
+            observed = _observation_text(opened.get("observation") or {})
+            messages = with_observation(example_messages(example), f"\n\n{observed}" if observed else "")
             policy.answered(messages)
-            if self._reply is not None:
-                episode = await self._replies(policy, session, policy.start(messages))
+            if reply is None:
+                episode = await _calls(policy, connection, messages, tools)
             else:
-                episode = await self._calls(policy, session, messages)
-            await session.leave()
-        if self._score is None:
+                episode = await _replies(policy, connection, messages, reply)
+            await _send(connection, {"type": "close"})
+        if score is None:
             return episode
         (end,) = episode.ends
         last = str(end.leaf.messages[0]["content"]) if end.leaf.messages else ""
-        given = example.messages if example.conversational else None
-        value = await call(self._score, example.text, last, example.fields, given)
-        reward = None if math.isnan(value) else value
-        return Episode([end], {POLICY: reward}, parts=episode.parts, status=episode.status)
+        value = await answer_score(score, example, last)
+        return Episode([end], {POLICY: value}, parts=episode.parts, status=episode.status)
 
-    async def _calls(self, policy: Policy, session: _Session, messages: Sequence[Message]) -> Episode:
-        """Let the policy call tools until it replies without a call."""
-        tools = await session.mcp_tools() if self._tools is None else self._tools
-
-        async def run_call(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
-            if problem := argument_problem(name, arguments, tools):
-                return ToolOutput(f"error: {problem}", succeeded=False)
-            action = dict(arguments)
-            if self._tools is None:
-                action = {"type": "call_tool", "tool_name": name, "arguments": action}
-            try:
-                return _output_of(await session.ask("step", action))
-            except StepError as error:
-                return ToolOutput(f"error: {error}", succeeded=False)
-
-        talk = await tool_conversation(policy, policy.start(messages, tools), run_call)
-        total = math.fsum(talk.rewards.values()) if talk.rewards else None
-        return Episode([talk.end], {POLICY: total}, talk.rewards, parts=talk.parts(), status=talk.status)
-
-    async def _replies(self, policy: Policy, session: _Session, trajectory: Trajectory) -> Episode:
-        """Let each reply be an action until the episode is done."""
-        assert self._reply is not None
-        status: Status = "done"
-        rewards: dict[Node, float] = {}
-        while True:
-            try:
-                reply, trajectory = await policy.sample(trajectory)
-            except LimitReached as limit:
-                status = limit.status
-                break
-            try:
-                output = _output_of(await session.ask("step", {self._reply: str(reply.message["content"])}))
-            except StepError as error:
-                output = ToolOutput(f"error: {error}", succeeded=False)
-            policy.answered(tuple(output))
-            if output.reward is not None:
-                rewards[trajectory.leaf] = output.reward
-            if output.ends:
-                break
-            trajectory = policy.extend(trajectory, [{"role": "user", "content": output.text}])
-        total = math.fsum(rewards.values()) if rewards else None
-        return Episode([to_last_turn(trajectory)], {POLICY: total}, rewards, status=status)
+    return AdaptedEnvironment(run, seeded_prompts(instruction, episodes))
 
 
-class _Session:
-    """A session of a server, which has an environment of its own."""
+async def _calls(
+    policy: Policy, connection: Any, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+) -> Episode:
+    """Run tool calls of the policy until it replies without a call. `tools` are those of a typed action, or None."""
 
-    def __init__(self, connection: WebSocket):
-        self._connection = connection
+    async def act(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+        call = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
+        return _output_of(await _ask(connection, "step", arguments if tools is not None else call))
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Data of the answer to a message.
+    shown = await _mcp_tools(connection) if tools is None else tools
+    talk = await tool_conversation(policy, policy.start(messages, shown), checked_call(act, shown, errors=(StepError,)))
+    total = math.fsum(talk.rewards.values()) if talk.rewards else None
+    return Episode([talk.end], {POLICY: total}, talk.rewards, parts=talk.parts(), status=talk.status)
 
-        Raises:
-          StepError: the action is wrong or failed.
-          RuntimeError: the server has no room, or its environment is broken.
-        """
-        await self._connection.send(json.dumps({"type": kind, "data": dict(data)}, default=str))
-        answer = json.loads(await self._connection.receive())
-        content = answer.get("data") or {}
-        if answer.get("type") != "error":
-            return content
-        problem = f"{content.get('message')} {json.dumps(content.get('errors') or '', default=str)}".removesuffix(' ""')
-        if kind == "step" and content.get("code") in TOLD_ERRORS:
-            raise StepError(problem)
-        raise RuntimeError(f"the OpenEnv server answers {kind} with {content.get('code')}: {problem}")
 
-    async def mcp_tools(self) -> list[dict[str, Any]]:
-        """Schemas of the tools of the environment."""
-        observation = (await self.ask("step", {"type": "list_tools"})).get("observation") or {}
-        return [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool["name"],
-                    "description": tool.get("description") or "",
-                    "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-                },
-            }
-            for tool in observation.get("tools") or ()
-        ]
+async def _replies(policy: Policy, connection: Any, messages: Sequence[Message], field: str) -> Episode:
+    """Send each reply as an action until the episode is done."""
 
-    async def leave(self) -> None:
-        """End the session."""
-        await self._connection.send(json.dumps({"type": "close"}))
+    async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
+        try:
+            output = _output_of(await _ask(connection, "step", {field: text}))
+        except StepError as error:
+            output = failed_output(str(error))
+        return [{"role": "user", "content": output.text}], output.reward, output.ends
+
+    return await text_turns(policy, messages, act, written=lambda reply: str(reply.message["content"]))
+
+
+async def _ask(connection: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Data of the answer to a message of a session.
+
+    Raises:
+      StepError: the action is wrong or failed.
+      ConnectionError: the server has no room, or its environment is broken.
+    """
+    await _send(connection, {"type": kind, "data": dict(data)})
+    answer = json.loads(await connection.recv())
+    content = answer.get("data") or {}
+    if answer.get("type") != "error":
+        return content
+    problem = f"{content.get('message')} {json.dumps(content.get('errors') or '', default=str)}".removesuffix(' ""')
+    if kind == "step" and content.get("code") in TOLD_ERRORS:
+        raise StepError(problem)
+    raise ConnectionError(f"the OpenEnv server answers {kind} with {content.get('code')}: {problem}")
+
+
+async def _send(connection: Any, message: Mapping[str, Any]) -> None:
+    """Send a message; of a server that has closed the connection, the last one that it sent says why."""
+    from websockets.exceptions import ConnectionClosed  # type: ignore[import-not-found]
+
+    with contextlib.suppress(ConnectionClosed):
+        await connection.send(json.dumps(message, default=str))
+
+
+async def _mcp_tools(connection: Any) -> list[dict[str, Any]]:
+    """Schemas of the tools of an environment."""
+    observation = (await _ask(connection, "step", {"type": "list_tools"})).get("observation") or {}
+    return [
+        _tool_schema(
+            tool["name"],
+            tool.get("description") or "",
+            tool.get("input_schema") or {"type": "object", "properties": {}},
+        )
+        for tool in observation.get("tools") or ()
+    ]
+
+
+def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
 
 
 def _schema(root: str) -> dict[str, Any]:
@@ -231,14 +202,7 @@ def _action_tool(schema: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[s
     parameters = {"type": "object", "properties": dict(fields)}
     parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
     description = str(schema.get("description") or f"Take the action {schema.get('title', '')}.").strip()
-    return {"type": "function", "function": {"name": STEP, "description": description, "parameters": parameters}}
-
-
-def _with_observation(messages: Sequence[Message], data: Mapping[str, Any]) -> list[Message]:
-    """Messages of a prompt, the last of which ends with what a reset observes."""
-    observed = _observation_text(data.get("observation") or {})
-    *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}\n\n{observed}"}] if observed else [*before, last]
+    return _tool_schema(STEP, description, parameters)
 
 
 def _output_of(data: Mapping[str, Any]) -> ToolOutput:
@@ -246,31 +210,21 @@ def _output_of(data: Mapping[str, Any]) -> ToolOutput:
     observation = data.get("observation") or {}
     error = observation.get("error")
     if isinstance(error, Mapping):
-        return ToolOutput(f"error: {error.get('message') or error}", succeeded=False)
-    reward = data.get("reward")
-    return ToolOutput(
-        _observation_text(observation),
-        reward=None if reward is None else float(reward),
-        ends=bool(data.get("done")),
-    )
+        return failed_output(error.get("message") or str(error))
+    reward = None if data.get("reward") is None else float(data["reward"])
+    return ToolOutput(_observation_text(observation), reward=reward, ends=bool(data.get("done")))
 
 
 def _observation_text(observation: Mapping[str, Any]) -> str:
     """The text of an observation: of its only field, or JSON of its fields; without any, of its metadata."""
     if "tool_name" in observation and "result" in observation:
-        return output_text(_result_of(observation["result"]))
+        result = observation["result"]  # of a tool of MCP, perhaps wrapped
+        wrapped = [
+            result[name] for name in ("data", "structured_content") if isinstance(result, Mapping) and name in result
+        ]
+        return output_text(next((value for value in wrapped if value is not None), result))
     shown = {name: value for name, value in observation.items() if name not in NOT_SHOWN and value not in (None, "")}
     if not shown:
-        metadata = observation.get("metadata")
-        return output_text(metadata) if metadata else ""
+        return output_text(observation["metadata"]) if observation.get("metadata") else ""
     values = list(shown.values())
     return values[0] if len(values) == 1 and isinstance(values[0], str) else output_text(shown)
-
-
-def _result_of(result: Any) -> Any:
-    """The value that a tool of MCP returned, without its wrapping."""
-    if isinstance(result, Mapping):
-        for name in ("data", "structured_content"):
-            if result.get(name) is not None:
-                return result[name]
-    return result

@@ -16,9 +16,8 @@ AReaL's `run(data, base_url, api_key, **extra)` and miles' `run_agent(base_url, 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -27,6 +26,7 @@ from funrl.environments.adapters import example_messages
 from funrl.environments.builtin.load import FLAG
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment
+from funrl.foreign.shapes import AdaptedEnvironment, check_arguments, parameter_names, taken_values
 from funrl.loading import load_object
 from funrl.rollout.episodes import Episode, Message
 from funrl.rollout.policy import Policy
@@ -60,48 +60,24 @@ def agent_program(program: Any, **arguments: Any) -> Environment:
     check_installed()
     of_class: dict[str, Any] = {}
     if isinstance(program, type):
-        taken, any_taken = _parameters(program)
-        of_class = {name: value for name, value in arguments.items() if any_taken or name in taken}
+        of_class = taken_values(program, arguments)
         run = program(**of_class).run
-    parameters, more = _parameters(run)
-    arguments = {name: value for name, value in arguments.items() if name in parameters or name not in of_class}
-    if not more and not set(ENDPOINT_ARGUMENTS) & set(parameters):
+    names, takes_any = parameter_names(run)
+    own = {name: value for name, value in arguments.items() if name in names or name not in of_class}
+    if not takes_any and not set(ENDPOINT_ARGUMENTS) & set(names):
         raise TypeError(
             f"{program!r:.100} takes neither {' nor '.join(ENDPOINT_ARGUMENTS)}, so that it cannot ask the endpoint"
         )
-    unknown = [] if more else [name for name in arguments if name not in parameters]
-    if unknown:
-        raise TypeError(f"{program!r:.100} takes no argument {unknown[0]!r}, only {', '.join(parameters)}")
-    return _Program(run, arguments, None if more else frozenset(parameters))
+    check_arguments(run, own)
 
-
-def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Names of the parameters of a function or a class, and whether it takes any other argument."""
-    parameters = inspect.signature(function).parameters
-    more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return list(parameters), more
-
-
-class _Program:
-    """See `agent_program`. `takes` are names of arguments; None: any."""
-
-    def __init__(self, program: Callable[..., Any], arguments: Mapping[str, Any], takes: frozenset[str] | None):
-        self._program = program
-        self._arguments = arguments
-        self._takes = takes
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Run the program with an endpoint of its own."""
+    async def run_episode(policy: Policy, example: Example, seed: int) -> Episode:
         parts: dict[str, float] = {}
         prompt = example.messages if example.conversational else example.text
         record = {"prompt": prompt, **example.fields}
 
-        async def program(messages: list[Message], **place: Any) -> float | None:
-            values = {"messages": messages, "data": record, "metadata": example.fields, **record, **place}
-            values |= self._arguments
-            if self._takes is not None:
-                values = {name: value for name, value in values.items() if name in self._takes}
-            result = await call(self._program, **values)
+        async def asked(messages: list[Message], **place: Any) -> float | None:
+            values = {"messages": messages, "data": record, "metadata": example.fields, **record, **place, **own}
+            result = await call(run, **taken_values(run, values))
             if isinstance(result, Mapping):
                 if "reward" not in result:
                     raise TypeError(f"the program returned {dict(result)!r:.200}, without 'reward'")
@@ -111,5 +87,7 @@ class _Program:
             return None if isinstance(result, float) and math.isnan(result) else result
 
         bare = example._replace(fields={}, messages=example_messages(example))
-        episode = await endpoint_environment(program).run(policy, bare, seed)
+        episode = await endpoint_environment(asked).run(policy, bare, seed)
         return dataclasses.replace(episode, parts={**episode.parts, **parts})
+
+    return AdaptedEnvironment(run_episode)

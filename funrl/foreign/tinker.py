@@ -16,10 +16,10 @@ import contextlib
 import inspect
 import itertools
 import math
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from funrl.environments.builtin.load import FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.recorded import RecordedReplies
+from funrl.foreign.shapes import RecordedReplies, check_arguments, mean_parts, record_kind, taken_values
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Node, Status
 from funrl.rollout.policy import LimitReached, Policy
@@ -75,7 +75,8 @@ def tinker_environment(given: Any, groups: int = DEFAULT_GROUPS, **arguments: An
         given = given(**arguments)
         arguments = {}
     if _makes_dataset(type(given)):
-        given, _ = _finished(given())
+        with ThreadPoolExecutor(1) as thread:  # where an event loop may be running
+            given, _ = thread.submit(asyncio.run, given()).result()
     builders = _builders(given)
     if builders is not None:
         if arguments:
@@ -83,51 +84,36 @@ def tinker_environment(given: Any, groups: int = DEFAULT_GROUPS, **arguments: An
         bounded = list(itertools.islice(builders, groups))
         if not bounded:
             raise ValueError("there is no builder of a group")
-        return _TinkerGroups(bounded)
+        groups_in_order = [
+            {"prompt": [{"role": "user", "content": f"group {n}"}], "group": n} for n in range(len(bounded))
+        ]
+        environment = _Tinker(lambda example, policy: bounded[int(example.fields.get("group", 0))])
+        environment.prompts = lambda seed: groups_in_order
+        return environment
     if not callable(given):
         raise TypeError(
             f"{given!r:.100} is neither an EnvGroupBuilder, a list or a dataset of them, nor a function that makes one"
         )
-    return _Tinker(_Factory(given, arguments))
+    return _Tinker(_maker(given, arguments))
 
 
-class _Factory:
-    """A maker of the builders of records."""
+def _maker(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[[Example, Policy], Any]:
+    """A maker of the builders of records. Raises: TypeError."""
+    check_arguments(make, arguments)
 
-    def __init__(self, make: Callable[..., Any], arguments: Mapping[str, Any]):
-        parameters = inspect.signature(make).parameters
-        self._make = make
-        self._arguments = arguments
-        self._any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._takes = frozenset(parameters)
-        unknown = [] if self._any else [name for name in arguments if name not in parameters]
-        if unknown:
-            raise TypeError(f"{make!r:.100} takes no argument {unknown[0]!r}, only {', '.join(parameters)}")
-
-    def __call__(self, example: Example, policy: Policy) -> Any:
+    def builder_of(example: Example, policy: Policy) -> Any:
         chat = policy.chat
         values: dict[str, Any] = {"messages": [dict(message) for message in example_messages(example)]}
         values["prompt"] = example.messages if example.conversational else example.text
         values["tokenizer"] = chat.tokenizer if isinstance(chat, TemplateChat) else None
-        values |= {**example.fields, **self._arguments}
-        if not self._any:
-            values = {name: value for name, value in values.items() if name in self._takes}
-        builder = self._make(**values)
+        builder = make(**taken_values(make, {**values, **example.fields, **arguments}))
         if all(hasattr(builder, method) for method in ENV_METHODS):
-            return _SingleEnv(builder)
+            return SimpleNamespace(make_envs=lambda: [builder])
         if not hasattr(builder, "make_envs"):
-            raise TypeError(f"{self._make!r:.100} made {builder!r:.100}, neither an EnvGroupBuilder nor an Env")
+            raise TypeError(f"{make!r:.100} made {builder!r:.100}, neither an EnvGroupBuilder nor an Env")
         return builder
 
-
-class _SingleEnv:
-    """The builder of one environment."""
-
-    def __init__(self, env: Any):
-        self._env = env
-
-    async def make_envs(self) -> Sequence[Any]:
-        return [self._env]
+    return builder_of
 
 
 class _Group:
@@ -169,6 +155,7 @@ class _Tinker:
     """See `tinker_environment`. `builder_of` gives the builder of an example."""
 
     agents = (POLICY,)
+    prompts: Callable[[int], Sequence[Mapping[str, Any]]]
     scores_by_state = True  # by the environments that the episodes of a group have had
 
     def __init__(self, builder_of: Callable[[Example, Policy], Any]):
@@ -177,7 +164,7 @@ class _Tinker:
         self._members = weakref.WeakKeyDictionary[Node, _Member]()  # by the last reply of each episode
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy and an environment of the example's group take turns in token ids."""
+        """Alternate turns, in token ids, of the policy and of an environment of the example's group."""
         group = await self._group(policy, example)
         env = group.unused.pop()
         replies = RecordedReplies(policy)
@@ -206,13 +193,13 @@ class _Tinker:
             transitions.append(_transition(observation, node, reason, step))
             observation, stop, done = step.next_observation, step.next_stop_condition, bool(step.episode_done)
         earned = math.fsum(rewards.values())
-        trajectory = _shape("Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
+        trajectory = record_kind(TYPES, "Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
         ends = policy.ends()
         self._members[ends[-1].leaf] = _Member(group, env, trajectory, earned)
-        return Episode(ends, {POLICY: earned}, rewards, parts=_means(transitions), status=status)
+        return Episode(ends, {POLICY: earned}, rewards, parts=mean_parts(_metrics(transitions)), status=status)
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[float | None]:
-        """The rewards of a group, with those that its builder gives."""
+        """The rewards of a group, with its builder's."""
         members = [self._members.pop(episode.ends[-1].leaf) for episode in episodes]
         groups = {id(member.group): member.group for member in members}
         totals = [member.earned for member in members]
@@ -255,18 +242,6 @@ class _Tinker:
         return _Group(builder, envs)
 
 
-class _TinkerGroups(_Tinker):
-    """An environment whose prompts are builders."""
-
-    def __init__(self, builders: Sequence[Any]):
-        super().__init__(lambda example, policy: builders[int(example.fields.get("group", 0))])
-        self._count = len(builders)
-
-    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
-        """The groups in their order."""
-        return [{"prompt": [{"role": "user", "content": f"group {n}"}], "group": n} for n in range(self._count)]
-
-
 def _makes_dataset(kind: type) -> bool:
     """True for a class of an `RLDatasetBuilder`: its objects are called without arguments and give datasets."""
     return any(base.__name__ == "RLDatasetBuilder" for base in kind.__mro__)
@@ -283,25 +258,6 @@ def _builders(given: Any) -> Iterable[Any] | None:
     if isinstance(given, Sequence) and all(hasattr(builder, "make_envs") for builder in given):
         return given
     return None
-
-
-def _finished(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine, also where an event loop is running."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _clean_up_beside(builder: Any) -> None:
@@ -323,7 +279,7 @@ def _ids_of(observation: Any) -> list[int]:
 
 
 def _stop_texts(stop: Sequence[Any], policy: Policy) -> list[str]:
-    """Texts of a stop condition; its token ids must be among those that end a reply in the run."""
+    """Texts of a stop condition; its token ids must be among the run's end tokens."""
     others = [token for token in stop if not isinstance(token, str) and token not in policy.sampling.stop]
     if others:
         raise ValueError(
@@ -342,8 +298,8 @@ def _extra_of(env: Any, reason: str) -> dict[str, Any]:
 
 def _transition(observation: Any, node: Node, reason: str, step: Any) -> Any:
     logp = None if node.sampling_logp is None else node.sampling_logp.tolist()
-    action = _shape("TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
-    return _shape("Transition")(
+    action = record_kind(TYPES, "TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
+    return record_kind(TYPES, "Transition")(
         ob=observation,
         ac=action,
         reward=step.reward,
@@ -353,16 +309,6 @@ def _transition(observation: Any, node: Node, reason: str, step: Any) -> Any:
     )
 
 
-def _shape(name: str) -> Callable[..., Any]:
-    """A record of tinker-cookbook if it is imported, else one with the same names."""
-    return getattr(sys.modules.get(TYPES), name, SimpleNamespace)
-
-
-def _means(transitions: Sequence[Any]) -> dict[str, float]:
-    """Metrics of an episode's steps: the mean of each over the steps that have it."""
-    values: dict[str, list[float]] = {}
+def _metrics(transitions: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     for transition in transitions:
-        for name, value in transition.metrics.items():
-            if isinstance(value, Real):
-                values.setdefault(name, []).append(float(value))
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+        yield from ((name, value) for name, value in transition.metrics.items() if isinstance(value, Real))

@@ -24,7 +24,6 @@ from typing import Any
 from funrl.data.prompts import Example
 from funrl.environments.adapters import (
     ToolOutput,
-    error_text,
     example_messages,
     tool_conversation,
     tool_schema,
@@ -34,8 +33,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.forms.tool_calls import argument_problem
-from funrl.foreign.recorded import RecordedReplies
+from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, checked_call, taken_values, with_observation
 from funrl.loading import load_object
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
@@ -88,17 +86,17 @@ def trl_environment(
     scorer = _Rewards(rewards, weights)
     if isinstance(given, (list, tuple)):
         _check_rewarded(scorer, "tools")
-        return _ToolEpisodes({None: None}, [*given, *tools], scorer)
+        return _tool_episodes({None: None}, [*given, *tools], scorer)
     if isinstance(given, Mapping):
-        return _ToolEpisodes(dict(given), tools, scorer)
+        return _tool_episodes(dict(given), tools, scorer)
     if not callable(given):
         raise TypeError(f"{given!r:.100} is neither a list of tools, a factory of environments nor a rollout function")
     if not isinstance(given, type) and len(_required(given)) == ROLLOUT_ARGUMENTS:
         _check_rewarded(scorer, "a rollout function")
-        return _RolloutFunction(given, scorer)
+        return _function_episodes(given, scorer)
     if names := _required(given):
         raise TypeError(f"{_name(given)} needs {', '.join(names)}; a factory needs nothing, a rollout function two")
-    return _ToolEpisodes({None: given}, tools, scorer)
+    return _tool_episodes({None: given}, tools, scorer)
 
 
 class _Rewards:
@@ -119,7 +117,7 @@ class _Rewards:
         Args:
           prompt: as the functions get it.
           end, begin: trajectory, and its begin.
-          extra: further arguments, of which each is a list with one entry.
+          extra: further arguments; each is a list with one entry.
         """
         parts: dict[str, float] = {}
         ids = end.token_ids()[len(begin.token_ids()) :]
@@ -130,7 +128,7 @@ class _Rewards:
         row |= {"log_metric": parts.__setitem__, "log_extra": lambda column, values: None}
         earned: list[float] = []
         for function, weight in zip(self.functions, self._weights, strict=True):
-            values = await call(function, **_taken(function, row))
+            values = await call(function, **taken_values(function, row))
             if not isinstance(values, Sequence) or len(values) != 1:
                 raise TypeError(f"{_name(function)} returned {values!r:.200}; a list with one number or None is needed")
             if values[0] is not None and not math.isnan(values[0]):
@@ -148,7 +146,8 @@ class _Pool:
         self.has_reward = callable(getattr(self._idle[0], "get_reward", None))
         if not callable(getattr(self._idle[0], "reset", None)):
             raise TypeError(f"{type(self._idle[0]).__name__}, of {_name(factory)}, has no reset")
-        self.schemas = [tool_schema(method) for method in tool_methods(self._idle[0]).values()]
+        for method in tool_methods(self._idle[0]).values():
+            tool_schema(method)  # is checked before the run
 
     async def take(self) -> Any:
         """An environment that no other episode has."""
@@ -159,93 +158,84 @@ class _Pool:
         self._idle.append(environment)
 
 
-class _ToolEpisodes:
-    """See `trl_environment`. `factories` are by the value of a record's field "environment"; None: one for all."""
+def _tool_episodes(
+    factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: _Rewards
+) -> Environment:
+    """Episodes in which the policy calls tools and the methods of an environment until it replies without a call.
 
-    agents = (POLICY,)
+    Args:
+      factories: by the value of a record's field "environment"; None: one for all.
+    """
+    common = {tool.__name__: tool for tool in tools}
+    common_schemas = [tool_schema(tool) for tool in tools]
+    pools = {name: factory and _Pool(factory) for name, factory in factories.items()}
+    if any(pool is not None and not pool.has_reward for pool in pools.values()):
+        _check_rewarded(scorer, "an environment without get_reward")
 
-    def __init__(
-        self, factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: _Rewards
-    ):
-        self._tools = {tool.__name__: tool for tool in tools}
-        self._schemas = [tool_schema(tool) for tool in tools]
-        self._pools = {name: factory and _Pool(factory) for name, factory in factories.items()}
-        self._scorer = scorer
-        for pool in self._pools.values():
-            if pool is not None and not pool.has_reward:
-                _check_rewarded(scorer, "an environment without get_reward")
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy call the tools and the methods of an environment until it replies without a call."""
-        name = None if None in self._pools else example.fields.get("environment")
-        if name not in self._pools:
-            raise ValueError(f"the record has environment={name!r}; there are {', '.join(map(str, self._pools))}")
-        pool = self._pools[name]
-        environment: Any = None if pool is None else await pool.take()
-        tools = self._tools | ({} if environment is None else tool_methods(environment))
-        schemas = [*self._schemas, *(() if pool is None else pool.schemas)]
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
+        name = None if None in pools else example.fields.get("environment")
+        if name not in pools:
+            raise ValueError(f"the record has environment={name!r}; there are {', '.join(map(str, pools))}")
+        pool = pools[name]
         prompt = example_messages(example)
-        if environment is not None:
-            fields = {key: value for key, value in example.fields.items() if key != "environment" or name is None}
-            observation = await call(environment.reset, **{"prompt": copy.deepcopy(prompt), **fields})
-            policy.answered(observation)
-            prompt = _with_observation(prompt, observation)
+        if pool is None:
+            return await talk_with(policy, example, prompt, None)
+        environment = await pool.take()
+        fields = {key: value for key, value in example.fields.items() if key != "environment" or name is None}
+        observation = await call(environment.reset, **{"prompt": copy.deepcopy(prompt), **fields})
+        policy.answered(observation)
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset returned {observation!r:.200}; a text or None is needed")
+        episode = await talk_with(policy, example, with_observation(prompt, observation or ""), environment)
+        pool.give_back(environment)
+        return episode
 
-        async def run_call(tool: str, arguments: Mapping[str, Any]) -> ToolOutput:
-            if problem := argument_problem(tool, arguments, schemas):
-                return _failed(problem)
-            try:
-                return ToolOutput(_text(await call(tools[tool], **arguments)))
-            except (Exception, SystemExit) as error:
-                return _failed(str(error) or error_text(error))
+    async def talk_with(policy: Policy, example: Example, prompt: Sequence[Message], environment: Any) -> Episode:
+        methods = {} if environment is None else tool_methods(environment)
+        schemas = [*common_schemas, *map(tool_schema, methods.values())]
+
+        async def act(tool: str, arguments: Mapping[str, Any]) -> ToolOutput:
+            return ToolOutput(_text(await call({**common, **methods}[tool], **arguments)))
 
         begin = policy.start(prompt, schemas)
-        talk = await tool_conversation(policy, begin, run_call, _failed)
-        own = None
-        if environment is not None and hasattr(environment, "get_reward"):
-            own = await call(environment.get_reward)
+        talk = await tool_conversation(policy, begin, checked_call(act, schemas, _failed), _failed)
+        get_reward = getattr(environment, "get_reward", None)
+        own = None if get_reward is None else await call(get_reward)
         extra = {} if environment is None else {"environments": [environment]}
         given = prompt if example.conversational or environment is not None else example.text
-        reward, parts = await self._scorer.score(example, given, talk.end, begin, extra)
+        reward, parts = await scorer.score(example, given, talk.end, begin, extra)
         if own is not None and not math.isnan(own):
             parts[type(environment).__name__] = float(own)
             reward = float(own) + (reward or 0.0)
-        if pool is not None:
-            pool.give_back(environment)
         return Episode([talk.end], {POLICY: reward}, parts=talk.parts() | parts, status=talk.status)
 
+    return AdaptedEnvironment(run)
 
-class _RolloutFunction:
-    """See `trl_environment`."""
 
-    agents = (POLICY,)
+def _function_episodes(function: Callable[..., Any], scorer: _Rewards) -> Environment:
+    """Episodes of a rollout function, which makes a completion of a prompt."""
 
-    def __init__(self, function: Callable[..., Any], scorer: _Rewards):
-        self._function = function
-        self._scorer = scorer
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the function make a completion of the prompt."""
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
         replies = RecordedReplies(policy)
         trainer = _TrainerShape(policy, replies)
         prompt = list(map(dict, example.messages)) if example.conversational and example.messages else example.text
         try:
-            output = await call(self._function, [prompt], trainer)
+            output = await call(function, [prompt], trainer)
         except LimitReached as limit:
             return Episode(policy.ends(), {POLICY: None}, status=limit.status)
         finally:
             trainer.close()
-        missing = [name for name in ROLLOUT_OUTPUTS if name not in output]
-        if missing:
-            raise TypeError(f"{_name(self._function)} returned no {', '.join(missing)}")
-        prompt_ids, completion_ids = output["prompt_ids"][0], output["completion_ids"][0]
+        if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
+            raise TypeError(f"{_name(function)} returned no {', '.join(missing)}")
+        prompt_ids = output["prompt_ids"][0]
+        completion_ids = output["completion_ids"][0]
         mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)
         end = replies.end_of([*prompt_ids, *completion_ids], [*[0] * len(prompt_ids), *mask])
-        begin = next(node for node in end.nodes())
         extra = {name: value for name, value in output.items() if name not in (*ROLLOUT_OUTPUTS, "env_mask")}
-        opened = Trajectory(end.agent, begin)
-        reward, parts = await self._scorer.score(example, prompt, end, opened, extra)
+        reward, parts = await scorer.score(example, prompt, end, Trajectory(end.agent, next(end.nodes())), extra)
         return Episode([end], {POLICY: reward}, parts=parts)
+
+    return AdaptedEnvironment(run)
 
 
 class _TrainerShape:
@@ -299,15 +289,6 @@ def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in methods.items() if name not in NOT_TOOLS and not name.startswith("_")}
 
 
-def _with_observation(prompt: Sequence[Message], observation: Any) -> list[Message]:
-    """A prompt whose last message ends with what `reset` returned."""
-    if observation is None:
-        return list(prompt)
-    if not isinstance(observation, str):
-        raise TypeError(f"reset returned {observation!r:.200}; a text or None is needed")
-    return [*prompt[:-1], {**prompt[-1], "content": str(prompt[-1]["content"]) + observation}]
-
-
 def _text(value: Any) -> str:
     """Text of what a tool returned, as TRL has it."""
     if isinstance(value, list) and value and all(isinstance(part, Mapping) and "type" in part for part in value):
@@ -320,14 +301,6 @@ def _text(value: Any) -> str:
 def _failed(problem: str) -> ToolOutput:
     """Output of a call that failed, in TRL's words."""
     return ToolOutput(str({"error": problem}), succeeded=False)
-
-
-def _taken(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a row that a function takes."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(row)
-    return {name: value for name, value in row.items() if name in parameters}
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -16,7 +16,7 @@ import math
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,6 +25,7 @@ from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
+from funrl.foreign.shapes import joined_text, mean_parts
 from funrl.loading import LoadError
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.rollout.policy import Policy
@@ -106,12 +107,14 @@ class _Verifiers:
             recorded = session.trajectories()
         if self._relay:
             values = [trace_reward(trace) for trace in episode.traces]
-            return Episode(recorded, {POLICY: _mean(values)}, parts=_parts(episode), status=session.limit or "done")
+            return Episode(
+                recorded, {POLICY: _mean(values)}, parts=mean_parts(_numbers(episode)), status=session.limit or "done"
+            )
         name = POLICY if len(self.agents) == 1 else None
         ends, rewards, turns = graph_trajectories(episode, recorded, name)
         if not ends:
             raise RuntimeError(f"the episode of verifiers has no reply of the policy: {_problem(episode)}")
-        return Episode(ends, rewards, turns, parts=_parts(episode), status=session.limit or "done")
+        return Episode(ends, rewards, turns, parts=mean_parts(_numbers(episode)), status=session.limit or "done")
 
     def _client(self, endpoint: Endpoint, policy: Policy) -> Any:
         """Configuration of the client of an episode."""
@@ -231,7 +234,7 @@ def trace_reward(trace: Any) -> float | None:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Mean of those that are there; None: none is."""
+    """Mean of the given values; None: there are none."""
     scored = [value for value in values if value is not None]
     return math.fsum(scored) / len(scored) if scored else None
 
@@ -257,7 +260,7 @@ def _graph_nodes(trace: Any, replies: Mapping[tuple[int, ...], list[Node]]) -> l
         parent = None if entry.parent is None else nodes[entry.parent]
         before = [] if entry.parent is None else ids[entry.parent]
         ids.append([*before, *entry.token_ids])
-        message: Message = {"role": entry.message.role, "content": _text(entry.message.content)}
+        message: Message = {"role": entry.message.role, "content": joined_text(entry.message.content)}
         sampled = sum(entry.mask)
         context = list(entry.token_ids[: len(entry.token_ids) - sampled])
         if context:
@@ -273,26 +276,17 @@ def _graph_nodes(trace: Any, replies: Mapping[tuple[int, ...], list[Node]]) -> l
 
 
 def _leaves(trace: Any) -> list[int]:
-    """Numbers of the last nodes of the trace's branches that are trained."""
+    """Indices of the last nodes of the trained branches of a trace."""
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
     return [numbers[id(branch.nodes[-1])] for branch in trace.branches if branch.trainable and branch.nodes]
 
 
-def _text(content: Any) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    return "".join(str(getattr(part, "text", "")) for part in content)
-
-
-def _parts(episode: Any) -> dict[str, float]:
-    """Metrics and single rewards of the traces: their means."""
-    values: dict[str, list[float]] = {}
+def _numbers(episode: Any) -> Iterator[tuple[str, float]]:
+    """Metrics and single rewards of the traces."""
     for trace in episode.traces:
         single = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-        for name, value in {**single, **trace.metrics}.items():
-            if value is not None:
-                values.setdefault(name, []).append(float(value))
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in values.items()}
+        numbers = {**single, **trace.metrics}
+        yield from ((name, value) for name, value in numbers.items() if value is not None)
 
 
 def _problem(episode: Any) -> str:

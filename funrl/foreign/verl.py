@@ -6,7 +6,7 @@
 | a subclass of `BaseTool`, an object of one, a function of `@function_tool`, a list of these | the same |
 | a subclass of `AgentLoopBase` | its `run`, whose `server_manager.generate` is the policy |
 
-verl need not be installed, see `verl_modules`. Written for verl 0.9.1; reference:
+Where verl is not installed, examples/verl_modules.py has what tools import. Written for verl 0.9.1; reference:
 https://verl.readthedocs.io/en/latest/sglang_multiturn/multiturn.html
 """
 
@@ -17,10 +17,11 @@ import importlib
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -33,9 +34,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.forms.tool_calls import argument_problem
-from funrl.foreign.recorded import RecordedReplies
-from funrl.foreign.verl_modules import TokenOutput, provide_verl
+from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, answer_score, checked_call, record_kind
 from funrl.loading import LoadError, load_object
 from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Episode, Trajectory
@@ -47,13 +46,15 @@ MOST_RESPONSE_TOKENS = 1 << 20  # of a response, for loops that cut theirs off; 
 
 def load_verl(name: str, reward: str | Reward | None = None, config: Mapping[str, Any] | None = None) -> Environment:
     """The environment that "TOOLS.yaml" or "FILE.py:NAME" names, as `verl_environment` makes it."""
-    provide_verl()
     try:
         given = read_tools_file(name) if name.endswith(YAML) else load_object(FLAG, name)
     except LoadError as error:
         if "No module named 'verl" not in str(error):
             raise
-        raise LoadError(f"{error}; this needs verl itself: pip install --no-deps verl, and what it imports") from error
+        raise LoadError(
+            f"{error}; this needs verl itself: pip install --no-deps verl, and what it imports, or for tools and agent "
+            "loops examples/verl_modules.py"
+        ) from error
     return verl_environment(given, reward, config)
 
 
@@ -73,14 +74,13 @@ def verl_environment(
     Raises:
       TypeError: it is none of these.
     """
-    provide_verl()
     score = None if reward is None else answer_reward(reward)
     if isinstance(given, type) and not hasattr(given, "execute"):
         if not callable(getattr(given, "run", None)):
             raise TypeError(f"class {given.__name__} has neither execute, as a BaseTool, nor run, as an AgentLoopBase")
-        return _AgentLoop(given, score, config or {})
+        return _loop_episodes(given, score, config or {})
     tools = given if isinstance(given, (list, tuple)) else [given]
-    return _Tools([_tool(tool) for tool in tools], score)
+    return _tool_episodes([_tool(tool) for tool in tools], score)
 
 
 def read_tools_file(path: str) -> list[Any]:
@@ -105,89 +105,69 @@ def read_tools_file(path: str) -> list[Any]:
     return tools
 
 
-class _FunctionTool:
+class _FunctionTool(NamedTuple):
     """A function as a tool."""
 
-    def __init__(self, name: str, function: Callable[..., Any], schema: Mapping[str, Any]):
-        self.name = name
-        self.function = function
-        self.schema = schema
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
 
 
-class _Tools:
-    """See `verl_environment`."""
+def _tool_episodes(tools: Sequence[Any], score: AnswerReward | None) -> Environment:
+    """Episodes in which the policy calls tools until it replies without a call."""
+    all_tools = {tool.name: tool for tool in tools}
+    all_schemas = {tool.name: _schema_of(tool) for tool in tools}
 
-    agents = (POLICY,)
-
-    def __init__(self, tools: Sequence[Any], score: AnswerReward | None):
-        self._tools = {tool.name: tool for tool in tools}
-        self._schemas = {tool.name: _schema_of(tool) for tool in tools}
-        self._score = score
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the policy call the tools until it replies without a call."""
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
         extra = example.fields.get("extra_info") or {}
         per_tool = example.fields.get("tools_kwargs") or extra.get("tools_kwargs") or {}
-        names = extra.get("tool_selection") or list(self._tools)
-        tools = {name: self._tools[name] for name in names if name in self._tools}
-        schemas = [self._schemas[name] for name in tools]
-        stateful = {name: tool for name, tool in tools.items() if not isinstance(tool, _FunctionTool)}
+        names = [name for name in extra.get("tool_selection") or all_tools if name in all_tools]
+        schemas = [all_schemas[name] for name in names]
+        stateful = {name: all_tools[name] for name in names if not isinstance(all_tools[name], _FunctionTool)}
         instances: dict[str, str] = {}
         agent_data = SimpleNamespace(tools_kwargs=per_tool, extra_fields={}, metrics={})
 
-        async def run_call(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
-            if problem := argument_problem(name, arguments, schemas):
-                return ToolOutput(f"error: {problem}", succeeded=False)
+        async def act(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
             try:
                 if name not in instances:
-                    return _output_of(await call(tools[name].function, **arguments))
+                    return _output_of(await call(all_tools[name].function, **arguments))
                 further = {"agent_data": agent_data, **((per_tool.get(name) or {}).get("execute_kwargs") or {})}
-                return _output_of(await call(tools[name].execute, instances[name], dict(arguments), **further))
+                return _output_of(await call(stateful[name].execute, instances[name], dict(arguments), **further))
             except (Exception, SystemExit) as error:
                 return ToolOutput(f"Error executing tool {name!r}: {error_text(error)}", succeeded=False)
 
-        held = contextlib.AsyncExitStack()  # releases all, also when one release fails
-        try:
+        async with contextlib.AsyncExitStack() as held:  # releases all, also when one release fails
             for name, tool in stateful.items():
                 given = (per_tool.get(name) or {}).get("create_kwargs") or {}
                 instances[name], _ = await call(tool.create, create_kwargs=given)
                 held.push_async_callback(call, tool.release, instances[name])
             begin = policy.start(example_messages(example), schemas)
-            talk = await tool_conversation(policy, begin, run_call)
+            talk = await tool_conversation(policy, begin, checked_call(act, schemas))
+            if score is not None:
+                reward = await _scored(score, policy, example, talk.end)
+                return Episode([talk.end], {POLICY: reward}, parts=talk.parts(), status=talk.status)
             earned = list(talk.rewards.values())
-            if self._score is None:
-                earned += [float(await call(tool.calc_reward, instances[name])) for name, tool in stateful.items()]
-                reward = math.fsum(earned) if earned else None
-            else:
-                reward = await _scored(self._score, policy, example, talk.end)
-        finally:
-            await held.aclose()
-        rewards = talk.rewards if self._score is None else {}
-        return Episode([talk.end], {POLICY: reward}, rewards, parts=talk.parts(), status=talk.status)
+            earned += [float(await call(tool.calc_reward, instances[name])) for name, tool in stateful.items()]
+        total = math.fsum(earned) if earned else None
+        return Episode([talk.end], {POLICY: total}, talk.rewards, parts=talk.parts(), status=talk.status)
+
+    return AdaptedEnvironment(run)
 
 
-class _AgentLoop:
-    """See `verl_environment`."""
+def _loop_episodes(kind: type, score: AnswerReward | None, config: Mapping[str, Any]) -> Environment:
+    """Episodes of an agent loop, which talks with the policy in token ids."""
 
-    agents = (POLICY,)
-
-    def __init__(self, kind: type, score: AnswerReward | None, config: Mapping[str, Any]):
-        self._kind = kind
-        self._score = score
-        self._config = config
-
-    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
-        """Let the loop talk with the policy in token ids."""
+    async def run(policy: Policy, example: Example, seed: int) -> Episode:
         replies = RecordedReplies(policy)
         chat = policy.chat
-        config = _loop_config(self._config)
-        loop: Any = self._kind(
-            trainer_config=_Settings(config=config),
+        settings = _loop_config(config)
+        loop: Any = kind(
+            trainer_config=_Settings(config=settings),
             server_manager=_ServerManager(replies),
             tokenizer=chat.tokenizer if isinstance(chat, TemplateChat) else None,
             processor=None,
             dataset_cls=None,
-            data_config=_Settings(config=config.data),
+            data_config=_Settings(config=settings.data),
         )
         row = {"raw_prompt": list(map(dict, example_messages(example))), **example.fields}
         asked = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
@@ -196,12 +176,11 @@ class _AgentLoop:
         except LimitReached as limit:
             return Episode(policy.ends(), {POLICY: None}, status=limit.status)
         prompt_ids = list(output.prompt_ids)
-        ids = [*prompt_ids, *output.response_ids]
-        end = replies.end_of(ids, [*[0] * len(prompt_ids), *output.response_mask])
-        reward = output.reward_score
-        if self._score is not None:
-            reward = await _scored(self._score, policy, example, end)
+        end = replies.end_of([*prompt_ids, *output.response_ids], [*[0] * len(prompt_ids), *output.response_mask])
+        reward = output.reward_score if score is None else await _scored(score, policy, example, end)
         return Episode([end], {POLICY: None if reward is None else float(reward)})
+
+    return AdaptedEnvironment(run)
 
 
 class _ServerManager:
@@ -225,7 +204,8 @@ class _ServerManager:
         node = await self.replies.reply(prompt_ids, most, [stop] if isinstance(stop, str) else list(stop))
         logp = [] if node.sampling_logp is None else node.sampling_logp.tolist()
         reason = "length" if node.finish == "length" else "completed"
-        return TokenOutput(token_ids=list(node.tokens), log_probs=logp, stop_reason=reason)
+        output = record_kind("verl.workers.rollout.replica", "TokenOutput")
+        return output(token_ids=list(node.tokens), log_probs=logp, stop_reason=reason, extra_fields={})
 
 
 class _Settings(dict):
@@ -238,24 +218,12 @@ class _Settings(dict):
 
 
 def _loop_config(given: Mapping[str, Any]) -> Any:
-    """The configuration that an agent loop reads."""
-    turns = _Settings(
-        max_user_turns=None,
-        max_assistant_turns=None,
-        max_parallel_calls=1 << 10,
-        max_tool_response_length=MOST_RESPONSE_TOKENS,
-        tool_response_truncate_side="right",
-        format="hermes",
-    )
-    rollout = _Settings(
-        name="vllm",
-        prompt_length=MOST_RESPONSE_TOKENS,
-        response_length=MOST_RESPONSE_TOKENS,
-        multi_turn=turns,
-        full_determinism=False,
-        calculate_log_probs=True,
-    )
-    rollout |= {name: _Settings(turns | value) if name == "multi_turn" else value for name, value in given.items()}
+    """The configuration that an agent loop reads. Lengths are those of `MOST_RESPONSE_TOKENS`."""
+    lengths = dict.fromkeys(("prompt_length", "response_length"), MOST_RESPONSE_TOKENS)
+    turns = {"max_user_turns": None, "max_assistant_turns": None, "max_parallel_calls": 1 << 10, "format": "hermes"}
+    turns |= {"max_tool_response_length": MOST_RESPONSE_TOKENS, "tool_response_truncate_side": "right"}
+    rollout = {"name": "vllm", "full_determinism": False, "calculate_log_probs": True, **lengths, **given}
+    rollout["multi_turn"] = _Settings({**turns, **given.get("multi_turn", {})})
     return _Settings(actor_rollout_ref=_Settings(rollout=_Settings(rollout)), data=_Settings())
 
 
@@ -264,9 +232,7 @@ async def _scored(score: AnswerReward, policy: Policy, example: Example, end: Tr
     chat = policy.chat
     ids = [token for node in list(end.nodes())[1:] for token in node.tokens]
     text = chat.tokenizer.decode(ids, skip_special_tokens=True) if isinstance(chat, TemplateChat) else ""
-    messages = example.messages if example.conversational else None
-    reward = await call(score, example.text, text, example.fields, messages)
-    return None if math.isnan(reward) else reward
+    return await answer_score(score, example, text)
 
 
 def _tool(given: Any) -> Any:
@@ -281,7 +247,7 @@ def _tool(given: Any) -> Any:
         return _FunctionTool(given.name, given.fn, given.tool_schema.model_dump(exclude_none=True))
     if not inspect.isroutine(given):
         raise TypeError(f"{given!r:.100} is no tool of verl: a BaseTool or a function is needed")
-    registry = importlib.import_module("verl.tools.function_tool").FUNCTION_TOOL_REGISTRY
+    registry = getattr(sys.modules.get("verl.tools.function_tool"), "FUNCTION_TOOL_REGISTRY", {})
     registered = next((tool for tool in registry.values() if tool.fn is given), None)
     if registered is not None:
         return _tool(registered)
@@ -296,7 +262,7 @@ def _schema_of(tool: Any) -> dict[str, Any]:
 
 
 def _schema_record(schema: Mapping[str, Any] | None) -> Any:
-    """The record of a schema: of verl if that is installed, else as `verl_modules` has it."""
+    """The record of a schema."""
     if schema is None:
         return None
     return importlib.import_module("verl.tools.schemas").OpenAIFunctionToolSchema.model_validate(schema)

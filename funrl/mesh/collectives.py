@@ -103,7 +103,7 @@ def all_to_all(x: Tensor, mesh: Mesh, axes: Axes, split: int, concat: int) -> Te
 
 
 def ragged_all_to_all(x: Tensor, send: list[int], receive: list[int], mesh: Mesh, axes: Axes) -> Tensor:
-    """Send rows to the ranks of `axes`, and concatenate those that arrive, in the order of the ranks.
+    """Send rows to the ranks of `axes`, and concatenate the received rows in the order of the ranks.
 
     Args:
       x: rows, those for the first rank first.
@@ -167,7 +167,7 @@ def wait(x: Tensor) -> Tensor:
     return result
 
 
-def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
+def gather_objects(value: object, mesh: Mesh) -> list[Any]:
     """Any picklable value of every rank of the mesh, by rank. For the rare and the small: errors, names."""
     if mesh.world == 1:
         return [value]
@@ -178,7 +178,7 @@ def gather_objects(value: Any, mesh: Mesh) -> list[Any]:
     return values
 
 
-def from_first_rank(value: Any, mesh: Mesh) -> Any:
+def from_first_rank(value: object, mesh: Mesh) -> Any:
     """Any picklable value of the first rank of the mesh, on every rank."""
     if mesh.world == 1:
         return value
@@ -193,7 +193,7 @@ def _grouped(xs: Sequence[Tensor], mesh: Mesh, axes: Axes) -> bool:
     return len(xs) > 1 and dist.is_initialized() and dist.get_backend(mesh.group(axes)) != gloo.NAME
 
 
-def from_first(value: Any, mesh: Mesh, axes: Axes) -> Any:
+def from_first(value: object, mesh: Mesh, axes: Axes) -> Any:
     """Any picklable value of the first rank of `axes`, on all of its ranks. None costs one small collective."""
     if mesh.size(axes) == 1:
         return value

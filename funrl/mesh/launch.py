@@ -26,12 +26,12 @@ from funrl.processes import gloo, heartbeat, store
 from funrl.processes.device_memory import expand_segments
 from funrl.processes.environment import read_environment
 from funrl.processes.heartbeat import Heartbeat, Link
-from funrl.processes.store_link import Alone, Launched, StoreLink
-from funrl.processes.watch import Waiting, keeper
+from funrl.processes.store_link import Alone, LaunchAgreement, StoreLink
+from funrl.processes.watch import WaitLimits, keeper
 from funrl.processes.workers import RankProgram, WorkerError, can_fork, run_processes
 
 __all__ = [
-    "Waiting",
+    "WaitLimits",
     "WorkerError",
     "check_devices",
     "communication_backends",
@@ -56,7 +56,7 @@ class _Program(NamedTuple):
     sizes: dict[str, int]
     device: str
     plain: tuple[type[Exception], ...]
-    waiting: Waiting
+    waiting: WaitLimits
 
 
 class _Rank(NamedTuple):
@@ -110,7 +110,7 @@ def ranks_per_node() -> int:
 
 
 def local_ranks(world: int) -> int:
-    """Ranks on this machine, of `world` in the run: those that torchrun has started, or all."""
+    """Ranks on this machine, of `world` in the run: the ranks that torchrun has started, or all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
@@ -120,12 +120,12 @@ def cores() -> int:
 
 
 def launch(
-    program: Callable[..., Any],
+    program: Callable[..., object],
     sizes: Mapping[str, int],
     device: str | None = None,
     plain: tuple[type[Exception], ...] = (),
     before: Before | None = None,
-    waiting: Waiting = Waiting(),  # noqa: B008
+    waiting: WaitLimits = WaitLimits(),  # noqa: B008
 ) -> Any:
     """Run `program(mesh)` on every rank and return what rank 0 returned.
 
@@ -168,13 +168,13 @@ def launch(
     return run_processes(RankProgram(run, plain), world, fork=device == "cpu" and can_fork(), waiting=waiting)
 
 
-def _run(program: _Program, rank: int, client: Any, folder: str) -> Any:
+def _run(program: _Program, rank: int, client: object, folder: str) -> Any:
     """Run the program on one of the ranks that are started here."""
     own = _Rank(rank, local=rank, here=Mesh(program.sizes).world)
-    return _in_group(program, own, client, Launched(f"{folder}-saved", program.plain))
+    return _in_group(program, own, client, LaunchAgreement(f"{folder}-saved", program.plain))
 
 
-def _in_group(program: _Program, own: _Rank, client: Any, launched: Launched | None = None) -> Any:
+def _in_group(program: _Program, own: _Rank, client: object, launched: LaunchAgreement | None = None) -> Any:
     """Run the program on one of several ranks, which have a client of their store."""
     timeout = program.waiting.timeout
     group = functools.partial(_process_group, program.sizes, own, program.device, client, timeout)
@@ -183,7 +183,7 @@ def _in_group(program: _Program, own: _Rank, client: Any, launched: Launched | N
 
 
 def _on_rank(
-    program: Callable[..., Any],
+    program: Callable[..., object],
     before: Before | None,
     rank: int,
     mesh_of: Callable[[], contextlib.AbstractContextManager[Mesh]],

@@ -44,7 +44,7 @@ class Mesh:
     """This process's view of the mesh.
 
     Attributes:
-      row_axes, token_axes: the axes that split a batch's rows, and those that split its tokens. A rank's loss is that
+      row_axes, token_axes: axes that split a batch's rows, and axes that split its tokens. A rank's loss is that
         of its own rows, the same on every rank of the other axes; a rank's gradient is that of its own tokens.
       sizes: size of each of `AXES`.
       rank: this process's number in the mesh, row-major over `AXES`; -1 in a process outside.

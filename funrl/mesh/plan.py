@@ -108,7 +108,7 @@ class Plan:
         return tuple(self.src_ranks[i] for i in meshes.peers(sizes, route.axes, self.src_ranks.index(rank)))
 
 
-class Held(NamedTuple):
+class LeafParts(NamedTuple):
     """Parts of one leaf on one rank.
 
     Attributes:
@@ -124,18 +124,18 @@ class Held(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def held(plan: Plan, rank: int) -> tuple[Held, ...]:
+def held(plan: Plan, rank: int) -> tuple[LeafParts, ...]:
     """Parts of every leaf on `rank`."""
     of = []
     for route in plan.routes:
         old = box_of(route.src, plan.src_ranks, rank)
         new = box_of(route.dst, plan.dst_ranks, rank)
         if old is None or new is None:
-            of.append(Held(old, new))
+            of.append(LeafParts(old, new))
             continue
         both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(old, new, strict=True))
         stays = both if all(high > low for low, high in both) else None
-        of.append(Held(old, new, stays, taken=slices(both, old), put=slices(both, new)))
+        of.append(LeafParts(old, new, stays, taken=slices(both, old), put=slices(both, new)))
     return tuple(of[take] for take in plan.takes)
 
 

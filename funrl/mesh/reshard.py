@@ -23,7 +23,7 @@ from funrl import trees
 from funrl.mesh import plan as plans
 from funrl.mesh.buckets import DIRECT_BYTES, Message, Part, Step, program, starts_together
 from funrl.mesh.mesh import AXES, Mesh, MeshError
-from funrl.mesh.plan import Held, Plan, plan, shape, slices
+from funrl.mesh.plan import LeafParts, Plan, plan, shape, slices
 from funrl.mesh.rules import Layout
 from funrl.processes.heartbeat import entered, left
 
@@ -44,7 +44,7 @@ class Leaf:
       stays: whether the result is `original` itself.
     """
 
-    held: Held
+    held: LeafParts
     dtype: torch.dtype
     original: Tensor | None
     source: Tensor | None
@@ -86,7 +86,7 @@ def reshard(
     mesh: Mesh,
     bucket_bytes: int = BUCKET_BYTES,
     donate: bool = False,
-    group: Any = None,
+    group: object = None,
 ) -> trees.Tree:
     """Reshard a tree of local tensors to the plan's target layouts. Collective over the ranks of the plan.
 

@@ -113,7 +113,7 @@ def kth_largest(x_bT: Tensor, k: Tensor, mesh: Mesh, axes: Axes) -> Tensor:
 ROW_MULTIPLE = 8  # tokens that the width of rows is a multiple of after a move
 
 
-class Moved(NamedTuple):
+class MovedRows(NamedTuple):
     """Rows after a move.
 
     Attributes:
@@ -162,7 +162,7 @@ def move_rows(
     to: np.ndarray,
     mesh: Mesh,
     kinds: Mapping[str, FieldKind] | None = None,
-) -> Moved:
+) -> MovedRows:
     """Send rows from the ranks that have them to others, without padding.
 
     Every rank knows `lengths`, `owner` and `to` of all rows. Fields per token take one collective together, any other
@@ -194,7 +194,7 @@ def hand_over(
     before: Owners,
     after: Owners,
     kinds: Mapping[str, FieldKind] | None = None,
-) -> Moved:
+) -> MovedRows:
     """`move_rows` between two meshes over the same processes, such as the one to generate on and the one to train on.
 
     A row that several ranks hold before the move is sent by one of them to each rank that needs it, and by none to a
@@ -308,7 +308,7 @@ def _moved(
     lengths: np.ndarray,
     counts: Mapping[str, np.ndarray],
     route: RowRoute,
-) -> Moved:
+) -> MovedRows:
     """The rows after a move; T of the fields per token is the longest row's length rounded up to `ROW_MULTIPLE`.
 
     Args:
@@ -327,12 +327,12 @@ def _moved(
         out |= moved.fields
         sent += moved.sent
         received += moved.received
-    return Moved({name: out[name] for name in fields}, sent, received)
+    return MovedRows({name: out[name] for name in fields}, sent, received)
 
 
 def _exchange_lines(
     fields: Mapping[str, Value], kinds: Mapping[str, FieldKind], counts: np.ndarray, width: int, route: RowRoute
-) -> Moved:
+) -> MovedRows:
     """Fields of one number of lines per row after a move, in one collective.
 
     Args:
@@ -350,7 +350,7 @@ def _exchange_lines(
     out = blank_rows(fields, kinds, counts[route.after], width)
     unpack_rows(arrived, out, kinds, np.searchsorted(route.after, received_rows), counts[received_rows])
     me = int(route.mesh.index(route.axes))
-    return Moved(out, (sum(send) - send[me]) * size, (sum(receive) - receive[me]) * size)
+    return MovedRows(out, (sum(send) - send[me]) * size, (sum(receive) - receive[me]) * size)
 
 
 def pack_rows(

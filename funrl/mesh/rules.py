@@ -243,7 +243,7 @@ def rest_axes(
 ) -> list[tuple[str, ...]]:
     """For each leaf the axes to sum its gradient over once a step, in the order of `trees.leaves`.
 
-    A gradient is summed over the axes that split the batch's tokens, but for those that split the leaf while it
+    A gradient is summed over the axes that split the batch's tokens, except axes that split the leaf while it
     computes: these ranks have other parts of it. What is gathered before a layer is summed by the scatter after it.
 
     Args:

@@ -120,7 +120,7 @@ def _only_computes(func: Any) -> bool:
     return func.is_view or not any(x.alias_info for x in returns)
 
 
-def _on_rank(value: Any, rank: int) -> Any:
+def _on_rank(value: object, rank: int) -> Any:
     """An argument of an operator as one rank has it."""
     if type(value) is LocalTensor:
         return value._local_tensors[rank]

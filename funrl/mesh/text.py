@@ -13,8 +13,8 @@ from typing import NamedTuple
 SHORT = {"dp": "data", "ep": "expert", "sp": "sequence", "tp": "tensor"}
 AXES = tuple(SHORT.values())
 AUTOMATIC = "auto"  # what a text begins with that leaves the mesh to the run
-ROW_AXES = ("data", "expert")  # those that split a batch's rows
-TOKEN_AXES = (*ROW_AXES, "sequence")  # those that split its tokens
+ROW_AXES = ("data", "expert")  # axes that split a batch's rows
+TOKEN_AXES = (*ROW_AXES, "sequence")  # axes that split its tokens
 
 
 class MeshError(ValueError):

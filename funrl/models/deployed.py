@@ -17,7 +17,7 @@ from funrl.models.model import Model
 from funrl.models.placed import Placed
 
 
-class Deployed(NamedTuple):
+class DeviceWeights(NamedTuple):
     """Weights of a model on the devices that train it.
 
     Attributes:
@@ -58,7 +58,7 @@ class Deployed(NamedTuple):
         return list(parts.values())
 
 
-def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> Deployed:
+def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> DeviceWeights:
     """The weights of a model as files and an engine have them.
 
     Merging needs no message: a rank's part of a weight is the product of its parts of the two factors.
@@ -71,11 +71,11 @@ def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> Deployed
     plain = dict(trees.named(params))
     mesh = placed.mesh
     if model.adapters is None:
-        return Deployed(model, model.shapes, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
+        return DeviceWeights(model, model.shapes, mesh, dict(trees.named(placed.stored)), weight=plain.__getitem__)
     if not merge:
         own = trained_part(model, model.shapes)
         stored = dict(trees.named(trained_part(model, placed.stored)))
-        return Deployed(model.adapters.plain, own, mesh, stored, weight=plain.__getitem__)
+        return DeviceWeights(model.adapters.plain, own, mesh, stored, weight=plain.__getitem__)
     factors = factored(model, params)
     without = model.adapters.plain
     names = {name for name, _ in trees.named(without.shapes)}
@@ -84,4 +84,4 @@ def deployed(placed: Placed, params: trees.Tree, merge: bool = True) -> Deployed
     def weight(name: str) -> Tensor:
         return merged(factors[name]) if name in factors else plain[name].detach()
 
-    return Deployed(without, without.shapes, mesh, stored, weight=weight, merged=frozenset(factors))
+    return DeviceWeights(without, without.shapes, mesh, stored, weight=weight, merged=frozenset(factors))

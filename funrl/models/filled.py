@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +19,7 @@ from funrl import trees
 from funrl.mesh.rules import Layout
 
 
-def filled(tree: trees.Tree, layouts: trees.Tree, gathered: Sequence[Any] = ()) -> trees.Tree:
+def filled(tree: trees.Tree, layouts: trees.Tree, gathered: Sequence[object] = ()) -> trees.Tree:
     """A rank's parts, each as long in every dim as the longest of all ranks.
 
     Args:

@@ -70,7 +70,7 @@ def saved_fields(config: ModelConfig) -> dict[str, Any]:
     return _flat(asdict(config))
 
 
-def with_fields(config: C, **fields: Any) -> C:
+def with_fields(config: C, **fields: object) -> C:
     """The config with other values of some fields, by their flat names.
 
     Raises:
@@ -82,7 +82,7 @@ def with_fields(config: C, **fields: Any) -> C:
 
 
 def by_record(
-    fields: Mapping[str, Any], known: Mapping[str, Any] | None = None
+    fields: Mapping[str, object], known: Mapping[str, object] | None = None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Sort flat fields by the record that they belong to.
 
@@ -107,7 +107,7 @@ def by_record(
     return own, records
 
 
-def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(tree: Mapping[str, object]) -> dict[str, Any]:
     """The flat form of a tree of mappings."""
     fields = {name: value for name, value in tree.items() if not (name in _RECORDS and isinstance(value, Mapping))}
     for name, (record, field) in TREE_PATHS.items():

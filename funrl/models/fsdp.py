@@ -33,9 +33,9 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.message_sizes import message_bytes
 from funrl.models.filled import filled
 from funrl.models.gather_buffers import (
+    BufferPlace,
     GatherDtypes,
     Group,
-    Place,
     Scatter,
     buffers_of,
     land_gather,
@@ -48,7 +48,7 @@ from funrl.models.gather_buffers import (
 from funrl.models.weight_dtypes import cast_weights, weight_dtype
 
 
-class Landed(NamedTuple):
+class GatheredGroup(NamedTuple):
     """A group whose weights are there.
 
     Attributes:
@@ -62,7 +62,7 @@ class Landed(NamedTuple):
     buckets: dict[int, int]
 
 
-class Saved(NamedTuple):
+class SavedWeight(NamedTuple):
     """Note that autograd keeps of a gathered weight: its part, buffer and group."""
 
     group: int
@@ -113,7 +113,7 @@ def gathered(
     return _view(tree, GatherSchedule(groups, again if isinstance(again, int) else None))
 
 
-def regathering(layers: Any) -> contextlib.AbstractContextManager:
+def regathering(layers: object) -> contextlib.AbstractContextManager:
     """Inside, autograd saves a note instead of the weights of `layers`, if they are gathered at all."""
     if isinstance(layers, Layers) and torch.is_grad_enabled():
         return torch.autograd.graph.saved_tensors_hooks(layers.note, layers.remember)
@@ -154,7 +154,9 @@ def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
     return min(layers_together(buffers, itemsize) for buffers in plans)
 
 
-def _group(groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: Any, stored: Any, compute: Any) -> int:
+def _group(
+    groups: list[Group], mesh: Mesh, dtypes: GatherDtypes, shards: object, stored: object, compute: object
+) -> int:
     names = tuple(name for name, _ in trees.named(stored))
     trained = tuple(x.requires_grad for x in trees.leaves(shards))
     buffers = buffers_of(names, tuple(trees.leaves(stored)), tuple(trees.leaves(compute)), trained=trained)
@@ -202,7 +204,7 @@ class Layers:
         self.schedule = schedule
         self.numbers = groups.numbers
         self.count = groups.layers
-        self.at: Landed | None = None
+        self.at: GatheredGroup | None = None
 
     def __len__(self) -> int:
         return self.count
@@ -222,11 +224,11 @@ class Layers:
         bucket = None if self.at is None else self.at.buckets.get(x.untyped_storage()._cdata)
         if self.at is None or bucket is None:
             return x
-        return Saved(self.at.group, bucket, x.shape, stride=x.stride(), offset=int(x.storage_offset()))
+        return SavedWeight(self.at.group, bucket, x.shape, stride=x.stride(), offset=int(x.storage_offset()))
 
     def remember(self, kept: Any) -> Tensor:
         """The tensor of a note; its layer is gathered if the backward pass has just come to it."""
-        if not isinstance(kept, Saved):
+        if not isinstance(kept, SavedWeight):
             return kept
         if self.at is None or self.at.group != kept.group:
             self.at = None
@@ -299,7 +301,7 @@ class GatherSchedule:
             landed = self.land(i) if group.buffers.buckets else []
             trained = iter(())
 
-        def value(name: str, x: Tensor, place: Place | None) -> Tensor:
+        def value(name: str, x: Tensor, place: BufferPlace | None) -> Tensor:
             if place is None:
                 return x.to(weight_dtype(name, group.dtypes.compute))
             bucket = group.buffers.buckets[place.bucket]
@@ -309,8 +311,8 @@ class GatherSchedule:
         return trees.fill(group.shards, [value(name, x, place) for (name, x), place in leaves]), landed
 
 
-def _landed(i: int, buffers: list[Tensor]) -> Landed:
-    return Landed(i, buffers, {buffer.untyped_storage()._cdata: number for number, buffer in enumerate(buffers)})
+def _landed(i: int, buffers: list[Tensor]) -> GatheredGroup:
+    return GatheredGroup(i, buffers, {buffer.untyped_storage()._cdata: number for number, buffer in enumerate(buffers)})
 
 
 class _Gather(AutogradFunction):

@@ -57,7 +57,7 @@ class Bucket(NamedTuple):
         return math.prod(self.sizes)
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """Position of a gathered leaf in the buffers of its group.
 
     Attributes:
@@ -82,14 +82,14 @@ class Buffers(NamedTuple):
     """Buffers of a group; a leaf that is not gathered has no place."""
 
     buckets: tuple[Bucket, ...]
-    places: tuple[Place | None, ...]
+    places: tuple[BufferPlace | None, ...]
 
     @property
-    def trained(self) -> list[Place]:
+    def trained(self) -> list[BufferPlace]:
         """Places of the leaves that have gradients."""
         return [place for place in self.places if place is not None and self.buckets[place.bucket].trained]
 
-    def places_of(self, bucket: Bucket) -> list[tuple[int, Place]]:
+    def places_of(self, bucket: Bucket) -> list[tuple[int, BufferPlace]]:
         """The leaves of a bucket by their numbers in the group, and their places."""
         return [(leaf, place) for leaf in bucket.leaves if (place := self.places[leaf]) is not None]
 
@@ -150,7 +150,7 @@ def buffers_of(
     """
     buckets: list[Bucket] = []
     shared: dict[tuple[tuple[str, ...], bool], int] = {}
-    places: list[Place | None] = []
+    places: list[BufferPlace | None] = []
     for leaf, (name, have, want, learns) in enumerate(zip(names, stored, compute, trained, strict=True)):
         over = gather_axes(name, have, want)
         axes = tuple(axis for axis in AXES if any(axis in dims for dims in over))
@@ -164,7 +164,7 @@ def buffers_of(
             sizes = dict(zip(AXES, have.sizes, strict=True))
             buckets.append(Bucket(axes, tuple(sizes[axis] for axis in axes), 0, trained=learns))
         bucket = buckets[number]
-        place = _place(Place(number, bucket.elements, have.local_shape(), whole=want.local_shape()), bucket, over)
+        place = _place(BufferPlace(number, bucket.elements, have.local_shape(), whole=want.local_shape()), bucket, over)
         places.append(place)
         buckets[number] = bucket._replace(
             elements=bucket.elements + (elements if alone else -(-elements // ALIGNMENT) * ALIGNMENT),
@@ -174,7 +174,7 @@ def buffers_of(
     return Buffers(tuple(buckets), tuple(places))
 
 
-def _place(place: Place, bucket: Bucket, over: tuple[tuple[str, ...], ...]) -> Place:
+def _place(place: BufferPlace, bucket: Bucket, over: tuple[tuple[str, ...], ...]) -> BufferPlace:
     """The place with the grid of its shards; `over`: for each dim the axes to gather over."""
     sizes = dict(zip(bucket.axes, bucket.sizes, strict=True))
     padded = tuple(n * math.prod(sizes[axis] for axis in axes) for n, axes in zip(place.shard, over, strict=True))
@@ -184,7 +184,7 @@ def _place(place: Place, bucket: Bucket, over: tuple[tuple[str, ...], ...]) -> P
     return place._replace(padded=padded, grid=lengths, order=order)
 
 
-def _arrives_whole(place: Place) -> bool:
+def _arrives_whole(place: BufferPlace) -> bool:
     """True if the shards in the order of the ranks are the leaf, and what pads it is behind it."""
     in_order = [part for part in place.order if place.grid[part] > 1]
     outermost = next((dim for dim, n in enumerate(place.padded) if n > 1), 0)
@@ -212,13 +212,13 @@ def layers_together(buffers: Buffers, itemsize: int) -> int:
     return max(1, min(-(-wanted // largest), LARGEST_BYTES // sum(nbytes for _, nbytes in sizes)))
 
 
-def slot(flat: Tensor, place: Place, shape: tuple[int, ...]) -> Tensor:
+def slot(flat: Tensor, place: BufferPlace, shape: tuple[int, ...]) -> Tensor:
     """The part of a rank's buffer that has its shard, of `shape`, of a leaf."""
     room = flat.narrow(0, place.begin, math.prod(place.shard)).view(place.shard)
     return room if shape == place.shard else room[tuple(slice(n) for n in shape)]
 
 
-def whole_of(buffer: Tensor, place: Place, bucket: Bucket) -> Tensor:
+def whole_of(buffer: Tensor, place: BufferPlace, bucket: Bucket) -> Tensor:
     """A weight in the gathered buffer."""
     return buffer.narrow(0, place.begin * bucket.ranks, math.prod(place.whole)).view(place.whole)
 
@@ -275,7 +275,7 @@ def pack_gradients(
     A gradient that fills it is the buffer itself. What pads the shards is undefined.
 
     Args:
-      gradients: by the number of the leaf in the group; those that are missing are 0.
+      gradients: by the number of the leaf in the group; missing ones are 0.
       number: of the bucket.
       dtype, device: of the buffers.
     """
@@ -365,7 +365,7 @@ def _fills(x: Tensor, elements: int, dtype: torch.dtype) -> bool:
     return x.numel() == elements and x.dtype == dtype and x.is_contiguous()
 
 
-def _put_together(rows: Tensor, whole: Tensor, place: Place, bucket: Bucket) -> None:
+def _put_together(rows: Tensor, whole: Tensor, place: BufferPlace, bucket: Bucket) -> None:
     """Copy a leaf's shards from the ranks' buffers [ranks, elements] to where it is whole."""
     shards = _shards(rows, place, bucket)
     if place.padded == place.whole:
@@ -375,7 +375,7 @@ def _put_together(rows: Tensor, whole: Tensor, place: Place, bucket: Bucket) -> 
     whole.copy_(unfolded.reshape(place.padded)[tuple(slice(n) for n in place.whole)])
 
 
-def _take_apart(whole: Tensor, rows: Tensor, place: Place, bucket: Bucket) -> None:
+def _take_apart(whole: Tensor, rows: Tensor, place: BufferPlace, bucket: Bucket) -> None:
     """Copy a whole leaf to the ranks' buffers [ranks, elements], shard by shard. What pads it is 0."""
     lacks = [longer - n for n, longer in zip(place.whole, place.padded, strict=True)]
     if any(lacks):
@@ -383,12 +383,12 @@ def _take_apart(whole: Tensor, rows: Tensor, place: Place, bucket: Bucket) -> No
     _shards(rows, place, bucket).copy_(_grid(whole, place))
 
 
-def _grid(whole: Tensor, place: Place) -> Tensor:
+def _grid(whole: Tensor, place: BufferPlace) -> Tensor:
     """A view of a whole weight as [axes..., shard...]."""
     return whole.view(place.grid).permute(place.order)
 
 
-def _shards(rows: Tensor, place: Place, bucket: Bucket) -> Tensor:
+def _shards(rows: Tensor, place: BufferPlace, bucket: Bucket) -> Tensor:
     """A view of a leaf's shards in the ranks' buffers [ranks, elements] as [axes..., shard...]."""
     shards = rows[:, place.begin : place.begin + math.prod(place.shard)]
     return shards.unflatten(1, place.shard).unflatten(0, bucket.sizes)

@@ -68,7 +68,7 @@ def with_lora(model: Model, lora: Lora) -> Model:
 
 
 def full_rank(model: Model, targets: Collection[str]) -> int:
-    """The highest rank that a matrix of a model can have, among those that have adapters."""
+    """The highest rank that an adapted matrix of a model can have."""
     named = ((name.rsplit("/", 1)[-1], x.shape) for name, x in trees.named(model.shapes))
     splits = ((shape, _out_dims(name, len(shape))) for name, shape in named if name in targets)
     return max((min(math.prod(shape[:out]), math.prod(shape[out:])) for shape, out in splits), default=0)
@@ -106,7 +106,7 @@ def on_base(model: Model, base: trees.Tree, own: trees.Tree) -> trees.Tree:
 
     Args:
       model: with adapters; or without, which has all its weights from the base.
-      base: a decoder's weights, of which it may lack the unembedding.
+      base: a decoder's weights; it may lack the unembedding.
       own: what learns; None or {} where nothing does.
     """
     here = {name: base[name] for name in decoder_of(model.shapes)}
@@ -153,9 +153,8 @@ def factored(model: Model, params: trees.Tree) -> Mapping[str, LowRank]:
       params: the tree of its weights, a rank's shards as they are stored: the factors are split as the weight is, but
         along their rank, which no rule splits.
     """
-    assert model.adapters is not None
     weights = dict(trees.named(params))
-    scale = scale_of(model.adapters.lora)
+    scale = scale_of(model.lora)
     names = merged_weights(model)
     return {name: LowRank(weights[name], weights[name + FIRST], weights[name + SECOND], scale=scale) for name in names}
 
@@ -214,7 +213,7 @@ def scale_of(lora: Lora) -> float:
 def _with_factors_of(
     layer: Mapping[str, Any], own: Mapping[str, Any], scale: float, tokens: Tensor | None
 ) -> dict[str, Any]:
-    """A layer's weights, those that have factors in `own` with these."""
+    """A layer's weights, with their factors in `own`."""
     parts = dict(layer)
     for part, factors in own.items():
         weights = dict(parts[part])
@@ -270,7 +269,7 @@ def _low_rank(part: Mapping[str, Tensor], mesh: Mesh, scale: float, split: bool)
 def _with_factors(tree: trees.Tree, targets: tuple[str, ...], factors: Callable[[str, Any], tuple]) -> trees.Tree:
     """A tree like a model's weights with two leaves, `factors(name, leaf)`, beside each that is adapted."""
 
-    def extended(part: Any) -> Any:
+    def extended(part: object) -> Any:
         if isinstance(part, tuple) and all(isinstance(x, dict) for x in part):
             return tuple(map(extended, part))
         if not isinstance(part, dict):
@@ -333,7 +332,7 @@ def _rebuild(model: Model, lora: Lora, config: ModelConfig) -> Model:
     return with_lora(model.rebuild(config), lora)
 
 
-def _trained(tree: Any, name: str = "") -> Any:
+def _trained(tree: object, name: str = "") -> Any:
     """The leaves of nested dicts and tuples that are trained; dicts without any are left out."""
     if isinstance(tree, dict):
         parts = {key: _trained(x, f"{name}/{key}" if name else key) for key, x in tree.items()}

@@ -15,7 +15,7 @@ from funrl.mesh.mesh import Mesh
 
 
 class LowRank(NamedTuple):
-    """The weight W + scale b a, of which W has no gradient; a rank's part.
+    """The weight W + scale b a, where W has no gradient; a rank's part.
 
     Attributes:
       weight: W, [*out, *in]; of several adapters, each for some tokens, W with those before this one.

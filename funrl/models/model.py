@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple, Protocol, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,8 +18,7 @@ from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.paged_attention import PagedHeads, Paging
-from funrl.fields import Field
-from funrl.kinds import OwnedLines, Value
+from funrl.kinds import OwnedLines
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.token_costs import ModelCost
@@ -237,7 +235,7 @@ class InitCache(Protocol):
 
 
 class Lora(NamedTuple):
-    """Adapters of low rank: W + alpha / rank B A instead of each adapted weight W, of which B and A learn.
+    """Adapters of low rank: W + alpha / rank B A instead of each adapted weight W; B and A learn.
 
     Attributes:
       rank: columns of B and rows of A.
@@ -275,25 +273,6 @@ class PromptPlaces(NamedTuple):
     mutual_RM: Tensor | None = None
 
 
-class Balance(NamedTuple):
-    """Work on the values that rows own, shared by the ranks of a mesh.
-
-    Attributes:
-      part: of the tree of weights, by its name, that does this work; its gradients are those of the values that a rank
-        computes.
-      sizes: ragged field with one line for each value.
-      name, field: of a micro-batch, with the ranks that compute its values.
-      assign: `(sizes of the values that all ranks have in one micro-batch, the index over the row axes of the rank that
-        has each, mesh)` -> this field on this rank; the values are in the order of the ranks, and then of their rows.
-    """
-
-    part: str
-    sizes: str
-    name: str
-    field: Field
-    assign: Callable[[np.ndarray, np.ndarray, Mesh], Value]
-
-
 class OwnedValues(NamedTuple):
     """Values that rows of a model may own besides their tokens.
 
@@ -309,7 +288,6 @@ class OwnedValues(NamedTuple):
       frozen: by the name of a part of the weights how those names in it begin that do not learn by default.
       whole: `(token ids)` -> begin and end of each group of tokens that see one another, in order; None: there are no
         such groups.
-      balance: how ranks may share the work on them; None: each works on those of its own rows.
     """
 
     none: Mapping[str, Tensor]
@@ -321,7 +299,6 @@ class OwnedValues(NamedTuple):
     contents: Callable[[Sequence[int], OwnedLines], list[int]]
     frozen: Mapping[str, tuple[str, ...]] = {}
     whole: Callable[[Sequence[int]], list[tuple[int, int]]] | None = None
-    balance: Balance | None = None
 
 
 class Routers(NamedTuple):
@@ -430,10 +407,37 @@ class Model:
         """True if it decodes with a cache of pages."""
         return self.init_cache is not None
 
+    @property
+    def lora(self) -> Lora:
+        """The form of its adapters. Raises: TypeError, it has none."""
+        if self.adapters is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no adapters")
+        return self.adapters.lora
+
+    @property
+    def values(self) -> OwnedValues:
+        """Its functions of values that tokens own. Raises: TypeError, it reads none."""
+        if self.owned is None:
+            raise TypeError(f"{type(self.config).__name__}: the model reads tokens alone")
+        return self.owned
+
+    def unembedding(self, params: trees.Tree) -> Tensor:
+        """`unembed` of its weights. Raises: TypeError, it has no logits."""
+        if self.unembed is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no logits")
+        return self.unembed(params)
+
+    def empty_cache(
+        self, mesh: Mesh, pages: int, page_tokens: int, dtype: torch.dtype, device: torch.device, *, cells: int = 0
+    ) -> ModelCache:
+        """`init_cache` of its weights. Raises: TypeError, it has no cache of pages."""
+        if self.init_cache is None:
+            raise TypeError(f"{type(self.config).__name__}: the model has no cache of pages")
+        return self.init_cache(mesh, pages, page_tokens, dtype, device, *([cells] if cells else []))
+
     def page_bytes(self, mesh: Mesh, page_tokens: int, dtype: torch.dtype) -> int:
         """Bytes of a page of its cache on a rank, all layers together."""
-        assert self.init_cache is not None
-        return trees.nbytes(self.init_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
+        return trees.nbytes(self.empty_cache(mesh, 1, page_tokens, dtype, torch.device("meta")))
 
     def cell_bytes(self, mesh: Mesh, dtype: torch.dtype) -> int:
         """Bytes of a cell of its cache on a rank, all layers together; 0: it has no cells."""

@@ -22,7 +22,7 @@ from funrl.mesh.rules import COMPUTE, SPLIT_RESIDUAL, STORED, Rules, layouts, pa
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import gathered
 from funrl.models.gather_buffers import GatherDtypes
-from funrl.models.model import Balance, Inputs, Layer, Model, Output, RouterLoad
+from funrl.models.model import Inputs, Layer, Model, Output, RouterLoad
 from funrl.models.split_residual import all_tokens
 from funrl.models.value_head import HEADS
 from funrl.models.weight_dtypes import weight_dtypes
@@ -53,8 +53,6 @@ class Placed:
       layer: the function of one layer, such as a compiled one.
       replay: whether tokens go to the experts that `routes` of the batch says, where it has some.
       splits: whether the residual stream of packed rows is split over `tensor`; see `split_residual`.
-      balances: whether all ranks share the work on the values that rows own; micro-batches then have the field of
-        `balance`.
     """
 
     model: Model
@@ -66,25 +64,11 @@ class Placed:
     replay: bool = False
     splits: bool = False
     reduce_dtype: torch.dtype | None = None
-    balances: bool = False
-
-    @property
-    def balance(self) -> Balance | None:
-        """Way in which ranks share the work on the values that rows own; None: each works on those of its own rows."""
-        return self.model.owned.balance if self.balances and self.model.owned is not None else None
 
     @property
     def partial(self) -> trees.Tree:
         """For each weight the axes, besides those of tokens, over which to sum its gradient of packed rows."""
-        partial = partial_axes(self.model.shapes, self.model.axes, SPLIT_RESIDUAL if self.splits else {})
-        balance = self.balance
-        if balance is None:
-            return partial
-
-        def axes(name: str, of_tokens: frozenset[str]) -> frozenset[str]:
-            return of_tokens | {"tensor"} if name.startswith(f"{balance.part}/") else of_tokens
-
-        return trees.map_named(axes, partial)
+        return partial_axes(self.model.shapes, self.model.axes, SPLIT_RESIDUAL if self.splits else {})
 
     @property
     def multiple(self) -> int:
@@ -273,9 +257,6 @@ class Placed:
         routes = batch.get("routes")
         routers = self.model.abilities.routers
         inputs = inputs_of(batch)._replace(split=self._splits(batch))
-        balance = self.balance
-        if balance is not None and balance.sizes in batch.names() and balance.name not in batch.names():
-            raise ModelError(f"ranks share the work on {balance.sizes}: a micro-batch needs the field {balance.name}")
         if self.model.owned is not None:
             inputs = self.model.owned.read(batch, inputs)
         if routes is not None and routers is not None and self.replay:
@@ -292,7 +273,7 @@ class Placed:
         return own_shard(after_BT, self.mesh, SEQUENCE, dim=1).flatten(0, 1)
 
     def _spread(self, x: Tensor, at_N: Tensor | slice, batch: Batch) -> Tensor:
-        """Numbers of some of this rank's tokens, [N, ...], beside those of all, among 0s as [B, T, ...]."""
+        """Scatter [N, ...] values of selected tokens into zeros [B, T, ...]."""
         B, T = batch.tokens.shape
         t = T // self.mesh.size(SEQUENCE)
         if isinstance(at_N, Tensor):
@@ -324,7 +305,6 @@ def place(
     replay: bool = False,
     splits: bool = False,
     reduce_dtype: torch.dtype | None = None,
-    balances: bool = False,
 ) -> Placed:
     """A model on a mesh.
 
@@ -338,7 +318,6 @@ def place(
       replay: whether tokens go to the experts that a batch says.
       splits: whether the residual stream of packed rows is split over `tensor`.
       reduce_dtype: the dtype to sum gradients of gathered weights in; None: that of the weights.
-      balances: whether all ranks share the work on the values that rows own.
 
     Raises:
       MeshError: the model cannot be split like this; the message names the weight and the sizes.
@@ -356,7 +335,6 @@ def place(
         replay=replay,
         splits=splits,
         reduce_dtype=reduce_dtype,
-        balances=balances,
     )
 
 
@@ -393,7 +371,7 @@ def follows(tokens_BT: Tensor, segments_BT: Tensor | None) -> Tensor:
 
 
 def _shifted(x: Tensor, batch: Batch) -> Tensor:
-    """Numbers of the token behind each, [B, T, ...], at that token; 0 where there is none before it."""
+    """Shift values [B, T, ...] one token later; a first token gets 0."""
     x = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     known_BT = follows(batch.tokens, batch.get("segments"))
     return torch.where(known_BT.view(*known_BT.shape, *(1,) * (x.ndim - 2)), x, 0)
@@ -405,7 +383,7 @@ def _by_part(tree: trees.Tree) -> dict[str, Any]:
 
 
 def _with_unsampled(topk_NK: Tensor | None, unsampled: tuple[int, ...], tokens_N: Tensor) -> Tensor:
-    """Ids whose log-probabilities `_without_unsampled` needs, behind those that are wanted anyhow."""
+    """Ids whose log-probabilities `_without_unsampled` needs, after the requested ones."""
     ids_NU = torch.tensor(unsampled, device=tokens_N.device).expand(len(tokens_N), -1)
     return ids_NU if topk_NK is None else torch.cat([topk_NK, ids_NU], 1)
 
@@ -418,9 +396,9 @@ def _without_unsampled(scores: TokenScores, count: int) -> TokenScores:
     Args:
       scores: per token [N]; `topk_logp` [N, K + count].
     """
-    assert scores.topk_logp is not None
-    wanted_NK = scores.topk_logp[:, : scores.topk_logp.shape[1] - count]
-    logp_NU = scores.topk_logp[:, wanted_NK.shape[1] :]
+    topk_logp = scores.read("topk_logp")
+    wanted_NK = topk_logp[:, : topk_logp.shape[1] - count]
+    logp_NU = topk_logp[:, wanted_NK.shape[1] :]
     prob_NU = logp_NU.exp()
     # Rounding matters only to a policy that would write little else than these tokens.
     gone_N = prob_NU.sum(1).clamp_max(1 - torch.finfo(prob_NU.dtype).eps)

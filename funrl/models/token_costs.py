@@ -49,7 +49,7 @@ class ModelCost:
     Attributes:
       embed: size D of hidden states.
       layers: the layers' own.
-      looked_up: parameters, besides the embedding, of which a token takes a row and multiplies none.
+      looked_up: parameters, besides the embedding, that a token looks up as a row instead of multiplying.
     """
 
     embed: int
@@ -58,7 +58,7 @@ class ModelCost:
 
     @property
     def queries(self) -> int:
-        """Numbers of a token's queries in all layers: a quarter of the FLOPs that a pair of tokens takes forward."""
+        """Elements of a token's queries in all layers: a quarter of the FLOPs that a pair of tokens takes forward."""
         return sum(layer.queries for layer in self.layers)
 
     @property
@@ -73,7 +73,7 @@ class ModelCost:
         return windows.pop() if len(windows) == 1 else None
 
     def used_parameters(self, parameters: int) -> int:
-        """Of the `parameters` of this model those that a token meets: of the experts, its own."""
+        """Parameters that multiply a token: of the experts, its own."""
         idle = sum(3 * (layer.experts - layer.chosen) * layer.expert_mlp * self.embed for layer in self.layers)
         return parameters - idle - self.looked_up
 
@@ -86,9 +86,9 @@ class ModelCost:
         return 4 * self.queries / (2 * self.used_parameters(parameters))
 
     def cached(self, tensor: int = 1) -> float:
-        """Numbers of a token in the cache of all layers, on one of the ranks that share the heads."""
+        """Cached elements per token over all layers, on one of the ranks that share the heads."""
         return sum(layer.cached / min(tensor, layer.cached_heads) for layer in self.layers)
 
     def state(self, tensor: int = 1) -> float:
-        """Numbers of a fixed size that a sequence has in the cache of all layers, on a rank that shares the heads."""
+        """Elements of fixed size per sequence in the cache of all layers, on a rank that shares the heads."""
         return sum(layer.state / min(tensor, layer.state_heads) for layer in self.layers)

@@ -12,7 +12,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
-from funrl.models.model import Inputs, Layer, Model, ModelConfig, Output, OwnedValues
+from funrl.models.model import Inputs, Layer, Model, ModelConfig, Output
 
 # names of its weights
 HEAD = "value"
@@ -28,7 +28,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
 
     Args:
       labels: rows of the head. Of one the value is its number; of two it is the second less the first, the log odds of
-        the second label, as token classifiers are trained to tell steps that are right from those that are not.
+        the second label, as token classifiers are trained to tell right steps from wrong ones.
       bias: whether the head has one, as token classifiers of transformers do.
 
     Raises:
@@ -53,7 +53,7 @@ def with_value_head(model: Model, labels: int = 1, bias: bool = False) -> Model:
         init_cache=model.init_cache,
         rebuild=functools.partial(_rebuild, model, labels, bias),
         abilities=model.abilities._replace(compiled_step="a model with a value head does not decode"),
-        owned=_below_head(model.owned),
+        owned=model.owned,
     )
 
 
@@ -65,13 +65,6 @@ def is_token_classifier(model: Model) -> bool:
 def _with_head(tree: trees.Tree, head: dict[str, Any]) -> trees.Tree:
     """A tree of a decoder's weights (or of their axes) as that of one with a value head."""
     return {"decoder": {name: part for name, part in tree.items() if name != "unembed"}, **head}
-
-
-def _below_head(owned: OwnedValues | None) -> OwnedValues | None:
-    """Values that rows may own, with the name that the part that encodes them has in a tree of `_with_head`."""
-    if owned is None or owned.balance is None:
-        return owned
-    return owned._replace(balance=owned.balance._replace(part=f"decoder/{owned.balance.part}"))
 
 
 def _init(

@@ -1,4 +1,4 @@
-"""Dtypes of weights: those that are cast for computing or for an engine, and those that stay wide.
+"""Dtypes of weights: which are cast for computing or for an engine, and which stay wide.
 
 The bias by which experts are chosen moves in steps that are small beside it, and tells nearly equal scores apart.
 """
@@ -24,5 +24,5 @@ def weight_dtypes(tree: trees.Tree, dtype: torch.dtype) -> trees.Tree:
 
 
 def cast_weights(params: trees.Tree, dtype: torch.dtype) -> trees.Tree:
-    """Weights in `dtype`, but for those that stay wide."""
+    """Weights in `dtype`, except weights that stay wide."""
     return trees.map_named(lambda name, x: x.to(weight_dtype(name, dtype)) if x.is_floating_point() else x, params)

@@ -66,13 +66,13 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
 
 def stateful(
     name: str,
-    init: Callable[[trees.Tree], Any],
-    fn: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, Any]],
+    init: Callable[[trees.Tree], object],
+    fn: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, object]],
 ) -> Transformation:
     """A transformation `fn(grads, state, params) -> (updates, state)` that has no use for the global norm."""
 
     def update(
-        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+        grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
     ) -> tuple[trees.Tree, Any]:
         return fn(grads, state, params)
 

@@ -64,7 +64,7 @@ def clip_by_global_norm(
     """
 
     def update(
-        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+        grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
     ) -> tuple[trees.Tree, Any]:
         size = norm_of(grads) if norm is None else norm
         factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)

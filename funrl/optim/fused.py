@@ -62,7 +62,7 @@ def fused_adamw(
 
 
 class AdamStep(NamedTuple):
-    """Numbers of an update that all leaves share.
+    """Scalars of an update that all leaves share.
 
     Attributes:
       c1, c2: corrections of the two moments, scalars on the device.
@@ -147,7 +147,7 @@ def adamw_error(device: str) -> float:
 
 
 def _groups(columns: Sequence[list]) -> Iterator[list[list]]:
-    """The rows of the columns, the first of which are tensors, in runs of at most `GROUP` elements and one row."""
+    """Split the rows of the columns into runs of at most `GROUP` elements; the first column has the tensors."""
     rows = []
     size = 0
     for row in zip(*columns, strict=True):

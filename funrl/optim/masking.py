@@ -65,7 +65,7 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
         return inner.init(_part(params, mask_of(mask, params)))
 
     def update(
-        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
+        grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
     ) -> tuple[trees.Tree, Any]:
         chosen = mask_of(mask, params)
         updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))

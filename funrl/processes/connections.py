@@ -1,4 +1,4 @@
-"""Lines between jobs: authenticated messages and raw bytes over a socket, each wait of which has a limit.
+"""Lines between jobs: authenticated messages and raw bytes over a socket; each wait has a limit.
 
 A job listens and leaves its addresses and a secret in a file that its user alone can read. Whoever has read the file
 calls. Both prove that they have the secret before anything is unpickled (`multiprocessing.connection`, HMAC); nothing
@@ -63,7 +63,7 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that is gone says nothing
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send any value that can be pickled. Raises: PeerError."""
         self.send_bytes(pickle.dumps(message))
 
@@ -85,13 +85,13 @@ class Connection:
                 f"a message cannot be read; is the other side another version of funrl? {problem}"
             ) from error
 
-    def ask(self, message: Any) -> Any:
+    def ask(self, message: object) -> Any:
         """Send a message and receive the answer. Raises: PeerError."""
         self.send(message)
         return self.receive()
 
     def send_raw(self, data: memoryview) -> None:
-        """Send bytes of which the other side knows how many there are. Raises: PeerError."""
+        """Send bytes whose count the other side knows. Raises: PeerError."""
         try:
             for begin in range(0, len(data), SENT_AT_ONCE):
                 self._socket.settimeout(self._left_s())
@@ -127,7 +127,7 @@ class Connection:
         return min(left_s, self.timeout_s)
 
     def greet(self, secret: bytes, *, calls: bool) -> None:
-        """Let both sides prove that they have a secret, in `GREETING_S`.
+        """Prove to each other that both sides have a secret, within `GREETING_S`.
 
         Args:
           calls: whether this side has called the other.

@@ -167,7 +167,7 @@ class Heartbeat:
         self.put("<B", STATUS, ENDED)
         self.settled.set()
 
-    def put(self, form: str, offset: int, value: Any) -> None:
+    def put(self, form: str, offset: int, value: object) -> None:
         """Write one field of the record."""
         struct.pack_into(form, self.record, offset, value)
 
@@ -218,7 +218,7 @@ def beats() -> int:
 
 
 def at_step(number: int) -> None:
-    """Mark the begin of a step; the first is 1."""
+    """Mark the start of a step; the first is 1."""
     if _own is not None:
         _own.put("<i", _STEP, number)
         _own.beat()
@@ -267,7 +267,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def entered(name: str, group: str = "") -> None:
-    """Mark the begin of a collective. Where it raises, `left` is not called, and the record keeps it.
+    """Mark the start of a collective. Where it raises, `left` is not called, and the record keeps it.
 
     Args:
       group: name of its process group; "": it is not one of a group.

@@ -35,7 +35,7 @@ def module_process(
       module: name of the module.
       arguments: words of its command line.
       folder: working directory.
-      environment: all variables of the process; a fork does not read those that libraries read when they are imported.
+      environment: all variables of the process; a fork does not reread what libraries read at import.
 
     Raises:
       subprocess.CalledProcessError: it ends with another status than 0; raised at the end of the block.

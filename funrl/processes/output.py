@@ -39,7 +39,7 @@ class LastingStream:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Let go of what the stream has not written yet; of all that comes where nobody is left to read it."""
+        """Drop what the stream has not written yet, and all later output where nobody is left to read it."""
         with contextlib.suppress(OSError, ValueError):
             number = self._stream.fileno()
             before = os.dup(number)

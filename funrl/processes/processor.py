@@ -34,7 +34,7 @@ def processor_name() -> str:
 
 
 def other_processor(before: Mapping[str, str] | None) -> str:
-    """Remark on a run that goes on where its last bits will differ; "" where they will not.
+    """Remark on a resumed run whose last bits will differ; "" where they will not.
 
     Args:
       before: facts of the processor that the run had; None: they were not recorded.

@@ -89,7 +89,7 @@ class StallMonitor:
         }
 
     def stalled(self, signs: Mapping[int, Sign]) -> list[int]:
-        """Ranks whose processes have not answered for `stalled_s`; not those that have not begun yet."""
+        """Ranks whose processes have not answered for `stalled_s`, without ranks that have not begun yet."""
         limit_s = self.stalled_s
         if limit_s is None:
             return []
@@ -107,7 +107,7 @@ class StallMonitor:
 def late(signs: Mapping[int, Sign], silent: Collection[int] = ()) -> list[int]:
     """Ranks that the others wait for.
 
-    They are those that do not answer; else the least advanced of those outside a collective.
+    They are the ranks that do not answer; else the least advanced ranks outside a collective.
     """
     if silent:
         return sorted(silent)

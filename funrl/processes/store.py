@@ -109,7 +109,7 @@ def report_first(client: Any, rank: int, text: str) -> None:
     client.compare_set(FAILURE, "", f"{rank} {text}")
 
 
-def report_failure(client: Any, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+def report_failure(client: object, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the launcher."""
     try:
         trace = "".join(traceback.format_exception(error))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from funrl.processes import stall_monitor, store
 from funrl.processes.heartbeat import HEARD, NOBODY, ORDER_S, TICK_S, Heartbeat, Link, Order, decode, waited_s
-from funrl.processes.watch import HEARTBEAT_S, Waiting
+from funrl.processes.watch import HEARTBEAT_S, WaitLimits
 
 PUBLISH_S = 1.0  # at most between two records of a rank
 POLL_SHARE_S = 1e-3  # of each rank, so that the store gets about a thousand records a second
@@ -24,14 +24,14 @@ STORE = "the process that keeps the run's store"
 
 
 class FailureNotice(NamedTuple):
-    """Notice of a failure: of which rank (NOBODY: the store is gone), what has happened, and when this rank heard."""
+    """Notice of a failure: the rank (NOBODY: the store is gone), the cause, and when this rank heard of it."""
 
     rank: int
     text: str
     seen: float
 
 
-class Launched(NamedTuple):
+class LaunchAgreement(NamedTuple):
     """Agreement with the launcher of this program, which takes a rank's report and ends it.
 
     Attributes:
@@ -65,7 +65,9 @@ class Alone(Link):
 class StoreLink(Link):
     """The link of one of several ranks. A thread of its own talks to the store, which may not answer."""
 
-    def __init__(self, client: Any, rank: int, world: int, waiting: Waiting, launched: Launched | None = None) -> None:
+    def __init__(
+        self, client: Any, rank: int, world: int, waiting: WaitLimits, launched: LaunchAgreement | None = None
+    ) -> None:
         """Prepare the link; the thread starts with the first tick.
 
         Args:

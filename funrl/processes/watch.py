@@ -26,7 +26,7 @@ HEAR_S = 3.0  # how long ranks may take to hear of a failure
 LEAVE_S = 10.0  # how long the other ranks may take to end, once the first one has ended
 
 
-class Waiting(NamedTuple):
+class WaitLimits(NamedTuple):
     """Limits of the waiting of ranks for each other.
 
     Attributes:
@@ -46,7 +46,7 @@ class Waiting(NamedTuple):
 class Watch:
     """The ranks of a run as their records show them."""
 
-    def __init__(self, client: Any, world: int, waiting: Waiting) -> None:
+    def __init__(self, client: Any, world: int, waiting: WaitLimits) -> None:
         """Begin to watch.
 
         Args:
@@ -129,7 +129,7 @@ class Watch:
         return "".join(f"\n{text}" for text in dict.fromkeys(map(json.loads, self._lines(store.NOTICES))))
 
     def close(self) -> None:
-        """Let go of the store, which ends if it is in this process."""
+        """Release the store, which ends if it is in this process."""
         self.client = None
 
     def _lines(self, key: str) -> list[str]:
@@ -159,7 +159,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def keeper(attempt: str, world: int, waiting: Waiting) -> Iterator[None]:
+def keeper(attempt: str, world: int, waiting: WaitLimits) -> Iterator[None]:
     """Watch a run that torchrun or srun has started from a process beside this one, which is its first rank.
 
     Where no agent of torchrun keeps the store, that process does. It outlives this one for as long as others save.

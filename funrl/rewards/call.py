@@ -49,7 +49,7 @@ class RewardError(ValueError):
         self.value = value
 
 
-class Completed(NamedTuple):
+class CompletedRow(NamedTuple):
     """A row to be rewarded.
 
     Attributes:
@@ -68,7 +68,7 @@ class Completed(NamedTuple):
     messages: Sequence[Mapping[str, Any]] | None = None
     views: Mapping[str, str] = {}
 
-    def seen_by(self, reward: RewardFunction) -> Completed:
+    def seen_by(self, reward: RewardFunction) -> CompletedRow:
         """The row as a function reads it."""
         return self._replace(completion=self.views.get(reward.view.name, self.completion), views={})
 
@@ -172,7 +172,7 @@ def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...],
     )
 
 
-def _yields(function: Any) -> bool:
+def _yields(function: object) -> bool:
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
@@ -197,7 +197,7 @@ def torch_state_kept() -> Iterator[None]:
             torch.set_default_device(None if device.type == "cpu" else device)  # without a default device it is the CPU
 
 
-def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
+def outcomes(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOutcome]:
     """Outcomes of a function that is not awaited, in the order of the rows. Raises nothing."""
     rows = [row.seen_by(reward) for row in rows]
     if reward.batched:
@@ -206,7 +206,7 @@ def outcomes(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOu
 
 
 async def awaited_outcomes(
-    reward: RewardFunction, rows: Sequence[Completed], timeout_s: float | None = None
+    reward: RewardFunction, rows: Sequence[CompletedRow], timeout_s: float | None = None
 ) -> list[RewardOutcome]:
     """Outcomes of an awaited function, in the order of the rows. A plain one has all its calls concurrently.
 
@@ -221,25 +221,25 @@ async def awaited_outcomes(
             reward, rows, await _awaited(lambda: reward.function(**columns_of(reward, rows)), timeout_s)
         )
 
-    async def row_outcome(row: Completed) -> RewardOutcome:
+    async def row_outcome(row: CompletedRow) -> RewardOutcome:
         return _row_outcome(reward, row, await _awaited(lambda: _called(reward, row), timeout_s))
 
     return list(await asyncio.gather(*map(row_outcome, rows)))
 
 
-def named_fields(reward: RewardFunction, fields: Mapping[str, Any]) -> dict[str, Any]:
+def named_fields(reward: RewardFunction, fields: Mapping[str, object]) -> dict[str, Any]:
     """The fields that a function takes by name."""
     return {name: x for name, x in fields.items() if reward.keywords or name in reward.takes}
 
 
-def _called(reward: RewardFunction, row: Completed) -> Any:
+def _called(reward: RewardFunction, row: CompletedRow) -> Any:
     """Call a plain function on a row."""
     if BY_NAME in reward.takes:
         return reward.function(**{BY_NAME: row.completion, **named_fields(reward, row.fields)})
     return reward.function(row.prompt, row.completion, **row.fields)
 
 
-def columns_of(reward: RewardFunction, rows: Sequence[Completed]) -> dict[str, list[Any]]:
+def columns_of(reward: RewardFunction, rows: Sequence[CompletedRow]) -> dict[str, list[Any]]:
     """Arguments of a batched function: for each column that it takes, a list with one item per row.
 
     The item is None if the row lacks the field.
@@ -262,7 +262,7 @@ def score_all(
     reward: Reward,
     prompts: Sequence[str],
     completions: Sequence[str],
-    fields: Sequence[Mapping[str, Any]],
+    fields: Sequence[Mapping[str, object]],
     one_of_several: bool = False,
 ) -> list[float]:
     """Reward every completion.
@@ -278,7 +278,7 @@ def score_all(
       RewardError: the function raised, or returned something other than a finite number; the message shows the row and
         the function's own traceback.
     """
-    rows = [Completed(*row) for row in zip(prompts, completions, fields, strict=True)]
+    rows = [CompletedRow(*row) for row in zip(prompts, completions, fields, strict=True)]
     (described,) = reward_functions([reward])
     described = described._replace(alone=not one_of_several)
     results = asyncio.run(awaited_outcomes(described, rows)) if described.awaited else outcomes(described, rows)
@@ -288,12 +288,12 @@ def score_all(
     return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
-def row_text(row: Completed) -> str:
+def row_text(row: CompletedRow) -> str:
     """Lines that show a row, to append to the first line of an error."""
     return f"\n  prompt: {row.prompt!r}\n  completion: {row.completion!r}\n  fields: {dict(row.fields)!r}"
 
 
-def failure_of(reward: RewardFunction, row: Completed, what: str, rest: str = "", value: Any = None) -> Failure:
+def failure_of(reward: RewardFunction, row: CompletedRow, what: str, rest: str = "", value: object = None) -> Failure:
     """Describe a failure on a row: the function, what it did, the row, and `rest`."""
     name = "" if reward.alone else f" {reward.name}"
     return Failure(f"the reward function{name} {what}{row_text(row)}{rest}", row.prompt, row.completion, value=value)
@@ -311,7 +311,7 @@ def too_slow(timeout_s: float) -> str:
     return f"took longer than {timeout_s:g} s"
 
 
-def _row_outcome(reward: RewardFunction, row: Completed, call: Callable[[], Any]) -> RewardOutcome:
+def _row_outcome(reward: RewardFunction, row: CompletedRow, call: Callable[[], object]) -> RewardOutcome:
     try:
         with torch_state_kept():
             value = call()
@@ -322,7 +322,9 @@ def _row_outcome(reward: RewardFunction, row: Completed, call: Callable[[], Any]
     return _checked(reward, row, value)
 
 
-def _batch_outcomes(reward: RewardFunction, rows: Sequence[Completed], call: Callable[[], Any]) -> list[RewardOutcome]:
+def _batch_outcomes(
+    reward: RewardFunction, rows: Sequence[CompletedRow], call: Callable[[], Any]
+) -> list[RewardOutcome]:
     among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
     try:
         with torch_state_kept():
@@ -339,7 +341,7 @@ def _batch_outcomes(reward: RewardFunction, rows: Sequence[Completed], call: Cal
     return [_checked(reward, row, value) for row, value in zip(rows, values, strict=True)]
 
 
-def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcome:
+def _checked(reward: RewardFunction, row: CompletedRow, value: object) -> RewardOutcome:
     """The number of a row; NaN where the function does not apply."""
     entries: dict[str, float] = {}
     if isinstance(value, Mapping) and "score" in value:
@@ -355,7 +357,7 @@ def _checked(reward: RewardFunction, row: Completed, value: Any) -> RewardOutcom
     return Score(number, entries) if entries else number
 
 
-async def _awaited(call: Callable[[], Awaitable[Any]], timeout_s: float | None) -> Callable[[], Any]:
+async def _awaited(call: Callable[[], Awaitable[object]], timeout_s: float | None) -> Callable[[], Any]:
     """Await a call; returns a function that returns its value or raises its error."""
     limit = asyncio.timeout(timeout_s)
     try:

@@ -27,10 +27,10 @@ def countdown(
     prompt: str,
     completion: str,
     *,
-    target: Any,
-    nums: Sequence[Any] | None = None,
-    numbers: Sequence[Any] | None = None,
-    **fields: Any,
+    target: object,
+    nums: Sequence[object] | None = None,
+    numbers: Sequence[object] | None = None,
+    **fields: object,
 ) -> float:
     """1 if the completion's expression uses each of the numbers once and has the value of the target.
 

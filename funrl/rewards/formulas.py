@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from funrl.rewards.answers import last_boxed, last_tagged
 from funrl.rewards.mathematics.judge import same_answer
@@ -36,7 +35,7 @@ _LONG_WORD = re.compile(
 
 
 @read_as(ANSWER)
-def math_answer(prompt: str, completion: str, **fields: Any) -> float:
+def math_answer(prompt: str, completion: str, **fields: object) -> float:
     r"""1 if the completion's answer is equal to the right answer; see `same_answer`.
 
     Its answer is the last \boxed{...} that is closed; else, in the last <answer>...</answer> or its last 5,000
@@ -56,7 +55,7 @@ def math_answer(prompt: str, completion: str, **fields: Any) -> float:
 
 
 @read_as(ANSWER, example=r"\boxed{4}")
-def boxed_answer(prompt: str, completion: str, **fields: Any) -> float:
+def boxed_answer(prompt: str, completion: str, **fields: object) -> float:
     r"""1 if the last \boxed{...} of the completion is equal to the right answer, and 0 without one.
 
     Raises:
@@ -69,7 +68,7 @@ def boxed_answer(prompt: str, completion: str, **fields: Any) -> float:
     return float(given is not None and same_answer(wanted, given))
 
 
-def right_formula(fields: Mapping[str, Any]) -> str:
+def right_formula(fields: Mapping[str, object]) -> str:
     r"""The right answer of a record: the content of its \boxed{}, else what follows "####", else all of it.
 
     Raises:
@@ -83,7 +82,7 @@ def right_formula(fields: Mapping[str, Any]) -> str:
     return formula
 
 
-def check_formula(fields: Mapping[str, Any]) -> None:
+def check_formula(fields: Mapping[str, object]) -> None:
     """Check the right answer of a record before anything is computed.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from funrl import loading
 from funrl.rewards.call import (
@@ -57,7 +56,7 @@ def _loaded(named: NamedReward) -> RewardFunction:
 
 
 def check_fields(
-    text: str, reward: Reward, fields: Sequence[Mapping[str, Any]], sources: Sequence[str] | None = None
+    text: str, reward: Reward, fields: Sequence[Mapping[str, object]], sources: Sequence[str] | None = None
 ) -> None:
     """Raise RewardError if a prompt has a field that a function does not take, or lacks one that it needs.
 
@@ -88,7 +87,7 @@ def check_fields(
             )
 
 
-def _value_problem(reward: RewardFunction, record: Mapping[str, Any]) -> str:
+def _value_problem(reward: RewardFunction, record: Mapping[str, object]) -> str:
     """The reason why a function cannot use the values of a record; "" if it can."""
     for group in reward.needs:
         if all(record.get(name) is None for name in group):

@@ -39,7 +39,7 @@ def compile_pattern(pattern: str, flags: int = 0) -> Any:
         raise PatternError(f"{pattern[:_SHOWN]!r} is not a regular expression: {error}") from None
 
 
-def matches_anywhere(compiled: Any, text: str) -> bool:
+def matches_anywhere(compiled: object, text: str) -> bool:
     """True if a compiled pattern matches anywhere in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
     return next(matches_in(compiled, text), None) is not None
 

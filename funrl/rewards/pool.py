@@ -29,7 +29,7 @@ import cloudpickle
 
 from funrl.processes.forks import fork
 from funrl.rewards.call import (
-    Completed,
+    CompletedRow,
     Failure,
     Reward,
     RewardError,
@@ -69,7 +69,7 @@ class Pool:
         if connection is not None:
             threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
-    def begin(self, function: int, rows: Sequence[Completed]) -> Future[list[RewardOutcome]]:
+    def begin(self, function: int, rows: Sequence[CompletedRow]) -> Future[list[RewardOutcome]]:
         """Begin to reward rows with the function of an index. A batched function gets all of them in one call.
 
         Returns: a future of one outcome per row, which raises RewardError only if the pool itself has ended.
@@ -168,7 +168,7 @@ class RowRewards(NamedTuple):
       parts: for each function, the future of its outcomes and the row's index among them.
     """
 
-    row: Completed
+    row: CompletedRow
     parts: tuple[tuple[Future[list[RewardOutcome]], int], ...]
 
     def done(self) -> bool:
@@ -200,7 +200,7 @@ class RowRewards(NamedTuple):
         return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
-def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
+def score_rows(pool: Pool, rows: Sequence[CompletedRow]) -> list[RowRewards]:
     """Begin to reward rows, in order. A batched function gets all of them in one call.
 
     Returns: pending rewards of each row. `result()` waits for the scores; it raises RewardError, which shows the row,
@@ -219,7 +219,7 @@ def score_rows(pool: Pool, rows: Sequence[Completed]) -> list[RowRewards]:
     return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, futures, strict=True)]
 
 
-def _now(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcome]:
+def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOutcome]:
     """Compute outcomes in this process."""
     if not reward.awaited:
         return outcomes(reward, rows)
@@ -230,7 +230,7 @@ def _now(reward: RewardFunction, rows: Sequence[Completed]) -> list[RewardOutcom
     return results
 
 
-def _dumps(row: Completed) -> bytes:
+def _dumps(row: CompletedRow) -> bytes:
     try:
         return pickle.dumps(row)
     except Exception:  # such as a field that is a lambda

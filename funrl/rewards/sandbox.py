@@ -91,7 +91,7 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 
 
-class Ended(NamedTuple):
+class SandboxResult(NamedTuple):
     """Result of running a program.
 
     Attributes:
@@ -108,7 +108,7 @@ class Ended(NamedTuple):
 
 def run_program(
     program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS, means: str = ""
-) -> Ended:
+) -> SandboxResult:
     """Run a Python program to its end or a limit.
 
     Args:
@@ -153,7 +153,7 @@ def run_program(
         with process, open(result, "rb", buffering=0) as results:
             try:
                 given = frozenset(_identity(os.fstat(file.fileno())) for file in (task_file, stdin_file))
-                problem, outputs = _watch(process, results, Watched(folder, limits, given))
+                problem, outputs = _watch(process, results, ProgramLimits(folder, limits, given))
             finally:
                 _kill(process)
     stdout, stderr, lines = (bytes(part).decode(errors="replace") for part in outputs)
@@ -163,7 +163,7 @@ def run_program(
     code = process.returncode
     if means == "bubblewrap" and code > 128:  # its way to say which signal ended the program
         code = 128 - code
-    return Ended(problem or _status(code), stdout, stderr, passed=passed)
+    return SandboxResult(problem or _status(code), stdout, stderr, passed=passed)
 
 
 @functools.cache
@@ -197,7 +197,7 @@ def readable_paths() -> list[str]:
 
 
 def _bubblewrap(folder: str) -> list[str]:
-    """Command prefix that hides all files except those that a program may read, and its folder."""
+    """Command prefix that hides all files except a program's readable files and its folder."""
     binds = [word for path in readable_paths() for word in _bind(path)]
     devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
     return [
@@ -228,7 +228,7 @@ def _bind(path: str) -> list[str]:
     return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
 
 
-class Watched(NamedTuple):
+class ProgramLimits(NamedTuple):
     """Limits of a program, and the files that they ignore.
 
     Attributes:
@@ -243,7 +243,7 @@ class Watched(NamedTuple):
 
 
 def _watch(
-    process: subprocess.Popen[bytes], results: IO[bytes], watched: Watched
+    process: subprocess.Popen[bytes], results: IO[bytes], watched: ProgramLimits
 ) -> tuple[str, tuple[bytearray, bytearray, bytearray]]:
     """Collect a program's output until it ends or exceeds a limit.
 
@@ -259,7 +259,7 @@ def _watch(
             open_pipes.register(pipe, selectors.EVENT_READ, into)
         last_check = time.monotonic()
         while not problem and (open_pipes.get_map() or process.poll() is None):
-            if not open_pipes.get_map():  # it has closed them and goes on
+            if not open_pipes.get_map():  # it has closed them and still runs
                 time.sleep(_POLL_EVERY_S)
             for key, _ in open_pipes.select(min(_POLL_EVERY_S, max(deadline - time.monotonic(), 0))):
                 if not (data := os.read(key.fd, 1 << 16)):
@@ -275,7 +275,7 @@ def _watch(
     return problem, outputs
 
 
-def _exceeded(pid: int, watched: Watched) -> str:
+def _exceeded(pid: int, watched: ProgramLimits) -> str:
     """Name of an exceeded limit that the kernel does not enforce; "" without one.
 
     Args:
@@ -305,7 +305,7 @@ def _last_descendant(pid: int) -> int:
     return pid
 
 
-def _nameless_files(pid: int, watched: Watched) -> dict[tuple[int, int], int]:
+def _nameless_files(pid: int, watched: ProgramLimits) -> dict[tuple[int, int], int]:
     """Bytes of the nameless files that a process has open or mapped, by device and inode."""
     sizes: dict[tuple[int, int], int] = {}
     for descriptor in Path(f"/proc/{pid}/task").glob("*/fd/*"):  # a thread may have descriptors of its own

@@ -15,7 +15,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 @read_as(MARKS, example="<think>a</think><answer>4</answer>")
-def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
+def think_then_answer(prompt: str, completion: str, **fields: object) -> float:
     """1 if the completion is <think>...</think> and then <answer>...</answer>, each tag once and nothing around.
 
     A prompt that ends with "<think>", as some chat templates make it, has opened the first tag.
@@ -28,7 +28,7 @@ def think_then_answer(prompt: str, completion: str, **fields: Any) -> float:
 
 
 @read_as(ANSWER, example='{"a": [1]}')
-def json_schema(prompt: str, completion: str, *, schema: Any = None, **fields: Any) -> float:
+def json_schema(prompt: str, completion: str, *, schema: object = None, **fields: object) -> float:
     """1 if the completion is JSON that the schema of the field "schema" allows.
 
     The JSON is the completion's last fenced block of `json`, else the last one without a word, else all of it.

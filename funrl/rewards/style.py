@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
 
 from funrl.rewards.views import read_as, view_of
 
@@ -37,7 +36,7 @@ def repetition_penalty(n: int = 3, penalty: float = 1.0) -> Callable[..., float]
     if n < 1 or penalty < 0:
         raise ValueError(f"repetition_penalty(n={n}, penalty={penalty}): n is at least 1 and the penalty at least 0")
 
-    def reward(prompt: str, completion: str, **fields: Any) -> float:
+    def reward(prompt: str, completion: str, **fields: object) -> float:
         tokens = completion.lower().split()
         grams = len(tokens) - n + 1
         different = len(set(zip(*(tokens[i:] for i in range(n)), strict=False)))
@@ -50,7 +49,7 @@ repetition = repetition_penalty()
 
 
 def within_length(
-    prompt: str, completion: str, *, min_words: int | None = None, max_words: int | None = None, **fields: Any
+    prompt: str, completion: str, *, min_words: int | None = None, max_words: int | None = None, **fields: object
 ) -> float:
     """1 if the completion has at least and at most as many words as the record's fields say.
 
@@ -63,7 +62,7 @@ def within_length(
     return float((min_words is None or count >= min_words) and (max_words is None or count <= max_words))
 
 
-def check_length(fields: Mapping[str, Any]) -> None:
+def check_length(fields: Mapping[str, object]) -> None:
     """Check the bounds of a record before anything is computed. Raises: ValueError, one is not a number."""
     for name in ("min_words", "max_words"):
         bound = fields.get(name)
@@ -103,7 +102,7 @@ def cosine_length(
         raise ValueError(f"cosine_length(longest={longest}): it must be above 0")
 
     @read_as(*view_of(right))
-    def reward(prompt: str, completion: str, **fields: Any) -> float:
+    def reward(prompt: str, completion: str, **fields: object) -> float:
         is_right = right(prompt, completion, **fields) > 0.5
         begin, end = right_range if is_right else wrong_range
         progress = min(length(completion) / longest, 1.0)

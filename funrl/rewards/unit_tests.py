@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.rewards.answers import last_fenced
 from funrl.rewards.named import TESTS
@@ -52,7 +52,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
     """
 
     @read_as(ANSWER)
-    def reward(prompt: str, completion: str, **fields: Any) -> float:
+    def reward(prompt: str, completion: str, **fields: object) -> float:
         check_tests(fields)
         tests = read_tests(fields)
         program = program_of(prompt, completion, fields)
@@ -73,7 +73,7 @@ def unit_tests(share: bool = False, limits: Limits = LIMITS) -> Callable[..., fl
 code_tests = unit_tests()
 
 
-def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
+def program_of(prompt: str, completion: str, fields: Mapping[str, object]) -> str:
     """Extract the program of a completion."""
     block = last_fenced(completion, r"(python|py)[\d.]*")
     program = completion if block is None else block
@@ -85,7 +85,7 @@ def program_of(prompt: str, completion: str, fields: Mapping[str, Any]) -> str:
     return prompt + program if lacks else program
 
 
-def check_tests(fields: Mapping[str, Any]) -> None:
+def check_tests(fields: Mapping[str, object]) -> None:
     """Check the tests of a record before anything is computed.
 
     Raises:
@@ -98,7 +98,7 @@ def check_tests(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"test {number} is not Python, {source[:200]!r}: {error}") from None
 
 
-def read_tests(fields: Mapping[str, Any]) -> UnitTests:
+def read_tests(fields: Mapping[str, object]) -> UnitTests:
     """The tests of a record. Raises: ValueError, it has no readable tests."""
     name = next((name for name in TESTS if fields.get(name)), None)
     if name is None:
@@ -124,13 +124,13 @@ def read_tests(fields: Mapping[str, Any]) -> UnitTests:
     )
 
 
-def _pairs(inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def _pairs(inputs: Sequence[object], outputs: Sequence[object]) -> tuple[tuple[str, str], ...]:
     if not len(inputs) or len(inputs) != len(outputs):
         raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs are no tests; as many of each are needed")
     return tuple((_joined(given), _joined(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
 
 
-def _joined(lines: Any) -> str:
+def _joined(lines: object) -> str:
     """Text, or the joined lines of a list."""
     return "\n".join(map(str, lines)) if isinstance(lines, (list, tuple)) else str(lines)
 

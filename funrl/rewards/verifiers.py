@@ -19,7 +19,7 @@ from funrl.rewards.views import ANSWER, MARKS, read_as
 _LAST_PART = 10_000  # characters, in which a completion says what its answer is
 
 
-def right_answer(fields: Mapping[str, Any]) -> Any:
+def right_answer(fields: Mapping[str, object]) -> Any:
     """The field that holds the right answer. Raises: ValueError, there is none."""
     name = next((name for name in GOLD if fields.get(name) is not None), None)
     if name is None:
@@ -28,7 +28,7 @@ def right_answer(fields: Mapping[str, Any]) -> Any:
 
 
 @read_as(ANSWER)
-def exact_match(prompt: str, completion: str, **fields: Any) -> float:
+def exact_match(prompt: str, completion: str, **fields: object) -> float:
     """1 if the completion is the right answer, blanks around either aside.
 
     A right answer that is a number, not text, is compared as a number: 72.0 and "72" are the same.
@@ -41,13 +41,13 @@ def exact_match(prompt: str, completion: str, **fields: Any) -> float:
     return float(same_text_or_number(right_answer(fields), completion))
 
 
-def check_exact(fields: Mapping[str, Any]) -> None:
+def check_exact(fields: Mapping[str, object]) -> None:
     """Check the right answer of a record before anything is computed. Raises: ValueError, as `exact_match`."""
     right_answer_text(right_answer(fields))
 
 
 @read_as(ANSWER, example="#### 4")
-def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
+def gsm8k(prompt: str, completion: str, **fields: object) -> float:
     """1 if the number after the last "####" of the completion is that of the right answer.
 
     The right answer is a number, or a solution that ends in "#### number", as in the data set.
@@ -62,12 +62,12 @@ def gsm8k(prompt: str, completion: str, **fields: Any) -> float:
     return float(number_after("####", completion) == _right_number(fields))
 
 
-def check_number(fields: Mapping[str, Any]) -> None:
+def check_number(fields: Mapping[str, object]) -> None:
     """Check the right answer of a record before anything is computed. Raises: ValueError, as `gsm8k`."""
     _right_number(fields)
 
 
-def _right_number(fields: Mapping[str, Any]) -> Decimal:
+def _right_number(fields: Mapping[str, object]) -> Decimal:
     answer = right_answer_text(right_answer(fields))
     wanted = number_after("####", answer) if "####" in answer else decimal_of(answer.replace(",", ""))
     if wanted is None:
@@ -76,7 +76,9 @@ def _right_number(fields: Mapping[str, Any]) -> Decimal:
 
 
 @read_as(ANSWER)
-def multiple_choice(prompt: str, completion: str, *, choices: Sequence[Any] | None = None, **fields: Any) -> float:
+def multiple_choice(
+    prompt: str, completion: str, *, choices: Sequence[object] | None = None, **fields: object
+) -> float:
     r"""1 if the completion chooses the right letter.
 
     Its choice is the last \boxed{B}, else the last "answer is B", "answer: (B)", "correct option is B" or <answer>B in
@@ -111,7 +113,7 @@ def check_choice(fields: Mapping[str, Any]) -> None:
 
 
 @read_as(MARKS)
-def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any) -> float:
+def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: object) -> float:
     """1 if the regular expression of the field "pattern" is found; anchor it to match the whole.
 
     Raises:
@@ -122,7 +124,7 @@ def matches_pattern(prompt: str, completion: str, *, pattern: str, **fields: Any
     return float(matches_anywhere(compile_pattern(pattern), completion))
 
 
-def check_pattern(fields: Mapping[str, Any]) -> None:
+def check_pattern(fields: Mapping[str, object]) -> None:
     """Check the field "pattern" of a record before anything is computed. Raises: PatternError."""
     compile_pattern(fields["pattern"])
 
@@ -150,13 +152,13 @@ def matches(pattern: str, flags: int = 0) -> Callable[..., float]:
     """
     compiled = compile_pattern(pattern, flags)
 
-    def reward(prompt: str, completion: str, **fields: Any) -> float:
+    def reward(prompt: str, completion: str, **fields: object) -> float:
         return float(matches_anywhere(compiled, completion))
 
     return reward
 
 
-def _letter_of(answer: Any, choices: Sequence[Any]) -> str:
+def _letter_of(answer: object, choices: Sequence[object]) -> str:
     """The letter of a right answer: itself, its place among the choices, or the place of its text."""
     text = right_answer_text(answer).strip()
     place = None if isinstance(answer, (str, bool)) else decimal_of(text)

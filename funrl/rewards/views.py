@@ -10,7 +10,7 @@ MARKS = "marks"
 ANSWER = "answer"
 TEXT_VIEWS = {
     TEXT: "all of it, without special tokens",
-    MARKS: "all of it, with special tokens such as <think>, but for those that end it",
+    MARKS: "all of it, with special tokens such as <think>, but without end tokens",
     ANSWER: "its answer, without special tokens: of a reply with channels or special tags of thoughts, only the answer",
 }
 
@@ -47,14 +47,14 @@ def read_as(name: str, example: str = "") -> Callable[[Callable[..., Any]], Call
     if name not in TEXT_VIEWS:
         raise ValueError(f"read_as({name!r}): it is one of {', '.join(TEXT_VIEWS)}")
 
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+    def mark(function: Callable[..., object]) -> Callable[..., Any]:
         setattr(function, "view", TextView(name, example))  # noqa: B010
         return function
 
     return mark
 
 
-def view_of(function: Callable[..., Any]) -> TextView:
+def view_of(function: Callable[..., object]) -> TextView:
     """View that a function reads, as `read_as` says it; of a partial that of its function."""
     given = getattr(function, "view", None)
     if given is None and hasattr(function, "func"):

@@ -40,7 +40,7 @@ from funrl.mesh.collectives import gather_objects, pmax, psum
 from funrl.mesh.mesh import AXES, Mesh, Ranks, coordinates
 from funrl.mesh.plan import Box
 from funrl.mesh.rules import Layout
-from funrl.models.deployed import Deployed, deployed
+from funrl.models.deployed import DeviceWeights, deployed
 from funrl.models.placed import Placed
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.device_memory import copy_to_device
@@ -67,7 +67,7 @@ class SyncError(RuntimeError):
     """The engine does not hold the trainer's weights."""
 
 
-class Share(NamedTuple):
+class WeightShare(NamedTuple):
     """A rank's parts of a weight in the layouts of trainer and engine, and the digests of these parts."""
 
     stored: Box
@@ -111,7 +111,7 @@ def certify(
     return {"sync/verified": 1.0 if whole else 0.5, "sync/probe_gap": gap}
 
 
-def compare_weights(source: Deployed, engine: Engine, version: int) -> bool:
+def compare_weights(source: DeviceWeights, engine: Engine, version: int) -> bool:
     """Compare the digests of every weight that the engine can show, and the versions.
 
     Args:
@@ -178,13 +178,13 @@ class SyncDigests(NamedTuple):
         if wrong:
             name = wrong[0]
             _, trainer, _, held, _ = self.own_N5[list(placed).index(name)].tolist()
-            share = Share(self.trained[name].box(mesh.rank), trainer, placed[name].box(self.rank), engine=held)
+            share = WeightShare(self.trained[name].box(mesh.rank), trainer, placed[name].box(self.rank), engine=held)
             where = _where(gather_objects(share, mesh), mesh.ranks)
             raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
         return not any(missing for *_, missing in rows)
 
 
-def sync_digests(source: Deployed, engine: Engine, version: int) -> Digests:
+def sync_digests(source: DeviceWeights, engine: Engine, version: int) -> Digests:
     """Digests of this rank's parts of all weights; a GPU computes them beside other work, and nothing waits for them.
 
     Neither the trainer's nor the engine's weights may change until they are compared.
@@ -209,7 +209,7 @@ def sync_digests(source: Deployed, engine: Engine, version: int) -> Digests:
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Let a GPU do the work of the context beside the work that follows it; elsewhere it is done at once."""
+    """Run the context's work on a side stream of a GPU; on other devices it runs at once."""
     if device.type != "cuda":
         yield
         return
@@ -220,7 +220,7 @@ def beside(device: torch.device) -> Iterator[None]:
 
 
 def wait_for_digests(device: torch.device) -> None:
-    """Let the work that follows on a GPU wait for that of `beside`; the host does not."""
+    """Make later work on a GPU wait for that of `beside`, without blocking the host."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_digest_stream(device))
 
@@ -278,8 +278,7 @@ def probe_gap(placed: Placed, params: trees.Tree, engine: Engine) -> float:
         placed, layer=placed.model.layer
     )  # a compiled layer would be compiled again for this shape
     with torch.no_grad():
-        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).logp
-    assert scores is not None
+        scores = plain.token_scores(params, _packed(tokens_BT, mask_BT, placed.multiple)).read("logp")
     scores = scores.flatten()[: tokens_BT.numel()].view(tokens_BT.shape)
     gap = largest_gap(scores[:, len(prompts[0]) :], logp_BS, tokens_BS != first_BS)
     return max(spread, pmax(gap, mesh, AXES).item())
@@ -328,7 +327,7 @@ def greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) ->
     return Greedy(tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device))
 
 
-def _own_digests(source: Deployed, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
+def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
     """This rank's row of each readable weight, as `compare_weights` adds them, and faults found before the comparison.
 
     A fault is a missing or unknown name, or a wrong shape or dtype.
@@ -377,7 +376,7 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
     return comparable and x.data_ptr() == y.data_ptr()
 
 
-def _where(shares: Sequence[Share], ranks: Ranks) -> str:
+def _where(shares: Sequence[WeightShare], ranks: Ranks) -> str:
     """Describe the ranks whose part differs from other copies of it; "" if every part is on one rank only.
 
     Args:

@@ -1,4 +1,4 @@
-"""The contract of an engine on other ranks than those that give it weights."""
+"""The contract of an engine whose ranks differ from the ranks that send its weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 
 
 class Greedy(NamedTuple):
@@ -39,7 +39,7 @@ class Digests(Protocol):
 class OfOtherRanks(Protocol):
     """An engine of other ranks than the trainer's."""
 
-    def sync_digests(self, source: Deployed, version: int) -> Digests:
+    def sync_digests(self, source: DeviceWeights, version: int) -> Digests:
         """As `certificate.sync_digests`; the engine's ranks give the digests of its weights."""
         ...
 

@@ -136,7 +136,7 @@ class Engine(Protocol):
 
         Raises:
           RuntimeError: no weights have been loaded.
-          LogitsError: the model's logits are not finite for some requests, which have ended; others go on.
+          LogitsError: the model's logits are not finite for some requests, which have ended; others continue.
         """
         ...
 
@@ -161,9 +161,9 @@ class Engine(Protocol):
         ...
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
-        """Cancel requests; returns their completions so far, with finish "cancelled" for those that had not ended.
+        """Cancel requests; returns their completions so far, with finish "cancelled" where they had not ended.
 
-        Numbers of no unfinished request are ignored.
+        Other numbers are ignored.
         """
         ...
 
@@ -175,7 +175,7 @@ class Engine(Protocol):
         ...
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         ...
 
     def cost(self) -> EngineCost:
@@ -184,7 +184,7 @@ class Engine(Protocol):
 
 
 @contextlib.contextmanager
-def awake(engine: Engine) -> Iterator[None]:
+def onload_engine(engine: Engine) -> Iterator[None]:
     """Resume the engine for the duration of the context or the decorated function, then pause it."""
     engine.resume()
     try:
@@ -208,20 +208,10 @@ class Callbacks(NamedTuple):
 NO_CALLBACKS = Callbacks()
 
 
-def awake_step(engine: Engine, callbacks: Callbacks = NO_CALLBACKS) -> list[Completion]:
-    """Step an engine whose completions are waited for.
-
-    Raises:
-      RuntimeError: it is paused, so it would never finish.
-    """
+def check_running(engine: Engine) -> None:
+    """Raise RuntimeError if an engine whose completions are waited for is paused: it would never finish."""
     if engine.paused:
         raise RuntimeError("the engine is paused: call resume first")
-    beat()
-    completions = engine.step()
-    callbacks.iterated()
-    for done in completions:
-        callbacks.finished(done)
-    return completions
 
 
 def complete(engine: Engine, requests: Sequence[Request], callbacks: Callbacks = NO_CALLBACKS) -> list[Completion]:
@@ -240,7 +230,12 @@ def complete(engine: Engine, requests: Sequence[Request], callbacks: Callbacks =
     engine.submit(requests)
     try:
         while engine.unfinished():
-            for done in awake_step(engine, callbacks):
+            check_running(engine)
+            beat()
+            newest = engine.step()
+            callbacks.iterated()
+            for done in newest:
+                callbacks.finished(done)
                 completions[done.number] = done
     finally:
         engine.cancel(request.number for request in requests)

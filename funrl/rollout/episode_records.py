@@ -119,7 +119,7 @@ def _plain(value: object) -> Any:
     )
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     """A field of a node, as `_plain` wrote it."""
     if isinstance(value, Mapping) and "tensor" in value:
         array = np.frombuffer(base64.b64decode(value["tensor"]), dtype=value["dtype"])

@@ -148,10 +148,10 @@ def logged_answer(answer: object) -> str:
 
 def completion_of(turn: Node) -> Completion:
     """The completion of a request that sampled a node."""
-    assert turn.sampling_logp is not None and turn.raw_logp is not None and turn.versions is not None
+    numbers = turn.numbers
     tokens = torch.tensor(turn.tokens, dtype=torch.int64)
-    logps = turn.sampling_logp, turn.raw_logp
-    return Completion(0, tokens, *logps, turn.versions, finish=cast(Finish, turn.finish), routes=turn.routes)
+    logps = numbers.sampling_logp, numbers.raw_logp
+    return Completion(0, tokens, *logps, numbers.versions, finish=cast(Finish, turn.finish), routes=turn.routes)
 
 
 def _tokens_before(turn: Node) -> list[int]:

@@ -41,6 +41,14 @@ class Endpoint(NamedTuple):
     model: str
 
 
+class SampledNumbers(NamedTuple):
+    """Values per token that the policy sampled, as in `Node`."""
+
+    raw_logp: Tensor
+    sampling_logp: Tensor
+    versions: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Node:
     """Tokens that one side added to a trajectory, on the host. Compared and hashed by identity.
@@ -77,6 +85,13 @@ class Node:
     problems: Sequence[str] = ()
     turns_before: int = 0
     owned: OwnedLines | None = None
+
+    @property
+    def numbers(self) -> SampledNumbers:
+        """Values of its tokens from the policy. Raises: ValueError, they were not sampled."""
+        if self.raw_logp is None or self.sampling_logp is None or self.versions is None:
+            raise ValueError("the node is context: no policy sampled its tokens")
+        return SampledNumbers(self.raw_logp, self.sampling_logp, self.versions)
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -149,7 +164,7 @@ class Episode:
       status: "done"; "turns", "tokens" or "time": a limit ended it; "failed": the environment failed; "cancelled".
       problem: why it failed; "" otherwise.
       counts: numbers that the policy has counted, as in `Policy.counts`; metrics have their means over episodes.
-      forked: number of trajectories at the begin of `ends` from which others forked; the environment lists the rest.
+      forked: number of trajectories at the start of `ends` from which others forked; the environment lists the rest.
     """
 
     ends: Sequence[Trajectory]
@@ -179,17 +194,17 @@ class Chat(Protocol):
     """The rendering of messages as tokens, and the reading of replies."""
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a conversation, up to the begin of the policy's turn."""
+        """Tokens of a conversation, up to the start of the policy's turn."""
         ...
 
     def continuation(
         self, messages: Sequence[Message], tools: Tools, last: int | None, reply: Message | None
     ) -> list[int]:
-        """Tokens from the end of a reply to the begin of the policy's next turn, with messages in between.
+        """Tokens from the end of a reply to the start of the policy's next turn, with messages in between.
 
         Args:
           last: the stop token that ended the reply, which is not rendered again; None: the reply was cut off.
-          reply: what the reply says; its calls are those that tools answer.
+          reply: content and calls of the reply, as the tools have answered them.
         """
         ...
 
@@ -208,7 +223,7 @@ class Chat(Protocol):
           nodes: the policy's turns since someone else than a tool spoke, what followed each, and the new messages; the
             root is before them if nobody has. If tools answer, the last turn and the new messages.
 
-        Returns: the cause, "" if there is no difference; and whether the conversation goes on as the template has it.
+        Returns: the cause, "" if there is no difference; and whether the conversation continues as the template has it.
         """
         ...
 
@@ -282,7 +297,8 @@ def exchange_of(node: Node) -> list[Node]:
     In a cycle of tools only the node and the reply that it follows, as those before have been compared; and tokens that
     the reply had to begin with.
     """
-    assert node.parent is not None
+    if node.parent is None:
+        raise ValueError("a root follows nothing")
     if not any(message.get("role") == "user" for message in node.messages):
         opening = node.parent.parent
         if opening is None or opening.parent is None or opening.sampled or opening.messages:
@@ -303,7 +319,7 @@ def _asks(node: Node) -> bool:
 
 
 def tokens_or_messages(content: Sequence[Message] | Sequence[int]) -> tuple[list[int], list[Message]]:
-    """Split what was given into token ids and messages, one of which is empty. Raises ValueError if both are."""
+    """Split content into token ids and messages; one of the two is empty. Raises ValueError if both are."""
     tokens = [token for token in content if not isinstance(token, Mapping)]
     messages = [message for message in content if isinstance(message, Mapping)]
     if bool(tokens) == bool(messages):

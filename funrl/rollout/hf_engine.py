@@ -142,7 +142,7 @@ class HFEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.paused = False
 
     def cost(self) -> EngineCost:

@@ -142,9 +142,9 @@ class Policy:
         self._calls: Counter[bytes] = Counter()
         self._sampled: list[Trajectory] = []
         self._begin = time.monotonic()
-        self._read: Counter[str] = Counter()  # calls of tools, and those that could not be read
+        self._read: Counter[str] = Counter()  # calls of tools, and unreadable calls
         self._causes: dict[Node, tuple[str, bool]] = {}  # by the reply that a template would render otherwise
-        self._forked: dict[Node, Trajectory] = {}  # by the root of what goes on
+        self._forked: dict[Node, Trajectory] = {}  # by the root of the trajectory that continues
         self._prefixes: dict[Node, PathPrefix] = {}
         self.served = AsyncExitStack()
 
@@ -295,7 +295,7 @@ class Policy:
     def answered(self, answer: object) -> None:
         """Take note of what the environment itself answered, such as the messages and the reward of a turn.
 
-        The environments of `adapters` call it. An episode that goes on from a checkpoint compares it with what it was;
+        The environments of `adapters` call it. An episode resumed from a checkpoint compares it with the saved one;
         see `ResumablePolicy`.
         """
 
@@ -346,7 +346,7 @@ class Policy:
         return list({end.leaf: end for end in before[::-1]}.values())
 
     def counts(self) -> dict[str, float]:
-        """Numbers of the episode: calls of tools, those that could not be read, and forks or drifts by cause."""
+        """Counts of the episode: calls of tools, unreadable calls, and forks or drifts by cause."""
         counts = {name: float(number) for name, number in self._read.items()}
         for cause, forks in self._causes.values():
             if cause:

@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class LogitsError(FloatingPointError):
-    """Logits of some sequences are not finite. The engine has ended these, and can go on with the others.
+    """Logits of some sequences are not finite. The engine has ended these, and can continue with the others.
 
     Attributes:
       numbers: of their requests.
@@ -126,7 +126,7 @@ def requests_of(
 
 
 class RequestGroups(Sequence[list[Request]]):
-    """The requests of each prompt, created on access: a replica creates only those that it completes.
+    """The requests of each prompt, created on access: a replica creates only its own.
 
     Args:
       prompts: token ids of each.
@@ -184,7 +184,7 @@ def check_requests(
 
     Args:
       taken: numbers of unfinished requests.
-      adapters: names of those that the engine has.
+      adapters: names of the engine's adapters.
     """
     seen: set[int] = set()
     for number, prompt, sampling, seed, begun, most, _, adapter, *_ in requests:

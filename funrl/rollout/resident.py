@@ -14,13 +14,13 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from funrl.kinds import OwnedLines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.processes.heartbeat import beat
-from funrl.rollout.engine import Engine, awake_step
+from funrl.rollout.engine import Engine, check_running
 from funrl.rollout.requests import Completion, LogitsError, Request
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -203,7 +203,7 @@ class ResidentEngine:
         self.running_s += time.perf_counter() - begin
 
     async def rest(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
-        """Let the coroutines run while the engine does nothing, until one asks or wakes it.
+        """Run the coroutines while the engine is idle, until one submits a request or wakes it.
 
         Args:
           mesh: of the engine.
@@ -224,7 +224,7 @@ class ResidentEngine:
         return bool(self._new or self._cancelled or self._engine.unfinished())
 
     def end(self, completions: Sequence[Completion]) -> None:
-        """Give completions to those that wait for them."""
+        """Deliver completions to the coroutines that wait for them."""
         for done in completions:
             self._running.pop(done.number, None)
             future = self._waiting.pop(done.number, None)
@@ -248,7 +248,7 @@ class ResidentEngine:
         return new
 
     def give_back(self, new: dict[int, Request]) -> None:
-        """Let the engine get requests of `take_new`, before later ones."""
+        """Return requests of `take_new` to the front of the queue."""
         self._new = {**new, **self._new}
 
     def _take_orders(self) -> _Orders:
@@ -266,8 +266,8 @@ class ResidentEngine:
 
 
 @contextlib.contextmanager
-def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
-    """Let an engine have no unfinished request while the context lasts, and its requests go on afterwards. Collective.
+def park_requests(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
+    """Park unfinished requests inside the context and resume them afterwards. Collective.
 
     Args:
       resident: the engine as the program of the replica's first rank sees it; None: on the other ranks.
@@ -286,7 +286,7 @@ def set_aside(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> It
 
 
 def _continued(request: Request, done: Completion | None) -> Request | None:
-    """A request that goes on from a cancelled completion; None: it had ended."""
+    """A request that continues a cancelled completion; None: it had ended."""
     if done is None or not len(done.tokens):
         return request
     return request._replace(begun=done) if done.finish == "cancelled" else None
@@ -315,7 +315,7 @@ def run_beside(
       mesh: of the engine.
       program: its coroutine runs on the first rank of a replica.
       loop: an event loop that is not running, on which it runs; None: one of its own.
-      lasting: whether logits that are not finite are an error of their request only, and the engine goes on.
+      lasting: whether non-finite logits fail only their own request, and the engine continues.
 
     Returns: the program's result on the first rank; None on the others.
 
@@ -362,8 +362,10 @@ def _iterations(
 
 def _step(engine: Engine, lasting: bool) -> tuple[list[Completion], LogitsError | None]:
     """The completions of a step, and the error of others that are then cancelled, if the engine is to outlast it."""
+    check_running(engine)
+    beat()
     try:
-        return awake_step(engine), None
+        return engine.step(), None
     except LogitsError as error:
         if not lasting:
             raise
@@ -379,7 +381,7 @@ async def _first_of(waiting: Awaitable[object], timeout_s: float | None) -> None
         return
 
 
-def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:
+def run_coroutine(program: Coroutine[object, object, _T], loop: asyncio.AbstractEventLoop | None = None) -> _T:
     """Run a coroutine: in a thread if this one has a running event loop, as in a notebook.
 
     Args:
@@ -394,7 +396,7 @@ def run_coroutine(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventL
         return thread.submit(run).result()
 
 
-def _run(program: Coroutine[Any, Any, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
+def _run(program: Coroutine[object, object, _T], loop: asyncio.AbstractEventLoop | None) -> _T:
     if loop is not None:
         return loop.run_until_complete(program)
     results: list[_T] = []

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 SMALLEST_TEMPERATURE = 1e-5  # below it vLLM too takes the most probable token; float32 has no logits / 1e-39
-PENALTIES = (1e-10, 1e10)  # of which logits stay finite
+PENALTIES = (1e-10, 1e10)  # logits stay finite between these
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import torch
 
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
-from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, awake_step
+from funrl.processes.heartbeat import beat
+from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, check_running
 from funrl.rollout.requests import Completion, Request
 
 
@@ -32,7 +33,7 @@ def complete_shared(
       take: a counter that the replicas share; see `mesh.counter.shared_counter`.
       mesh: of the engines; its row axes are the replicas.
       callbacks: receives what happens.
-      own: requests of this replica alone, such as begun ones; they come first.
+      own: requests of this replica alone, such as parked ones; they come first.
 
     Returns: completions by their numbers.
 
@@ -54,7 +55,13 @@ def complete_shared(
                 begun += taken
                 engine.submit([request for group in taken for request in group])
                 next_group += count
-            completions += awake_step(engine, callbacks)
+            check_running(engine)
+            beat()
+            newest = engine.step()
+            callbacks.iterated()
+            for done in newest:
+                callbacks.finished(done)
+            completions += newest
     finally:
         engine.cancel(request.number for group in begun for request in group)
     return sorted(completions, key=lambda done: done.number)

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from funrl.serve import chat_completions, connections, generate, messages, responses
-from funrl.serve.aside import Aside, decode_json
 from funrl.serve.asks import Ask, BadRequest, Body
 from funrl.serve.history import request_digest
+from funrl.serve.request_thread import RequestThread, decode_json
 from funrl.serve.session import DecodeIds, Exchange, Session, replies_again
 from funrl.serve.streams import TextStream
 
@@ -66,7 +66,7 @@ DIALECTS = {
 
 
 class Sessions:
-    """The sessions of a server by their keys, of which only digests are kept."""
+    """The sessions of a server by their keys; only digests of keys are kept."""
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, Session] = {}
@@ -96,7 +96,7 @@ class Sessions:
 class _Answer(JSONResponse):
     """JSON in ASCII, which has also a text that is no Unicode, such as half of a surrogate pair."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
 
 
@@ -124,7 +124,7 @@ class _Server:
         self._sessions = sessions
         self._model = model
         self._decode = decode
-        self._aside = Aside()
+        self._aside = RequestThread()
         self._began = int(time.time())
 
     def guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:

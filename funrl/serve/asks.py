@@ -66,7 +66,7 @@ class Ask:
       count: replies to sample.
       seed: makes equal requests give equal replies; None: they differ.
       stop: texts that end a reply; they are no part of it.
-      stop_tokens: token ids that end a reply, of those that end one in any case.
+      stop_tokens: end tokens that the client has chosen among the tokenizer's.
       max_tokens: bound on the tokens of a reply; None: that of the server.
       sampling: fields of `Sampling` that the client chooses.
       logprobs: whether the client wants log-probabilities.
@@ -194,7 +194,7 @@ class Body:
         return fields
 
 
-def plain_content(content: Any, field: str, kinds: Collection[str] = ("text",)) -> str:
+def plain_content(content: object, field: str, kinds: Collection[str] = ("text",)) -> str:
     """The text of a message: a text, or a list of parts of text.
 
     Args:
@@ -216,7 +216,7 @@ def plain_content(content: Any, field: str, kinds: Collection[str] = ("text",)) 
     return "".join(texts)
 
 
-def call_message(content: str, calls: Sequence[tuple[str, str, Any]], field: str) -> dict[str, Any]:
+def call_message(content: str, calls: Sequence[tuple[str, str, object]], field: str) -> dict[str, Any]:
     """A message of the assistant.
 
     Args:
@@ -232,7 +232,7 @@ def call_message(content: str, calls: Sequence[tuple[str, str, Any]], field: str
     return message
 
 
-def function_tool(value: Any, field: str) -> dict[str, Any]:
+def function_tool(value: object, field: str) -> dict[str, Any]:
     """A tool as chat templates take it, of an object with a name, a description and parameters."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise BadRequest(f"{field} is {_short(value)}, it must be a function with a name", field)
@@ -244,7 +244,7 @@ def function_tool(value: Any, field: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def checked_ids(value: Any, field: str) -> list[int]:
+def checked_ids(value: object, field: str) -> list[int]:
     """Token ids, at least one."""
     if not isinstance(value, list) or not value:
         raise BadRequest(f"{field} must be a text or a list of token ids, for one prompt", field)
@@ -253,7 +253,7 @@ def checked_ids(value: Any, field: str) -> list[int]:
     return value
 
 
-def named_choice(value: Any, function: Any) -> str:
+def named_choice(value: object, function: object) -> str:
     """Choice of a function: "auto", "none", "required", or a name.
 
     Args:
@@ -281,14 +281,14 @@ def checked_choice(choice: str, tools: Sequence[Mapping[str, Any]]) -> str:
     return choice
 
 
-def _arguments(given: Any, field: str) -> dict[str, Any]:
+def _arguments(given: object, field: str) -> dict[str, Any]:
     try:
         return decoded_arguments(given)
     except DataError as error:
         raise BadRequest(str(error), field) from None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value as JSON, cut off."""
     text = ""
     for part in json.JSONEncoder().iterencode(value[:100] if isinstance(value, str | list) else value):

@@ -217,7 +217,7 @@ class ChatEvents:
             events.append(event({**self._head, "choices": [], "usage": usage(exchanges)}))
         return [*events, "data: [DONE]\n\n"]
 
-    def _event(self, index: int, delta: dict[str, Any], **further: Any) -> str:
+    def _event(self, index: int, delta: dict[str, Any], **further: object) -> str:
         ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
         choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **further}
         return event({**self._head, **ids, "choices": [choice]})
@@ -234,7 +234,7 @@ class TextEvents(ChatEvents):
         """Nothing: there is no message to open."""
         return []
 
-    def _event(self, index: int, delta: dict[str, Any], **further: Any) -> str:
+    def _event(self, index: int, delta: dict[str, Any], **further: object) -> str:
         ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
         text = delta.get("content", "")
         choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **further}
@@ -247,7 +247,7 @@ def event(value: dict[str, Any]) -> str:
 
 
 def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
-    """Numbers of tokens; a prompt counts once."""
+    """Token counts; a prompt counts once."""
     prompt = len(exchanges[0].prompt)
     written = sum(len(exchange.tokens) for exchange in exchanges)
     return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
@@ -305,7 +305,7 @@ def _given_call(call: Any) -> tuple[str, str, Any]:
     return str(call.get("id", "")), function["name"], function.get("arguments")
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _tool(value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'function': {...}}", "tools")
     return function_tool(value.get("function"), "tools")

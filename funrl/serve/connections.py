@@ -61,7 +61,7 @@ class LimitedConnection(H11Protocol):
             self._arriving = self._arriving or self.loop.call_later(HEAD_S, self._cut)
 
     def _time_head(self) -> None:
-        """Let the client have the time of a head, whole, not of each byte."""
+        """Bound the time of a whole head, not of each byte."""
         in_head = self.conn.their_state is h11.IDLE
         if in_head == self._in_head:
             return

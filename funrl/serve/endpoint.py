@@ -94,7 +94,7 @@ class HTTPServer:
                 self._task.cancel()
 
     def end(self) -> None:
-        """Let `wait` return after the connections have ended, or a few seconds."""
+        """Shut down: `wait` returns when connections close, or after a few seconds."""
         self._server.should_exit = True
 
     async def wait(self) -> None:
@@ -271,5 +271,5 @@ async def serve_until_stopped(
 
 
 def _hermes_opening(name: str | None) -> str:
-    """The begin of a call as `read_hermes` reads it."""
+    """The start of a call as `read_hermes` reads it."""
     return f'{OPEN}\n{{"name": "' + ("" if name is None else f'{name}", "arguments": ')

@@ -140,7 +140,7 @@ class MessageEvents:
         return [*events, _event("message_stop")]
 
 
-def _event(kind: str, **fields: Any) -> str:
+def _event(kind: str, **fields: object) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
@@ -158,7 +158,7 @@ def _usage(exchange: Exchange) -> dict[str, int]:
     return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.tokens)}
 
 
-def _system(value: Any) -> dict[str, Any]:
+def _system(value: object) -> dict[str, Any]:
     return {"role": "system", "content": plain_content(value, "system")}
 
 
@@ -196,7 +196,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return [*results, *([{"role": "user", "content": content}] if content or not results else [])]
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _tool(value: object) -> dict[str, Any]:
     if isinstance(value, dict) and value.get("type", "custom") != "custom":
         raise BadRequest(
             f"a tool of type {value['type']!r} is not served; give functions with an input_schema", "tools"

@@ -6,7 +6,7 @@
 | OpenAI's responses | {"type": "input_image", "image_url": "data:image/png;base64,..."} |
 | Anthropic's messages | {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}} |
 
-Threads decode and resize them, so that the event loop goes on; how much one request may ask of them is bounded.
+Threads decode and resize them beside the event loop; how much one request may ask of them is bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ READERS = 2  # threads of an event loop
 _READERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
 
 
-def message_content(content: Any, field: str, kinds: Collection[str] = ("text",)) -> str | list[dict[str, Any]]:
+def message_content(content: object, field: str, kinds: Collection[str] = ("text",)) -> str | list[dict[str, Any]]:
     """The content of a message: its text, or parts of text and pictures where it has a picture.
 
     Args:
@@ -52,7 +52,7 @@ def message_content(content: Any, field: str, kinds: Collection[str] = ("text",)
     ]
 
 
-def is_picture(part: Any) -> bool:
+def is_picture(part: object) -> bool:
     """True of a part that is a picture."""
     return isinstance(part, dict) and part.get("type") in PICTURE_KINDS
 

@@ -27,7 +27,7 @@ from funrl.serve.endpoint import check_installed, serve_policy
 AGENT = "policy"
 
 
-def endpoint_environment(program: Callable[..., Any]) -> Environment:
+def endpoint_environment(program: Callable[..., object]) -> Environment:
     """An environment whose episode is whatever a program asks an endpoint.
 
     Args:
@@ -42,7 +42,7 @@ def endpoint_environment(program: Callable[..., Any]) -> Environment:
 
 
 @contextlib.contextmanager
-def open_program(program: Callable[..., Any], workers: int, memory_bytes: int = 1 << 30) -> Iterator[Environment]:
+def open_program(program: Callable[..., object], workers: int, memory_bytes: int = 1 << 30) -> Iterator[Environment]:
     """As `endpoint_environment`, with the program in processes of its own, which ask the endpoint over loopback.
 
     Enter it before the process has threads, as `open_environment`.
@@ -83,11 +83,11 @@ class _Held:
     def __init__(self, program: Callable[..., Any]):
         self._program = program
 
-    async def run(self, messages: Sequence[Message], named: Mapping[str, Any]) -> Any:
+    async def run(self, messages: Sequence[Message], named: Mapping[str, object]) -> Any:
         return await call(self._program, messages, **named)
 
 
-async def _run_there(client: WorkerClient, messages: Sequence[Message], **named: Any) -> Any:
+async def _run_there(client: WorkerClient, messages: Sequence[Message], **named: object) -> Any:
     """Run the program in a worker process, which is killed if the episode ends before it answers."""
     session = client.session()
     try:

@@ -169,7 +169,7 @@ class ResponseEvents:
     def _place(self) -> dict[str, Any]:
         return {"item_id": "msg_" + self._head["id"], "output_index": 0, "content_index": 0}
 
-    def _event(self, kind: str, **fields: Any) -> str:
+    def _event(self, kind: str, **fields: object) -> str:
         numbered = {"type": kind, "sequence_number": self._count, **fields}
         self._count += 1
         return f"event: {kind}\ndata: {json.dumps(numbered)}\n\n"
@@ -210,7 +210,7 @@ def _text_item(head: dict[str, Any], text: str, status: str) -> dict[str, Any]:
     return {"type": "message", "id": "msg_" + head["id"], "role": "assistant", "status": status, "content": [part]}
 
 
-def _add(messages: list[dict[str, Any]], item: Any) -> None:
+def _add(messages: list[dict[str, Any]], item: object) -> None:
     """Add an item of the input to the messages."""
     if not isinstance(item, dict):
         raise BadRequest("the input must be a text or a list of items", "input")
@@ -236,7 +236,7 @@ def _add(messages: list[dict[str, Any]], item: Any) -> None:
         raise BadRequest(f"an item of type {kind!r} is not served; messages and functions are", "input")
 
 
-def _tool(value: Any) -> dict[str, Any]:
+def _tool(value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'name': ..., 'parameters': ...}", "tools")
     return function_tool(value, "tools")

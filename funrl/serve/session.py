@@ -1,6 +1,6 @@
 """The conversation behind one key: every exchange is a turn of the policy, with the tokens that it sampled.
 
-A client sends whole histories. The longest begin of a history that ends with a reply of this session continues that
+A client sends whole histories. The longest prefix of a history that ends with a reply of this session continues that
 reply's trajectory, token for token; only what follows it is rendered. A history whose replies were changed begins a
 trajectory of its own, and is counted as a fork.
 """
@@ -27,10 +27,10 @@ from funrl.rollout.policy import Chat, LimitReached
 from funrl.rollout.requests import LogitsError
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.serve.aside import Aside
 from funrl.serve.asks import Ask, BadRequest
 from funrl.serve.history import History, PromptBound
 from funrl.serve.pictures import seen_messages
+from funrl.serve.request_thread import RequestThread
 
 KEPT_PICTURE_BYTES = 1 << 30  # of pictures in the exchanges that a server of a model remembers
 UNSAMPLED = (
@@ -150,7 +150,7 @@ class Session:
         self._policy_for = policy_for
         self._speech = speech
         self._agent = agent
-        self._aside = Aside()
+        self._aside = RequestThread()
         self.bound = PromptBound(length, speech.longest, speech.form is not None)
         self._kept = kept
         self._by_history: OrderedDict[bytes, Trajectory] = OrderedDict()
@@ -321,8 +321,8 @@ class Session:
 
     def _exchange(self, ask: Ask, reply: Reply, end: Trajectory, forced: list[int]) -> Exchange:
         node = end.leaf
-        assert node.parent is not None and node.sampling_logp is not None and node.versions is not None
-        prompt = [token for earlier in node.parent.path() for token in earlier.tokens]
+        numbers = node.numbers
+        prompt = [token for earlier in node.path()[:-1] for token in earlier.tokens]
         tokens = list(node.tokens)
         written = tokens[:-1] if node.finish == "stop" else tokens
         before = prompt[: len(prompt) - len(forced)]
@@ -349,8 +349,8 @@ class Session:
             stop,
             prompt=prompt,
             tokens=tokens,
-            logp=node.sampling_logp,
-            version=int(node.versions[-1]),
+            logp=numbers.sampling_logp,
+            version=int(numbers.versions[-1]),
             thoughts="" if ask.reasoning is False else thoughts,
         )
 

@@ -23,7 +23,7 @@ class TextStream:
         Args:
           decode: token ids -> text.
           before: the last tokens of the prompt, which some tokenizers need for a text's first space.
-          hidden: stop texts, of which no part is given out.
+          hidden: stop texts; no part of them is sent.
           calls: hold back what may be a call of a function.
         """
         self.text = ""

@@ -7,9 +7,7 @@ now and then; that is where reinforcement learning begins.
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -86,7 +84,7 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
       seed: fixes the problems and which of them go wrong.
       count: how many.
       digits: of the longest summand.
-      error: share of the problems whose carries are forgotten (some of which have none to forget).
+      error: share of the problems whose carries are forgotten (some have none to forget).
     """
     pairs = problems(seed, count, digits)
     forgets = np.random.default_rng((seed, 1)).random(count) < error
@@ -192,21 +190,12 @@ def tokenizer() -> Any:
     return character_tokenizer(ALPHABET)
 
 
-def is_its_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
-    try:
-        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return vocab == character_vocabulary(ALPHABET)
-
-
 def model_config(head: int = HEAD_SIZE, model: str = "arithmetic") -> Config:
     """The small decoder that learns the task.
 
     Args:
       head: size of a head; keys and values have fewer of a larger size, and as many parameters.
-      model: one of `embedded.TASK_NAMES`; "arithmetic_moe" has 8 experts a layer, of which a token takes 2, as large
+      model: one of `embedded.TASK_NAMES`; "arithmetic_moe" has 8 experts a layer and takes 2 a token, as large
         together as the other's mlp.
     """
     from funrl.models.decoder.config import decoder_config  # here, for flags are read without torch
@@ -249,7 +238,7 @@ def arithmetic_task(model: str = "arithmetic") -> EmbeddedTask:
             "steps": steps,
         },
         tokenizer=tokenizer,
-        is_its_tokenizer=is_its_tokenizer,
+        tokens=frozenset(character_vocabulary(ALPHABET)),
         model_config=lambda head: model_config(max(head, HEAD_SIZE), model),
         max_new_tokens=MAX_NEW_TOKENS,
         warmstart_steps=WARMSTART_STEPS,

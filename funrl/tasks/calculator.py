@@ -12,34 +12,53 @@ mostly estimates, by factors rounded to tens; reinforcement learning finds out t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from funrl.data.prompts import Prompt
-from funrl.tasks.arithmetic import Split, is_held_out
-from funrl.tasks.conversations import (
-    CONVERSATIONS,
-    END_OF_CALL,
-    IMITATION_FLAGS,
-    IMITATION_STEPS,
-    call_begin,
-    chat_model,
-    chat_tokenizer,
-    has_chat_tokenizer,
-    user_prompt,
-)
+from funrl.data.tokenizer import character_vocabulary, chat_character_tokenizer
+from funrl.tasks.arithmetic import Split, is_held_out, model_config
 from funrl.tasks.task import EmbeddedTask
 
 if TYPE_CHECKING:
     from funrl.environments.environment import Environment
+    from funrl.models.decoder.config import Config
 
-CALL = call_begin("calculator", "expression")
+ROLE_MARKS = ("<user>", "<assistant>", "<tool>")  # one token each
+UNKNOWN = "?"  # any character outside of an alphabet is read as this one
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<tool_call>{\"name\": \"' + call['function']['name']"
+    " + '\", \"arguments\": ' + call['function']['arguments'] | tojson + '}</tool_call>' }}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+SMALLEST_HEAD = 16
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'  # one token, as is the end of a call
+END_OF_CALL = '"}}</tool_call>'
 DIGITS_AND_SIGNS = "0123456789*?"  # any other character is read as "?"
-SMALLEST, LARGEST = 11, 99  # factors
+FACTORS = (11, 99)  # the smallest and the largest
 CALLS_SHARE = 0.2  # share of the conversations that call the tool
 TRAINING_PRODUCTS = 4096
+
+
+def chat_tokenizer(alphabet: str, words: Sequence[str] = ()) -> Any:
+    """One token a character of the alphabet, which contains `UNKNOWN`, and one for each role and each word."""
+    return chat_character_tokenizer(alphabet, (*ROLE_MARKS, *words), CHAT_TEMPLATE, unknown=UNKNOWN)
+
+
+def chat_model(head: int, vocab: int, positions: int = 64) -> Config:
+    """A small decoder of conversations.
+
+    Args:
+      head: size of a head, at least; keys and values have fewer of a larger size, and as many parameters.
+      vocab: token ids; a tensor axis up to 16 needs a multiple of its size.
+      positions: of the longest episode.
+    """
+    from funrl.models.flat import with_fields  # here, for flags are read without torch
+
+    return with_fields(model_config(max(head, SMALLEST_HEAD)), vocab=vocab, max_positions=positions)
 
 
 def calculator(expression: str) -> str:
@@ -70,15 +89,8 @@ def calculator_environment() -> Environment:
 def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
     """Random pairs of factors [count, 2]; the two splits share no pair."""
     rng = np.random.default_rng((seed, 2))
-    pairs = rng.integers(SMALLEST, LARGEST + 1, size=(30 * count, 2))
+    pairs = rng.integers(FACTORS[0], FACTORS[1] + 1, size=(30 * count, 2))
     return pairs[is_held_out(pairs) == (split == "heldout")][:count]
-
-
-def heldout_factors(count: int) -> np.ndarray:
-    """At most `count` different pairs of factors that no training split contains; the same ones for every seed."""
-    pairs = factors(0, 4 * count, "heldout")
-    _, first = np.unique(pairs, axis=0, return_index=True)
-    return pairs[np.sort(first)][:count]
 
 
 def conversations(seed: int, count: int) -> list[dict[str, Any]]:
@@ -110,42 +122,29 @@ def right_calls(seed: int, count: int, split: Split = "train") -> list[tuple[lis
     ]
 
 
-def products_to_train(seed: int, count: int = TRAINING_PRODUCTS) -> list[Prompt]:
-    """Questions to train on, with the field "answer"."""
-    return _prompts(factors(seed, count))
-
-
 def heldout_products(count: int) -> list[Prompt]:
     """At most `count` different questions that no training split contains; the same ones for every seed."""
-    return _prompts(heldout_factors(count))
-
-
-def calculator_tokenizer() -> Any:
-    """One token a character, and one for each role and each fixed part of a call."""
-    return chat_tokenizer(DIGITS_AND_SIGNS, (CALL, END_OF_CALL))
-
-
-def has_calculator_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer, as that of a run on the task has."""
-    return has_chat_tokenizer(folder, DIGITS_AND_SIGNS, (CALL, END_OF_CALL))
+    pairs = factors(0, 4 * count, "heldout")
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    return _prompts(pairs[np.sort(first)][:count])
 
 
 def calculator_task() -> EmbeddedTask:
     """Products by calls of a tool."""
     return EmbeddedTask(
         name="calculator",
-        training_prompts=products_to_train,
+        training_prompts=lambda seed: _prompts(factors(seed, TRAINING_PRODUCTS)),
         heldout_prompts=heldout_products,
         reward=None,
         demonstrations=conversations,
         texts={"demonstrations": right_calls},
-        tokenizer=calculator_tokenizer,
-        is_its_tokenizer=has_calculator_tokenizer,
+        tokenizer=lambda: chat_tokenizer(DIGITS_AND_SIGNS, (CALL, END_OF_CALL)),
+        tokens=frozenset({*character_vocabulary(DIGITS_AND_SIGNS), *ROLE_MARKS, CALL, END_OF_CALL}),
         model_config=lambda head: chat_model(head, vocab=32),  # 19 are used
         max_new_tokens=12,
-        warmstart_steps=IMITATION_STEPS,
-        warmstart_demonstrations=CONVERSATIONS,
-        warmstart_flags=IMITATION_FLAGS,
+        warmstart_steps=400,
+        warmstart_demonstrations=25_600,
+        warmstart_flags={"batch_prompts": 64, "lr": 4e-3},
         demonstration_field="answer",
         readable=None,
         environment=calculator_environment,
@@ -154,4 +153,7 @@ def calculator_task() -> EmbeddedTask:
 
 
 def _prompts(pairs: np.ndarray) -> list[Prompt]:
-    return [user_prompt(f"{left}*{right}", answer=str(left * right)) for left, right in pairs.tolist()]
+    return [
+        Prompt([{"role": "user", "content": f"{left}*{right}"}], {"answer": str(left * right)})
+        for left, right in pairs.tolist()
+    ]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from funrl.tasks.task import EmbeddedTask
 
-# The second is the first, for a decoder with experts, and the third has pictures; the others have environments.
-TASK_NAMES = ("arithmetic", "arithmetic_moe", "shapes", "calculator", "retry", "programs", "search", "guessing")
+# The second is the first, for a decoder with experts, the third has pictures, and the last an environment.
+TASK_NAMES = ("arithmetic", "arithmetic_moe", "shapes", "calculator")
 
 
 @functools.cache
@@ -33,4 +33,9 @@ def is_embedded_reward(reward: object) -> bool:
 
 def is_embedded_tokenizer(directory: str | Path) -> bool:
     """True if a model's directory has the tokenizer of an embedded task."""
-    return any(embedded_task(name).is_its_tokenizer(directory) for name in TASK_NAMES)
+    try:
+        content = json.loads((Path(directory) / "tokenizer.json").read_text())
+        tokens = {*content["model"]["vocab"], *(token["content"] for token in content["added_tokens"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return any(tokens == embedded_task(name).tokens for name in TASK_NAMES)

@@ -1,6 +1,6 @@
 """The embedded task with pictures: how many red squares are there?
 
-A picture of 32 x 32 pixels has 4 cells, some of which hold a square or a triangle in red, green or blue, of a shade and
+A picture of 32 x 32 pixels has 4 cells; some hold a square or a triangle in red, green or blue, of a shade and
 at a place that vary. The demonstrator describes pictures well, and counts badly: it often overlooks one. A small
 decoder with a vision tower that imitates it sees what is there and counts, with the demonstrator's errors;
 reinforcement removes these.
@@ -10,10 +10,8 @@ A cell is one token, merged from 4 patches.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
 COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
 SHAPE_NAMES = ("squares", "triangles")
 COLORED_SHAPES = [(color, shape) for color in COLORS for shape in SHAPE_NAMES]
-CELL, SIDE = 16, 2  # pixels of a cell's side, cells of a picture's side
+CELL = 16  # pixels of a cell's side
+SIDE = 2  # cells of a picture's side
 CELLS = SIDE**2
 MERGE = 2  # patches of a cell's side
 STAMP = 12  # pixels of a shape's side
@@ -90,7 +89,7 @@ def drawings(seed: int, split: Split = "train") -> Iterator[Drawing]:
 
 
 def _draw(rng: np.random.Generator, shapes: dict[str, np.ndarray]) -> Drawing:
-    """A picture of 2 to 4 shapes, about half of which are of one kind."""
+    """A picture of 2 to 4 shapes; about half are of one kind."""
     pixels = np.full((SIDE * CELL, SIDE * CELL, 3), BACKGROUND, np.uint8)
     cells = np.full(CELLS, -1)
     frequent = rng.integers(len(COLORED_SHAPES))
@@ -178,15 +177,6 @@ def shapes_tokenizer() -> Any:
     return fast
 
 
-def has_shapes_tokenizer(folder: str | Path) -> bool:
-    """True if a model's directory has the task's tokenizer."""
-    try:
-        vocab = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]["vocab"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return vocab == VOCABULARY
-
-
 def shapes_model(head: int = 16) -> VisionLanguageConfig:
     """The small decoder and its tower, in the form of Qwen2.5-VL.
 
@@ -242,7 +232,7 @@ def shapes_task() -> EmbeddedTask:
         demonstrations=picture_demonstrations,
         texts={"demonstrations": right_counts},
         tokenizer=shapes_tokenizer,
-        is_its_tokenizer=has_shapes_tokenizer,
+        tokens=frozenset(VOCABULARY),
         model_config=shapes_model,
         max_new_tokens=COUNT_TOKENS,
         warmstart_steps=DESCRIBING_STEPS,

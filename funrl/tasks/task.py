@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.data.prompts import Prompt
@@ -25,7 +24,7 @@ class EmbeddedTask(NamedTuple):
         start.
       texts: kind of texts -> (seed, count, split) -> records, or their values in the order of the kind's fields.
       tokenizer: makes the tokenizer.
-      is_its_tokenizer: (directory) -> whether a model's directory has that tokenizer.
+      tokens: all tokens of that tokenizer, by which a model's directory is known.
       model_config: (smallest size of a head that the engine takes) -> the decoder.
       max_new_tokens: of a completion.
       warmstart_steps: steps of `funrl sft` on demonstrations that make the model that a run begins with.
@@ -44,7 +43,7 @@ class EmbeddedTask(NamedTuple):
     demonstrations: Callable[[int, int], list[dict[str, Any]]]
     texts: Mapping[str, Callable[..., Sequence[Any]]]
     tokenizer: Callable[[], Any]
-    is_its_tokenizer: Callable[[str | Path], bool]
+    tokens: frozenset[str]
     model_config: Callable[[int], Config]
     max_new_tokens: int
     warmstart_steps: int

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from funrl.algos.core import Advantage, Algorithm, Loss, Reduction
-from funrl.algos.guarding import defined_at, line_of, name_of
+from funrl.algos.guarding import defined_at, name_of
 from funrl.algos.terms import Filter, Term
 from funrl.batch import Batch
 from funrl.testing.loss_properties import (
@@ -30,10 +31,11 @@ from funrl.testing.shared_properties import (
     in_place,
     padding,
 )
-from funrl.testing.subjects import Subject
+from funrl.testing.subjects import Subject, assert_all, assert_one
 from funrl.trainer.jobs.compatibility import check_algorithm as check_in_run
 from funrl.trainer.settings.settings import settings_of
 
+Reference = Callable[..., Any]
 OF_LOSSES = {
     "outside_the_mask": outside_the_mask,
     "padding": padding,
@@ -82,17 +84,7 @@ def assert_property(subject: Subject, name: str) -> None:
     Raises:
       AssertionError: it does not have it; says the piece, its file and line, the property and the number.
     """
-    run = {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name]
-    text = ""
-    try:
-        run(subject)
-        return
-    except AssertionError as error:
-        text = str(error)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}{line_of(error)}"
-    what = f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
-    raise AssertionError(f"{what}: {name} ({(run.__doc__ or '').strip()}): {text}")
+    assert_one(name, {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name], subject, _described(subject))
 
 
 def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
@@ -102,105 +94,85 @@ def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
       AssertionError: it lacks one.
       ValueError: `without` names what is no property of its kind.
     """
-    names = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
-    if unknown := sorted(set(without) - set(names)):
-        raise ValueError(f"without={unknown[0]!r}: the properties of a {subject.kind} are {', '.join(names)}")
-    for name in names:
-        if name not in without:
-            assert_property(subject, name)
+    properties = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
+    assert_all(properties, subject, _described(subject), without)
 
 
-def check_term(
-    term: Term,
-    reference: Callable[..., Any] | None = None,
-    prepare: Callable[[Batch], Batch] = lambda batch: batch,
-    without: Collection[str] = (),
-) -> None:
+def _described(subject: Subject) -> str:
+    return f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
+
+
+class CheckOptions(TypedDict, total=False):
+    """Options of a check.
+
+    Attributes:
+      prepare: batch -> batch, for what the piece needs beyond the batch of `awkward_batch`.
+      without: properties that it is not to have, such as {"micro_batches"} where it takes statistics over a batch.
+    """
+
+    prepare: Callable[[Batch], Batch]
+    without: Collection[str]
+
+
+def check_term(term: Term, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
     """Check a term: its shapes, its gradient, and that nothing changes it that must not.
 
     Args:
       term: (logp [B, T], batch) -> (loss [B, T], metrics), not the factory that makes it.
       reference: the same as loops in plain Python: (logp, b) -> [B][T], where b has the batch's fields as nested lists.
         Values and gradients are compared with it; give without={"reference_gradient"} where the term stops gradients.
-      prepare: batch -> batch, for what the term needs beyond the batch of `awkward_batch`.
-      without: properties that it is not to have, such as {"micro_batches"} where it takes statistics over a batch.
+      options: see `CheckOptions`.
 
     Raises:
       AssertionError: the first property that it lacks, with the piece, its file and line, and the number.
     """
-    assert_properties(Subject("term", term, prepare=prepare, reference=reference), without)
+    _check(Subject("term", term, reference=reference), **options)
 
 
-def check_loss(
-    loss: Loss,
-    reference: Callable[..., Any] | None = None,
-    prepare: Callable[[Batch], Batch] = lambda batch: batch,
-    without: Collection[str] = (),
-) -> None:
-    """Check a loss with numerators and denominators of its own.
+def check_loss(loss: Loss, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
+    """Check a loss with numerators and denominators of its own, as `check_term` does a term.
 
     Args:
       reference: (logp, b) -> list of (numerator, denominator), in plain Python.
-      prepare, without: as in `check_term`.
-
-    Raises:
-      AssertionError: the first property that it lacks.
     """
-    assert_properties(Subject("loss", loss, prepare=prepare, reference=reference), without)
+    _check(Subject("loss", loss, reference=reference), **options)
 
 
-def check_reduction(
-    reduction: Reduction, reference: Callable[..., Any] | None = None, without: Collection[str] = ()
-) -> None:
-    """Check a reduction.
+def check_reduction(reduction: Reduction, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
+    """Check a reduction, as `check_term` does a term.
 
     Args:
       reference: (loss [B][T], b) -> (numerator, denominator), in plain Python, of a reduction of one part.
-      without: as in `check_term`.
-
-    Raises:
-      AssertionError: the first property that it lacks.
     """
-    assert_properties(Subject("reduction", reduction, reference=reference), without)
+    _check(Subject("reduction", reduction, reference=reference), **options)
 
 
 def check_advantage(
-    advantage: Advantage,
-    reference: Callable[..., Any] | None = None,
-    prepare: Callable[[Batch], Batch] = lambda batch: batch,
-    without: Collection[str] = (),
-    tokens: bool = False,
+    advantage: Advantage, reference: Reference | None = None, tokens: bool = False, **options: Unpack[CheckOptions]
 ) -> None:
-    """Check a piece of an advantage chain, or a whole chain.
+    """Check a piece of an advantage chain, or a whole chain, as `check_term` does a term.
 
     Args:
       reference: (x, b) -> {"x": ...}, nested lists, in plain Python; other names are those of `Signal` and of fields.
-      prepare, without: as in `check_term`.
       tokens: it works on token rewards [B, T] instead of scores [B].
-
-    Raises:
-      AssertionError: the first property that it lacks.
     """
-    assert_properties(Subject("advantage", advantage, tokens, prepare=prepare, reference=reference), without)
+    _check(Subject("advantage", advantage, tokens, reference=reference), **options)
 
 
-def check_filter(
-    filter_: Filter,
-    reference: Callable[..., Any] | None = None,
-    prepare: Callable[[Batch], Batch] = lambda batch: batch,
-    without: Collection[str] = (),
-) -> None:
-    """Check a filter.
+def check_filter(filter_: Filter, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
+    """Check a filter, as `check_term` does a term.
 
     Args:
       filter_: batch -> [B] bool.
       reference: (b) -> list of truth values, in plain Python.
-      prepare, without: as in `check_term`.
-
-    Raises:
-      AssertionError: the first property that it lacks.
     """
-    assert_properties(Subject("filter", filter_, prepare=prepare, reference=reference), without)
+    _check(Subject("filter", filter_, reference=reference), **options)
+
+
+def _check(
+    subject: Subject, prepare: Callable[[Batch], Batch] = lambda batch: batch, without: Collection[str] = ()
+) -> None:
+    assert_properties(dataclasses.replace(subject, prepare=prepare), without)
 
 
 def check_algorithm(

@@ -28,6 +28,7 @@ from funrl.rollout.policy import EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion
 from funrl.rollout.resident import run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.testing.subjects import assert_all
 
 PLAIN_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
@@ -51,7 +52,6 @@ ODD_REPLIES = (
 EPISODES = 3  # for each property
 LEAK_WAIT_S = 2.0  # for threads and processes to end
 SHORT_LIMITS = (EpisodeLimits(turns=1), EpisodeLimits(turns=2), EpisodeLimits(tokens=5), EpisodeLimits(length=1 << 12))
-CANCELLED_AFTER = 1  # calls of the policy
 
 
 class EnvironmentSubject(NamedTuple):
@@ -94,8 +94,6 @@ def check_environment(
       AssertionError: the first property that it lacks, with the environment, its file and line, and what it did.
       ValueError: `without` names what is no property.
     """
-    if unknown := sorted(set(without) - set(ENVIRONMENT_PROPERTIES)):
-        raise ValueError(f"without={unknown[0]!r}: the properties are {', '.join(ENVIRONMENT_PROPERTIES)}")
     if tokenizer is None:
         marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
         tokenizer = chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
@@ -104,25 +102,21 @@ def check_environment(
     subject = EnvironmentSubject(
         lambda: environment_from(environment), chat, prompts, (*replies, *ODD_REPLIES), limit_s
     )
-    for name, holds in ENVIRONMENT_PROPERTIES.items():
-        if name in without:
-            continue
-        try:
-            holds(subject)
-        except AssertionError as error:
-            what = f"environment {name_of(environment)}{defined_at(environment)}"
-            raise AssertionError(f"{what}: {name} ({(holds.__doc__ or '').strip()}): {error}") from error
+    what = f"environment {name_of(environment)}{defined_at(environment)}"
+    assert_all(ENVIRONMENT_PROPERTIES, subject, what, without)
 
 
 def run_one(subject: EnvironmentSubject, seed: int, limits: EpisodeLimits) -> Episode:
     """Run an episode of the example of a number, with replies that the seed chooses."""
+    return run_coroutine(_episode(subject, seed, limits))
+
+
+async def _episode(subject: EnvironmentSubject, seed: int, limits: EpisodeLimits) -> Episode:
     policy = Policy(_Replies(subject, seed), _setup(subject), seed, limits)
     example = subject.examples[seed % len(subject.examples)]
     environment = subject.make()
-
-    return run_coroutine(
-        attempt_episode(lambda: environment.run(policy, example, seed), policy, EpisodeClock(subject.limit_s))
-    )
+    clock = EpisodeClock(subject.limit_s)
+    return await attempt_episode(lambda: environment.run(policy, example, seed), policy, clock)
 
 
 def completed(subject: EnvironmentSubject) -> None:
@@ -148,19 +142,14 @@ def deterministic(subject: EnvironmentSubject) -> None:
 
 def limited(subject: EnvironmentSubject) -> None:
     """Limits of turns and tokens end an episode, which is scored or unscored and does not fail."""
-    for limits in (
-        EpisodeLimits(turns=1),
-        EpisodeLimits(turns=2),
-        EpisodeLimits(tokens=5),
-        EpisodeLimits(length=1 << 12),
-    ):
+    for limits in SHORT_LIMITS:
         for seed in range(EPISODES):
             episode = run_one(subject, seed, limits)
-            assert episode.status != "failed", f"{_limit(limits)}, seed {seed}: {episode.problem}"
+            assert episode.status != "failed", f"{limits}, seed {seed}: {episode.problem}"
             for end in episode.ends:
                 turns = [len(node.tokens) for node in end.nodes() if node.sampled]
-                assert len(turns) <= limits.turns, f"{_limit(limits)}: a trajectory has {len(turns)} turns"
-                assert not limits.tokens or sum(turns) <= limits.tokens, f"{_limit(limits)}: it has {sum(turns)} tokens"
+                assert len(turns) <= limits.turns, f"{limits}: a trajectory has {len(turns)} turns"
+                assert not limits.tokens or sum(turns) <= limits.tokens, f"{limits}: it has {sum(turns)} tokens"
 
 
 def cancellable(subject: EnvironmentSubject) -> None:
@@ -168,13 +157,13 @@ def cancellable(subject: EnvironmentSubject) -> None:
     environment = subject.make()
 
     async def run() -> None:
-        replies = _Replies(subject, 0, hang_after=CANCELLED_AFTER)
+        replies = _Replies(subject, 0, hang_after=1)
         policy = Policy(replies, _setup(subject), 0, EpisodeLimits(turns=6))
         task = asyncio.ensure_future(environment.run(policy, subject.examples[0], 0))
         await asyncio.wait({task, asyncio.ensure_future(replies.hanging.wait())}, return_when=asyncio.FIRST_COMPLETED)
         task.cancel()
         await asyncio.wait({task}, timeout=CLEAN_UP_S)
-        assert task.done(), f"it goes on for {CLEAN_UP_S:g} s: it swallows asyncio.CancelledError"
+        assert task.done(), f"it continues for {CLEAN_UP_S:g} s: it swallows asyncio.CancelledError"
 
     asyncio.run(run())
 
@@ -210,7 +199,7 @@ def leaks(subject: EnvironmentSubject) -> None:
     run_one(subject, 0, EpisodeLimits(turns=6))  # what is made once may stay
     before = _resources()
     for seed in range(EPISODES):
-        left = _tasks_left(subject, seed)
+        left = asyncio.run(_tasks_left(subject, seed))
         assert not left, f"seed {seed}: tasks are left: {left}"
     deadline = time.monotonic() + LEAK_WAIT_S
     while (grown := _grown(before)) and time.monotonic() < deadline:
@@ -275,32 +264,15 @@ def _plain(episode: Episode) -> str:
     return repr((nodes, list(record.parents), list(record.ends), dict(record.turn_rewards), rest))
 
 
-def _limit(limits: EpisodeLimits) -> str:
-    """The limits that are not the usual ones."""
-    usual = EpisodeLimits()._asdict()
-    return "limit of " + ", ".join(
-        f"{name} {value}" for name, value in limits._asdict().items() if value != usual[name]
-    )
-
-
-def _tasks_left(subject: EnvironmentSubject, seed: int) -> list[str]:
+async def _tasks_left(subject: EnvironmentSubject, seed: int) -> list[str]:
     """Tasks of the event loop that an episode leaves."""
-    environment = subject.make()
-    limits = EpisodeLimits(turns=6)
-
-    async def run() -> list[str]:
-        policy = Policy(_Replies(subject, seed), _setup(subject), seed, limits)
-        example = subject.examples[seed % len(subject.examples)]
-        clock = EpisodeClock(subject.limit_s)
-        await attempt_episode(lambda: environment.run(policy, example, seed), policy, clock)
-        await asyncio.sleep(0.05)
-        return [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
-
-    return asyncio.run(run())
+    await _episode(subject, seed, EpisodeLimits(turns=6))
+    await asyncio.sleep(0.05)
+    return [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
 
 
 def _resources() -> dict[str, int]:
-    """Numbers of threads, child processes and open files of this process."""
+    """Counts of threads, child processes and open files of this process."""
     gc.collect()
     counts = {"threads": threading.active_count()}
     if os.path.isdir("/proc/self/fd"):

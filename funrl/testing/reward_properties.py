@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from funrl.algos.guarding import defined_at
-from funrl.rewards.call import Completed, Reward, RewardError, RewardFunction, reward_functions, score_all
+from funrl.rewards.call import CompletedRow, Reward, RewardError, RewardFunction, reward_functions, score_all
 from funrl.rewards.load import check_fields
+from funrl.testing.subjects import assert_all
 
 ODD_COMPLETIONS = (
     "",
@@ -38,20 +39,20 @@ class RewardSubject(NamedTuple):
     """A reward function and the rows that it is checked on."""
 
     function: RewardFunction
-    rows: Sequence[Completed]
+    rows: Sequence[CompletedRow]
 
-    def scores(self, rows: Sequence[Completed] | None = None) -> list[float]:
+    def scores(self, rows: Sequence[CompletedRow] | None = None) -> list[float]:
         """Its numbers for some rows, by default all; NaN where it does not apply. It is given copies of the fields."""
         rows = self.rows if rows is None else rows
         return self.scores_of([row._replace(fields=copy.deepcopy(row.fields)) for row in rows])
 
-    def scores_of(self, rows: Sequence[Completed]) -> list[float]:
+    def scores_of(self, rows: Sequence[CompletedRow]) -> list[float]:
         """The same on the very rows.
 
         Raises:
           AssertionError: it fails on one.
         """
-        prompts, completions, fields = ([getattr(row, name) for row in rows] for name in Completed._fields[:3])
+        prompts, completions, fields = ([getattr(row, name) for row in rows] for name in CompletedRow._fields[:3])
         try:
             return score_all(self.function, prompts, completions, fields, one_of_several=True)
         except RewardError as error:
@@ -74,21 +75,14 @@ def check_reward(
       AssertionError: the first property that it lacks, with the function, its file and line, and the completion.
     """
     (function,) = reward_functions([reward])
-    known = [Completed(row[0], row[1], dict(row[2]) if len(row) > 2 else {}) for row in examples]
+    known = [CompletedRow(row[0], row[1], dict(row[2]) if len(row) > 2 else {}) for row in examples]
     odd = [known[0]._replace(completion=text) for text in ODD_COMPLETIONS]
     what = f"reward {function.name}{defined_at(reward)}"
-    if unknown := sorted(set(without) - set(REWARD_PROPERTIES)):
-        raise ValueError(f"without={unknown[0]!r}: the properties of a reward are {', '.join(REWARD_PROPERTIES)}")
     try:
         check_fields(function.name, reward, [row.fields for row in known])
     except RewardError as error:
         raise AssertionError(f"{what}: {error}") from error
-    for name, run in REWARD_PROPERTIES.items():
-        if name not in without:
-            try:
-                run(RewardSubject(function, [*known, *odd]))
-            except AssertionError as error:
-                raise AssertionError(f"{what}: {name} ({(run.__doc__ or '').strip()}): {error}") from error
+    assert_all(REWARD_PROPERTIES, RewardSubject(function, [*known, *odd]), what, without)
 
 
 def finite_numbers(one: RewardSubject) -> None:
@@ -134,7 +128,7 @@ def arguments_kept(one: RewardSubject) -> None:
             )
 
 
-def _demand_same(rows: Sequence[Completed], want: Sequence[float], got: Sequence[float], when: str) -> None:
+def _demand_same(rows: Sequence[CompletedRow], want: Sequence[float], got: Sequence[float], when: str) -> None:
     for row, x, y in zip(rows, want, got, strict=True):
         if x != y and not (math.isnan(x) and math.isnan(y)):
             raise AssertionError(f"it gives {y:g} instead of {x:g} {when}, for the completion {row.completion[:80]!r}")

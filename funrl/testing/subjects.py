@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funrl.algos.core import NO_FIELDS, Loss, Reduction, Signal, reduce, run_piece
+from funrl.algos.guarding import line_of
 from funrl.algos.losses.reductions import sequence_mean, token_mean
 from funrl.algos.masks import clean, where_masked
 from funrl.algos.metrics import Mean
@@ -122,6 +123,41 @@ def gradient_by(leaf: Tensor, total: Tensor) -> Tensor:
         return torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
     return torch.zeros_like(leaf) if gradient is None else gradient
+
+
+# ---- properties
+
+
+def assert_all(
+    properties: Mapping[str, Callable[[Any], None]], subject: Any, what: str, without: Collection[str]
+) -> None:
+    """Check properties of a subject but for some, in their order.
+
+    Args:
+      what: names the subject in messages; its first word is its kind.
+
+    Raises:
+      AssertionError: it lacks one; says the subject, the property and the number.
+      ValueError: `without` names what is no property.
+    """
+    if unknown := sorted(set(without) - set(properties)):
+        kind = what.partition(" ")[0]
+        raise ValueError(f"without={unknown[0]!r}: the properties of {kind}s are {', '.join(properties)}")
+    for name, holds in properties.items():
+        if name not in without:
+            assert_one(name, holds, subject, what)
+
+
+def assert_one(name: str, holds: Callable[[Any], None], subject: Any, what: str) -> None:
+    """Check one property, as `assert_all` does."""
+    try:
+        holds(subject)
+        return
+    except AssertionError as error:
+        text = str(error)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}{line_of(error)}"
+    raise AssertionError(f"{what}: {name} ({(holds.__doc__ or '').strip()}): {text}")
 
 
 # ---- comparisons

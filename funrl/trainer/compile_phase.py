@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,15 +24,15 @@ from funrl.models import Placed
 from funrl.models.compiling.compile import is_compiled
 from funrl.models.compiling.compile_cache import CompileCache
 from funrl.models.flat import saved_fields
-from funrl.rollout.engine import Engine, awake, complete
+from funrl.rollout.engine import Engine, complete, onload_engine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.phases import Trainer
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE
-from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import Role, RoleState, weights_of
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step import present_scores
@@ -43,57 +43,36 @@ ENGINE_PROMPT_TOKENS = 16  # of a prompt that an engine completes
 ENGINE_ROWS = 64  # prompts that an engine completes together, at most
 
 
-class CompiledRun(Protocol):
-    """A run with its parts, frozen weights and clock, and the file of its compiled code."""
-
-    @property
-    def job(self) -> Job: ...
-
-    @property
-    def parts(self) -> Parts: ...
-
-    @property
-    def frozen(self) -> Mapping[str, trees.Tree]: ...
-
-    @property
-    def clock(self) -> Clock: ...
-
-    @property
-    def compile_cache(self) -> CompileCache | None: ...
-
-
-_Run = TypeVar("_Run", bound=CompiledRun)
-
-
 def compile_ahead(
-    run: _Run, state: State, enter: Callable[[_Run, State, str], tuple[_Run, State]]
-) -> tuple[_Run, State, dict[str, float]]:
+    trainer: Trainer, state: State, enter: Callable[[Trainer, State, str], tuple[Trainer, State]]
+) -> tuple[Trainer, State, dict[str, float]]:
     """Compile what the steps need, so that they compile nothing; a run without compiled layers does nothing here.
 
     The code of an equal run is loaded from the user's cache, and new code is kept there.
 
     Args:
-      run: whose layers may be compiled.
+      trainer: of the run, whose layers may be compiled.
       state: before the first of the steps.
-      enter: called as `enter(run, state, stage)` before a stage; returns both with tensors where the stage needs them.
+      enter: called as `enter(trainer, state, stage)` before a stage; returns both with tensors where the stage
+        needs them.
 
-    Returns: run and state, with the tensors where an update needs them, and metrics.
+    Returns: trainer and state, with the tensors where an update needs them, and metrics.
     """
-    job = run.job
-    parts = run.parts
+    job = trainer.job
+    parts = trainer.parts
     compilations = parts.compilations
     if compilations is None or state.step >= job.settings.run.steps:
-        return run, state, {}
-    with run.clock.phase("compile"), compilations.ahead():
-        run, state = enter(run, state, "generate")
+        return trainer, state, {}
+    with trainer.clock.phase("compile"), compilations.ahead():
+        trainer, state = enter(trainer, state, "generate")
         compile_generation(job, parts)
-        run, state = enter(run, state, "score")
-        compile_scoring(job, parts, state.roles, run.frozen)
-        run, state = enter(run, state, "update")
-        compile_updates(job, parts, state.roles, run.frozen)
-        if run.compile_cache is not None and is_first_on_machine(parts.mesh):
-            run.compile_cache.save()
-    return run, state, {"compile/variants": float(compilations.variants)}
+        trainer, state = enter(trainer, state, "score")
+        compile_scoring(job, parts, state.roles, trainer.frozen)
+        trainer, state = enter(trainer, state, "update")
+        compile_updates(job, parts, state.roles, trainer.frozen)
+        if trainer.compile_cache is not None and is_first_on_machine(parts.mesh):
+            trainer.compile_cache.save()
+    return trainer, state, {"compile/variants": float(compilations.variants)}
 
 
 def loaded_cache(job: Job, mesh: Mesh, note: Callable[[str], None]) -> CompileCache:
@@ -119,7 +98,7 @@ def is_first_on_machine(mesh: Mesh) -> bool:
 def compile_generation(job: Job, parts: Parts) -> None:
     """Compile prefill and decoding of the engines: of the policy, and of a judge."""
     judge = parts.judge
-    if parts.generator is not None and _compiles(job, job.model):
+    if isinstance(parts, GeneratingParts) and _compiles(job, job.model):
         _complete_some(job, parts.generator.engine, parts.generator.whole)
     if judge is not None and _compiles(job, judge.job.model):
         _complete_some(job, judge.engine, judge.engine)
@@ -133,7 +112,7 @@ def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
     """Complete several prompts together, and one alone, whose sizes are cases of their own.
 
     Args:
-      whole: the engine that has the model, of which `engine` may be an adapter.
+      whole: the engine that has the model; `engine` may be an adapter of it.
     """
     if not isinstance(whole, NativeEngine):
         return
@@ -142,7 +121,7 @@ def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
     rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
     sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
     *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
-    with awake(engine):
+    with onload_engine(engine):
         complete(engine, requests_of(prompts, sampling, seed=0))
         complete(engine, requests_of([alone], sampling, seed=0))
 

@@ -1,61 +1,40 @@
-"""Numbers of two runs compared by their bits: how many differ, by how much, and where."""
+"""Comparison of two runs by their bits: how many numbers differ, by how much, and where."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BIT_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-METRIC_PHASES = {  # prefix of a metric -> phase of a step that makes it; the first that fits
-    "sync/": "verify",
-    "eval/": "eval",
-    "rollout/logprob_gap": "score_policy",
-    "rollout/": "generate",
-    "critic/advantages/": "advantage",
-    "critic/values/": "advantage",
-    "critic/returns/": "advantage",
-    "critic/vf_explained_var": "advantage",
-    "critic/": "update_critic",
-    "actor/": "update_policy",
-    "implicit_reward/": "update_implicit_reward",
-    "train/": "update",
-    "reward/": "generate",
-    "episodes/": "generate",
-    "source/": "generate",
-    "response_length/": "generate",
-    "filter_groups/": "generate",
-    "partial/": "generate",
-    "perf/": "generate",
+METRIC_PHASES = {  # phase of a step -> prefixes of the metrics that it makes; the first prefix that fits counts
+    "verify": ("sync/",),
+    "eval": ("eval/",),
+    "score_policy": ("rollout/logprob_gap",),
+    "advantage": ("critic/advantages/", "critic/values/", "critic/returns/", "critic/vf_explained_var"),
+    "update_critic": ("critic/",),
+    "update_policy": ("actor/",),
+    "update_implicit_reward": ("implicit_reward/",),
+    "generate": (
+        "rollout/",
+        "reward/",
+        "episodes/",
+        "source/",
+        "response_length/",
+        "filter_groups/",
+        "partial/",
+        "perf/",
+    ),
 }
-MEASURED = (  # of the machine, its load and what a cache still has, not of the run
-    "time_s/",
-    "memory/",
-    "perf/tokens_per_s",
-    "compile/",
-    "wait/",
-    "sync/hidden_share",
-)
+# Metrics of the machine, its load and what a cache still has, not of the run.
+MEASURED = ("time_s/", "memory/", "perf/tokens_per_s", "compile/", "wait/", "sync/hidden_share")
 MEASURED_OF_EPISODES = ("/environment_s", "/recomputed_tokens")  # the same, of all episodes or of a source
 KINDS = ("turns", "field", "weights", "digests", "metric")
-PHASE_ORDER = (  # in the order of a step
-    "generate",
-    "score_policy",
-    "score_critic",
-    "score_implicit_reward",
-    "score_reference",
-    "score_teacher",
-    "advantage",
-    "update_implicit_reward",
-    "update_critic",
-    "update_policy",
-    "update",
-    "verify",
-    "eval",
-)
+PHASE_ORDER = ("generate", "score", "advantage", "update", "verify", "eval")  # some are of a role
 
 
 class Difference(NamedTuple):
@@ -66,7 +45,7 @@ class Difference(NamedTuple):
       kind: "turns" of episodes, "field" of the rows, "metric", "weights", or "digests" of weights. Differences of turns
         and digests have no size.
       name: of the field, metric or weight.
-      total: numbers that were compared.
+      total: count of compared numbers.
       count: those of other bits.
       largest: the largest difference, infinite where one of two is no number.
       where: place of that one, with both numbers.
@@ -85,8 +64,6 @@ class Difference(NamedTuple):
         return self.count == 0 or (tolerance > 0 and self.largest <= tolerance)
 
     def __str__(self) -> str:
-        if not self.count:
-            return f"{self.name}: equal"
         if self.kind == "turns":
             return self.name
         if self.total == 1:
@@ -98,8 +75,8 @@ def difference(
     phase: str,
     kind: str,
     name: str,
-    one: Tensor,
-    other: Tensor,
+    first: Tensor,
+    second: Tensor,
     place: Callable[[tuple[int, ...]], str] | None = None,
 ) -> Difference:
     """Compare two tensors.
@@ -107,26 +84,64 @@ def difference(
     Args:
       place: index of a number -> words for it; None: the index as it is.
     """
-    if one.shape != other.shape or one.dtype != other.dtype:
-        total = max(one.numel(), other.numel())
-        kinds = f"{_kind(one)} and {_kind(other)}"
-        return Difference(phase, kind, name, total, count=max(total, 1), largest=math.inf, where=kinds)
-    unlike = _bits(one) != _bits(other)
+    if first.shape != second.shape or first.dtype != second.dtype:
+        kinds = " and ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (first, second))
+        return unequal(phase, kind, name, kinds, max(first.numel(), second.numel(), 1))
+    unlike = _bits(first) != _bits(second)
     count = int(unlike.count_nonzero())
     if not count:
-        return Difference(phase, kind, name, one.numel())
-    gap = (one.double() - other.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        return Difference(phase, kind, name, first.numel())
+    gap = (first.double() - second.double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
     number = int(torch.where(unlike, gap, gap.new_full((), -1.0)).argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), one.shape)) if one.ndim else ()
-    where = place(index) if place is not None else f"at {list(index)}" if index else ""
-    values = f"{one.flatten()[number].item()} and {other.flatten()[number].item()}"
-    text = f"{where}: {values}" if where else values
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(number), first.shape))
+    where = f"at {list(index)}: " if place is None else f"{place(index)}: "
+    values = f"{first.flatten()[number].item()} and {second.flatten()[number].item()}"
     largest = float(gap.flatten()[number])
-    return Difference(phase, kind, name, one.numel(), count=count, largest=largest, where=text)
+    return Difference(phase, kind, name, first.numel(), count, largest, where=where * bool(index) + values)
+
+
+def unequal(phase: str, kind: str, name: str, where: str, count: int = 1) -> Difference:
+    """A difference without a size, of all numbers."""
+    return Difference(phase, kind, name, total=count, count=count, largest=math.inf, where=where)
+
+
+def row_place(index: tuple[int, ...]) -> str:
+    """Words for the place of a number in a field [B, ...]."""
+    return f"row {index[0]}"
+
+
+def _token_place(row: int, index: tuple[int, ...]) -> str:
+    return f"row {row}, token {index[0]}"
+
+
+def line_differences(
+    phase: str, name: str, numbers: Iterable[int], first: Sequence[Tensor], second: Sequence[Tensor]
+) -> list[Difference]:
+    """Compare a field of some rows, per token or ragged; of rows of different lengths, the lines that both have.
+
+    Args:
+      phase: of a step, that writes the field.
+      name: of the field.
+      numbers: of the rows.
+      first, second: [count, ...] of each row.
+    """
+    differences = []
+    for number, x, y in zip(numbers, first, second, strict=True):
+        length = min(len(x), len(y))
+        place = functools.partial(_token_place, number)
+        differences.append(difference(phase, "field", name, x[:length], y[:length], place))
+    return joined_differences(differences)
+
+
+def digest_difference(role: str, first: Mapping[str, str], second: Mapping[str, str]) -> Difference:
+    """Compare the digests of a role's weights, by the weights' names."""
+    unlike = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    same = Difference(f"update_{role}", "digests", f"weights of {role} by their digests", len(second))
+    return same._replace(count=len(unlike), largest=math.inf, where=unlike[0]) if unlike else same
 
 
 def joined_differences(parts: Iterable[Difference]) -> list[Difference]:
-    """One for each phase and name, of parts that were compared one by one or by several ranks."""
+    """Join the parts of each phase and name, which were compared one by one or by several ranks."""
     joined: dict[tuple[str, str], Difference] = {}
     for part in parts:
         key = part.phase, part.name
@@ -136,25 +151,20 @@ def joined_differences(parts: Iterable[Difference]) -> list[Difference]:
     return list(joined.values())
 
 
-def metric_differences(one: Mapping[str, float | None], other: Mapping[str, float | None]) -> list[Difference]:
-    """Compare metrics, but for times and memory; one that is not in both differs. None stands for what is no number."""
+def metric_differences(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> list[Difference]:
+    """Compare metrics except times and memory; one that is not in both differs. None stands for what is no number."""
     differences = []
-    for name in dict.fromkeys((*one, *other)):
+    for name in dict.fromkeys((*first, *second)):
         if name == "step" or name.startswith(MEASURED) or name.endswith(MEASURED_OF_EPISODES):
             continue
-        phase = phase_of_metric(name)
-        if name not in one or name not in other:
-            lacks = "first" if name not in one else "second"
-            text = f"the {lacks} has no such metric"
-            differences.append(Difference(phase, "metric", name, 1, count=1, largest=math.inf, where=text))
+        phase = next((phase for phase, prefixes in METRIC_PHASES.items() if name.startswith(prefixes)), "update")
+        if name not in first or name not in second:
+            lacks = "first" if name not in first else "second"
+            differences.append(unequal(phase, "metric", name, f"the {lacks} has no such metric"))
             continue
-        differences.append(difference(phase, "metric", name, _number(one[name]), _number(other[name])))
+        x, y = (torch.tensor(math.nan if v is None else v, dtype=torch.float64) for v in (first[name], second[name]))
+        differences.append(difference(phase, "metric", name, x, y))
     return differences
-
-
-def phase_of_metric(name: str) -> str:
-    """Phase of a step that makes a metric."""
-    return next((phase for prefix, phase in METRIC_PHASES.items() if name.startswith(prefix)), "update")
 
 
 def phase_of_field(writer: str, stage: str) -> str:
@@ -164,28 +174,20 @@ def phase_of_field(writer: str, stage: str) -> str:
     return "advantage" if writer in ("source", "advantage", "trainer") else f"score_{writer}"
 
 
+def phase_of_leaf(name: str) -> str:
+    """Phase of a step that writes a leaf of the state, such as "roles/policy/params/embed"."""
+    part, _, rest = name.partition("/")
+    phases = {"roles": f"update_{rest.partition('/')[0]}", "earlier": "update", "source": "generate"}
+    return phases.get(part, "advantage")
+
+
 def by_phase(differences: Iterable[Difference]) -> list[tuple[str, list[Difference]]]:
     """The phases of a step in their order, each with what was compared in it: tensors first, metrics last."""
     phases: dict[str, list[Difference]] = {}
-    for difference in sorted(differences, key=lambda difference: KINDS.index(difference.kind)):
-        phases.setdefault(difference.phase, []).append(difference)
-    known = [*PHASE_ORDER, *sorted(set(phases) - set(PHASE_ORDER))]
-    return [(phase, phases[phase]) for phase in known if phase in phases]
-
-
-def first_phase(differences: Iterable[Difference]) -> list[Difference]:
-    """The differences of the first phase of a step that has some."""
-    unlike = by_phase(difference for difference in differences if difference.count)
-    return unlike[0][1] if unlike else []
-
-
-def _number(x: float | None) -> Tensor:
-    return torch.tensor(math.nan if x is None else float(x), dtype=torch.float64)
+    for part in sorted(differences, key=lambda part: KINDS.index(part.kind)):
+        phases.setdefault(part.phase, []).append(part)
+    return sorted(phases.items(), key=lambda phase: PHASE_ORDER.index(phase[0].partition("_")[0]))
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.contiguous().view(BIT_VIEWS[x.element_size()]) if x.is_floating_point() else x
-
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

@@ -1,4 +1,4 @@
-"""Evaluations of a run: between its steps, or beside the next one where the source can."""
+"""Evaluations of a run, between its steps or beside the next one, and the metrics of each step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from funrl.trainer.recovery import Recovery
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import memory_metrics
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import proof_metrics
 
 
 class RunningEvaluation(NamedTuple):
-    """An evaluation that goes on.
+    """An evaluation that runs beside the steps.
 
     Attributes:
       result: waits for it and returns its metrics.
@@ -39,7 +42,7 @@ class Evaluator:
     """
 
     def __init__(self, source: Source, observer: Observer, recovery: Recovery, settings: Settings) -> None:
-        """Begin without an evaluation that goes on.
+        """Begin without a running evaluation.
 
         Args:
           source: evaluates.
@@ -71,20 +74,28 @@ class Evaluator:
             self._begin(state, first=True)
         self._recovery.evaluations = self.done
 
-    def begin_if_due(self, state: State) -> dict[str, float]:
-        """Evaluate the weights after a step, if it is time to. Collective.
+    def end_step(self, parts: Parts, state: State, metrics: dict[str, float], once: dict[str, float]) -> State:
+        """Evaluate the weights after a step if it is time to, and make its state the recoverable one. Collective.
 
-        Returns: the metrics; none where the evaluation goes on, or none is due.
+        It waits for the evaluation that ran beside the step.
+
+        Args:
+          metrics: of the step.
+          once: of what came before the run's first step; empty at all others.
+
+        Returns: the state, whose source has observed the metrics.
         """
-        due = state.step % self._every == 0 or state.step == self._steps
-        return self._begin(state, first=False) if due else {}
-
-    def commit(self, state: State, metrics: dict[str, float]) -> None:
-        """Make the state after a step the recoverable one; `metrics` are those of the step."""
+        self.finish()
+        metrics = once | metrics | (self.done.first if state.step == 1 else {})
+        if state.step % self._every == 0 or state.step == self._steps:
+            metrics |= self._begin(state, first=False)
+        metrics = proof_metrics(parts) | metrics
+        state = state._replace(source=self._source.observed(state.source, metrics))
         self._state = state
-        self._metrics = metrics
-        self.done = self.done._replace(unfinished=None if self._running is None else metrics)
-        self._recovery.commit(state, self.done, metrics)
+        self._metrics = metrics | memory_metrics(parts.mesh)
+        self.done = self.done._replace(unfinished=None if self._running is None else self._metrics)
+        self._recovery.commit(state, self.done, self._metrics)
+        return state
 
     def show(self, step: int, seconds: dict[str, float]) -> None:
         """Give the observer the metrics of a step, now or when its evaluation has ended."""
@@ -94,7 +105,7 @@ class Evaluator:
             self._seconds = seconds
 
     def finish(self) -> None:
-        """Wait for the evaluation that goes on, if there is one. Collective.
+        """Wait for the running evaluation, if there is one. Collective.
 
         Raises:
           RewardError, SyncError: it has failed.
@@ -112,15 +123,18 @@ class Evaluator:
             self._metrics = self._metrics | metrics
             self._show_waiting()
 
-    def settled(self) -> tuple[dict[str, float], Evaluations]:
-        """Metrics of the newest step with those of its evaluation, for which this waits; evaluations. Collective."""
+    def complete(self) -> tuple[dict[str, float], Evaluations]:
+        """Wait for the newest step's evaluation. Collective.
+
+        Returns: metrics of the step with those of its evaluation, and all evaluations.
+        """
         if self._running is not None and self._state is not None:
             self.finish()
             self._recovery.commit(self._state, self.done, self._metrics)
         return self._metrics, self.done
 
     def end_early(self) -> None:
-        """Wait for the evaluation that goes on where the run ends before its last step. Collective."""
+        """Wait for the running evaluation of a run that ends before its last step. Collective."""
         with contextlib.suppress(RewardError, SyncError):  # something else has ended the run
             self.finish()
         self._recovery.evaluations = self.done

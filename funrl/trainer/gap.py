@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from typing import NamedTuple
 
-from funrl import trees
+import torch
+
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.packed import BITS, FIXED_PARTS, parts_of
 from funrl.mesh.collectives import gather_objects
 from funrl.models.decoder.sequence_parallel import is_ring
-from funrl.trainer.gap_row import GAP_FOLDER, as_trained, held_shards, save_gap, shares_memory, worst_token
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.settings.settings import scoring_budget
-from funrl.trainer.steps.score import score_role
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
-from funrl.trainer.storage.shard_server import CheckpointError
 
 _log = logging.getLogger(__name__)
 GAP_METRIC = "rollout/logprob_gap_max"
@@ -30,17 +27,17 @@ class GapError(RuntimeError):
     """Engine and trainer gave different log-probabilities where the same bits are promised."""
 
 
-def gap_check(job: Job, parts: Parts, checkpoints: str | None, note: Callable[[str], None]) -> GapCheck | None:
-    """The check of a run's steps; None: engine and trainer may differ by rounding. The arguments are `GapCheck`'s."""
-    if parts.generator is None:
+def gap_check(job: Job, parts: Parts, note: Callable[[str], None]) -> GapCheck | None:
+    """The check of a run's steps; None: engine and trainer may differ by rounding."""
+    if not isinstance(parts, GeneratingParts):
         return None
     if problem := gap_problem(job, parts):
         _log.info("engine and trainer may differ by rounding: %s", problem)
         return None
-    return GapCheck(job, parts, checkpoints, note)
+    return GapCheck(job.settings.engines.on_gap == "stop", note)
 
 
-def gap_problem(job: Job, parts: Parts) -> str | None:
+def gap_problem(job: Job, parts: GeneratingParts) -> str | None:
     """The reason why engine and trainer may differ by rounding; None: their log-probabilities have the same bits.
 
     Args:
@@ -49,7 +46,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
     """
     settings = job.settings
     policy = parts.roles[job.main_role].placed
-    assert parts.generator is not None
     sums = policy.model.abilities.exact_sums
     sizes = policy.mesh.sizes
     if policy.mesh.device.type != "cpu":
@@ -58,7 +54,7 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
         return f"--backend={settings.models.backend} sums in orders of its own"
     if not kernels_work():
         return "there are no C++ kernels here"
-    if settings.engines.engine != "native":
+    if not settings.engines.abilities.own_steps:
         return f"--engine={settings.engines.engine} has kernels of its own"
     if job.dtype not in BITS:
         return f"there are no C++ kernels for {job.dtype}"
@@ -77,8 +73,6 @@ def gap_problem(job: Job, parts: Parts) -> str | None:
 
 def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:
     """The reason why some numbers of tensor ranks share sums of these sizes in ways that differ."""
-    if len(splits) == 1 and splits == {1}:
-        return None
     for size in sums:
         for ranks in splits:
             if parts_of(size) % ranks:
@@ -89,88 +83,59 @@ def split_problem(sums: tuple[int, ...], splits: set[int]) -> str | None:
     return None
 
 
-class GapCheck:
-    """The check of a step's rows and metrics: it says that a gap is not 0 where it should be, or stops the run.
+class GapCheck(NamedTuple):
+    """Check of a step's metrics: report a gap that is not 0 where it should be, or stop the run.
 
-    The first gap of a run is saved beside its checkpoints, as `funrl bisect RUN --gap` reads it.
+    Attributes:
+      stops: raise `GapError` instead of a note.
+      note: receives the message.
     """
 
-    def __init__(self, job: Job, parts: Parts, checkpoints: str | None, note: Callable[[str], None]) -> None:
-        """Check the steps of a run.
+    stops: bool
+    note: Callable[[str], None]
 
-        Args:
-          checkpoints: their folder; None: nothing is saved.
-          note: receives what is said.
-        """
-        self.parts = parts
-        self.settings = job.settings
-        self.folder = None if checkpoints is None else Path(checkpoints).with_name(GAP_FOLDER)
-        self.note = note
-        self.saved = False
-        generator = parts.generator
-        assert generator is not None
-        # One engine, which is this rank's, has all weights of all rows.
-        self.searches = generator.base is None and not generator.policies and generator.mesh.here
-
-    def scored(self, rows: Rows, metrics: Mapping[str, float], step: int) -> None:
+    def scored(self, rows: Rows, metrics: Mapping[str, float]) -> None:
         """Check rows that have been scored. Collective where there is a gap.
 
         Args:
           metrics: of the step, in which there may be a gap.
-          step: number of the step.
 
         Raises:
           GapError: there is one, and --on_gap=stop.
         """
         if metrics.get(GAP_METRIC, 0.0) == 0:
             return
-        text = self._message(rows, metrics[GAP_METRIC], step)
-        if self.settings.engines.on_gap == "stop":
+        text = f"{_difference(metrics[GAP_METRIC])}{worst_token(rows)}"
+        if self.stops:
             raise GapError(text)
         self.note(text)
 
-    def learned(self, rows: Rows, metrics: Mapping[str, float], params: trees.Tree, step: int) -> None:
-        """Check rows whose old log-probabilities were those of an update, before the engine has newer weights.
-
-        Collective where there is a gap. The rows are scored again, by the weights that the engine holds.
-
-        Args:
-          params: this rank's weights of the policy after the update.
-        """
-        gap = metrics.get(GAP_METRIC, 0.0)
-        if gap == 0:
-            return
-        assert self.parts.generator is not None
-        shards = held_shards(self.parts.generator.engine) if self.searches else {}
-        if not self.searches or any(gather_objects(shares_memory(shards, params), self.parts.mesh)):
-            self.note(f"{_difference(gap)}; --on_gap=stop names the token, which it scores before the update")
-            return
-        role = self.parts.roles[self.parts.main_role]._replace(writes={"old_logp": "logp"})
-        weights = as_trained(self.parts, shards)
-        rows = rows.with_fields(**score_role(role, weights, rows, scoring_budget(self.settings)))
-        self.note(self._message(rows, gap, step))
-
-    def _message(self, rows: Rows, gap: float, step: int) -> str:
-        """The token in words, and the command that finds the operation. Collective."""
-        row = worst_token(rows, step, self.settings.sampling.temperature)
-        text = _difference(gap)
-        if row is None:
-            return text
-        text = f"{text}, most at {row}"
-        if self.saved:
-            return text
-        if not self.searches:
-            return f"{text}; `funrl bisect --gap` searches runs without --place, of one policy without adapters"
-        self.saved = True
-        if self.folder is None:
-            return f"{text}; with --run_dir `funrl bisect RUN --gap` names the operation that differs"
-        assert self.parts.generator is not None
-        try:
-            save_gap(self.folder, row, self.parts.generator.engine)
-        except CheckpointError as error:
-            return f"{text}; {error}"
-        return f"{text}; this command names the operation that differs: funrl bisect {self.folder.parent} --gap"
+    def learned(self, metrics: Mapping[str, float]) -> None:
+        """Check an update whose forward pass was the scoring."""
+        if metrics.get(GAP_METRIC, 0.0) != 0:
+            text = "--on_gap=stop names the token, which it scores before the update"
+            self.note(f"{_difference(metrics[GAP_METRIC])}; {text}")
 
 
 def _difference(gap: float) -> str:
     return f"engine and trainer differ by {gap:.3g} nats where they should have the same bits"
+
+
+def worst_token(rows: Rows) -> str:
+    """Row, position and log-probabilities of the token with the largest gap; "" without `old_logp`. Collective."""
+    batch = rows.batch
+    old_logp = batch.get("old_logp")
+    if old_logp is None:
+        return ""
+    counted_bT = batch.mask
+    for name in ("stale", "demonstration"):
+        left_out = batch.get(name)
+        counted_bT = counted_bT if left_out is None else counted_bT & ~left_out
+    gap_bT = torch.where(counted_bT, (old_logp - batch.rollout_logp).abs().nan_to_num(torch.inf), -1.0)
+    worst = (-1.0, "")
+    if gap_bT.numel() and counted_bT.any():
+        i, position = divmod(int(gap_bT.argmax()), gap_bT.shape[1])
+        place = f"row {int(rows.own[i])}, position {position} (token {int(batch.tokens[i, position])})"
+        engine, trainer = (x[i, position].item() for x in (batch.rollout_logp, old_logp))
+        worst = (gap_bT[i, position].item(), f", most at {place}: engine {engine}, trainer {trainer} nats")
+    return max(gather_objects(worst, rows.mesh), key=lambda pair: pair[0])[1]

@@ -6,6 +6,7 @@ run's held-out prompts is the one that the run made.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,30 @@ from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduc
 from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.tokenizer import load_tokenizer
-from funrl.environments.answer_rewards import check_readings
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import awake
+from funrl.rollout.engine import onload_engine
 from funrl.trainer.checkpoints.export import lead_weights
 from funrl.trainer.checkpoints.stored_models import StoredModel, with_model_directories
-from funrl.trainer.jobs.agents import load_first
-from funrl.trainer.jobs.build import Parts, build, sync
-from funrl.trainer.jobs.compatibility import check_code, check_meshes, check_owned_values
+from funrl.trainer.jobs.build import build, load_first
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
     episode_task,
     eval_prompts,
+    format_of,
     given_environment,
     name_of_files,
     prompts_of,
     rewarded_task,
+    with_chat_template,
 )
 from funrl.trainer.jobs.job import RLJob, Task
-from funrl.trainer.jobs.models import Models, located, models_of
-from funrl.trainer.jobs.prepare import Devices, devices_of, rl_job
-from funrl.trainer.jobs.prompts import format_of, with_chat_template
+from funrl.trainer.jobs.models import located, models_of
+from funrl.trainer.jobs.prepare import checked_job, devices_of, lay_out
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import GivenObjects, own_environment
@@ -52,8 +50,10 @@ from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.roles import RoleState, main_role_of
+from funrl.trainer.steps.parts import GeneratingParts, Parts
+from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import sync
 
 ALL = 1 << 31  # prompts, where no number says how many
 
@@ -84,15 +84,9 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     tokenizer = with_chat_template(load_tokenizer(stored.directory), settings)
     with blaming("model"):
         tokenizer = with_picture_form(tokenizer, stored_picture_form(stored, model))
-    models, directories = models_of(algorithm, settings, model, tokenizer)
-    check_code(settings, models, main_role_of(models, algorithm))
-    check_owned_values(settings, models, algorithm)
-    generating = check_meshes(settings, models, sizes, rank_memory(device, Mesh(sizes).world))
-    task = _task(settings, given, tokenizer, most)
-    if not task.embedded:
-        check_readings(task.rewards, tokenizer)
-    roles = Models(model, tokenizer, models, directories)
-    return rl_job(settings, algorithm, roles, devices=Devices(sizes, generating, device), task=task)
+    models = models_of(algorithm, settings, model, tokenizer)
+    devices = lay_out(settings, algorithm, models, sizes, device)
+    return checked_job(settings, algorithm, models, devices, _task(settings, given, tokenizer, most))
 
 
 def stored_picture_form(stored: StoredModel, model: Model) -> PictureForm | None:
@@ -155,27 +149,26 @@ def run_inference(
 
     Returns: the metrics of the evaluation.
     """
-    parts = build_with_weights(job, stored, mesh, show.note)._replace(pool=pool)
+    parts = dataclasses.replace(build_with_weights(job, stored, mesh, show.note), pool=pool)
     clock = Clock(mesh.device)
     generation = generation_of(job, parts, _frozen(job, parts), clock, show)
     evaluation = generation.evaluation._replace(table_prompts=None, seed=(EVAL_SEED + seed) % seeds.LIMIT)
-    with awake(generation.engine.engine):
+    with onload_engine(generation.engine.engine):
         return evaluate_heldout(generation._replace(evaluation=evaluation), clock, show, 0)
 
 
-def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callable[[str], None]) -> Parts:
+def build_with_weights(job: RLJob, stored: StoredModel, mesh: Mesh, note: Callable[[str], None]) -> GeneratingParts:
     """The parts of a job whose engine holds a stored model's weights. Collective."""
     parts = build(job, mesh, note)
     placed = parts.roles[job.main_role].placed
     params = stored_weights(stored, placed.model, job.dtype, placed.stored, mesh)
     sync(parts, State({job.main_role: RoleState(params, ())}))
-    assert parts.generator is not None
     load_first(parts.generator.frozen, placed, params, parts.generator.to_whole, trains=False)
     return parts
 
 
 def read_stored_model(stored: StoredModel, code: str) -> Model:
-    """The model without its weights, of which everything but the numbers is checked. Raises: ModelError."""
+    """The model without its weights, whose files are checked but for their numbers. Raises: ModelError."""
     read = hf.check_directory if stored.checkpoint is None else hf.load_model
     return read(stored.directory, code)
 

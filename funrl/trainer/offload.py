@@ -19,8 +19,8 @@ from funrl.mesh.plan import Plan
 from funrl.models.lora import merged_weights
 from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
-from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.generator import Generator
+from funrl.trainer.phases import Trainer
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import Role, RoleState, bases
 from funrl.trainer.steps.state import State
 
@@ -31,7 +31,7 @@ NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `fro
     "update": ("params", "optimizer"),
     "save": ("params",),
 }
-Mover = Callable[[Any, State, str], tuple[Any, State]]
+Mover = Callable[[Trainer, State, str], tuple[Trainer, State]]
 HostBuffers = dict[int, Tensor]  # pinned, of the leaves of one tree by their numbers
 
 
@@ -48,7 +48,7 @@ def offloaded_parts(text: str | None) -> frozenset[str]:
 
 
 def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
-    """Make a function (run, state, stage) -> both, with what the stage needs on the device and the rest off it.
+    """Make a function (trainer, state, stage) -> both, with what the stage needs on the device and the rest off it.
 
     Its arguments are donated. On a CPU everything stays where it is.
 
@@ -60,15 +60,15 @@ def mover(text: str | None, parts: Parts, note: Callable[[str], None]) -> Mover:
         return _moving(away, parts)
     if away:
         note(f"--offload={text} does nothing here: on a CPU there is no other memory to use")
-    return lambda run, state, stage: (run, state)
+    return lambda trainer, state, stage: (trainer, state)
 
 
 def _moving(away: Collection[str], parts: Parts) -> Mover:
     """`mover` on an accelerator, for some of `PARTS`."""
     device = parts.mesh.device
-    generator = parts.generator
+    generator = parts.generator if isinstance(parts, GeneratingParts) else None
     keeps = generator is not None and not generator.engine.weights.streamed
-    to_engine = plan_of_whole(generator) if generator is not None and keeps else None
+    to_engine = generator.to_whole if generator is not None and keeps else None
     stages = frozen_stages(parts.roles)
     main = parts.roles[parts.main_role]
     merged = made_weights(parts)
@@ -92,25 +92,20 @@ def _moving(away: Collection[str], parts: Parts) -> Mover:
             return tree
         return onload(tree, device) if stage in stages[name] else offload(tree, buffers=buffers["reference", name])
 
-    def move(run: Any, state: State, stage: str) -> tuple[Any, State]:
+    def move(trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
         roles = {}
         for name, role in state.roles.items():
             params = moved("params", name, role.params, stage)
             roles[name] = RoleState(params, moved("optimizer", name, role.opt_state, stage))
-        frozen = {name: moved_frozen(name, tree, stage) for name, tree in run.frozen.items()}
-        return run._replace(frozen=frozen), state._replace(roles=roles)
+        frozen = {name: moved_frozen(name, tree, stage) for name, tree in trainer.frozen.items()}
+        return trainer._replace(frozen=frozen), state._replace(roles=roles)
 
     return move
 
 
-def plan_of_whole(generator: Generator) -> Plan:
-    """The plan of a whole model to the engine."""
-    return generator.to_engine if generator.base is None else generator.base.to_engine
-
-
 def made_weights(parts: Parts) -> frozenset[str]:
-    """Names of the weights that are made for the engine: those that adapters are merged in."""
-    if parts.generator is None or parts.generator.base is not None:
+    """Names of the weights that are made for the engine: the ones with merged adapters."""
+    if not isinstance(parts, GeneratingParts) or parts.generator.base is not None:
         return frozenset()
     return merged_weights(parts.roles[parts.main_role].placed.model)
 
@@ -129,7 +124,7 @@ def frozen_stages(roles: Mapping[str, Role]) -> dict[str, set[str]]:
 
 
 def shared(params: trees.Tree, plan: Plan, made: Collection[str] = ()) -> list[bool]:
-    """Mask of the policy's weights that are the engine's too: those that keep box and dtype in the plan to it.
+    """Mask of the policy's weights that are the engine's too, as they keep box and dtype in the plan to it.
 
     Args:
       made: names of weights that are made for the engine.
@@ -145,7 +140,7 @@ def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: HostBuffers
 
     Args:
       tree: floating point leaves move; counters and leaves that are off the device already do not.
-      stays: one bool a leaf, true for those that stay; none given: all leave.
+      stays: one bool a leaf, true if it stays; none given: all leave.
       buffers: of earlier calls for this tree, whose results are donated: they are written again.
     """
     buffers = {} if buffers is None else buffers

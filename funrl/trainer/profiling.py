@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, record_function
 
 from funrl.mesh.mesh import Mesh
 from funrl.processes import heartbeat
-from funrl.trainer.settings.checks import profile_window
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.settings.settings import Settings
 
@@ -33,14 +32,14 @@ class StepProfiler:
     Args:
       settings: of the run.
       mesh: of this rank.
-      run_dir: where traces go; None: nowhere.
+      checkpoints: folder beside which traces go; None: nowhere.
       note: receives the path of the trace.
     """
 
-    def __init__(self, settings: Settings, mesh: Mesh, run_dir: str | None, note: Callable[[str], None]) -> None:
-        self.window = profile_window(settings) if run_dir is not None and is_profiled(settings, mesh) else None
+    def __init__(self, settings: Settings, mesh: Mesh, checkpoints: str | None, note: Callable[[str], None]) -> None:
+        self.window = settings.outputs.window if checkpoints is not None and is_profiled(settings, mesh) else None
         self.mesh = mesh
-        self.folder = Path(run_dir or "") / PROFILES
+        self.folder = Path(checkpoints or PROFILES).with_name(PROFILES)
         self.note = note
         self.trace: Any = None
         self.range: Any = None

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
 
+from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import SyncError
 from funrl.trainer.checkpoints.rescue import RecoverableState
 from funrl.trainer.checkpoints.saver import Evaluations, Saver
-from funrl.trainer.offload import Mover
+from funrl.trainer.gap import GapError
+from funrl.trainer.offload import mover
+from funrl.trainer.phases import Trainer
+from funrl.trainer.sources.curriculum import CurriculumError
+from funrl.trainer.sources.selection import FilterError
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.step import NotFiniteError
 
-_Run = TypeVar("_Run")
+Enter = Callable[[Trainer, State, str], tuple[Trainer, State]]
+ENDING = (RewardError, CurriculumError, FilterError, NotFiniteError, SyncError, GapError)  # what was learned is kept
 
 
 class Recovery:
@@ -20,24 +28,32 @@ class Recovery:
 
     Args:
       recoverable: holds the complete state, for whoever saves it when the run fails.
-      move: moves tensors to where a stage needs them.
+      trainer: of the run, whose flags say which tensors a stage offloads.
       state: before the first step.
       evaluations: so far.
+      note: receives a remark where nothing can be offloaded.
     """
 
-    def __init__(self, recoverable: RecoverableState, move: Mover, state: State, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        recoverable: RecoverableState,
+        trainer: Trainer,
+        state: State,
+        evaluations: Evaluations,
+        note: Callable[[str], None],
+    ) -> None:
         self.recoverable = recoverable
-        self.move = move
+        self.move = mover(trainer.job.settings.devices.offload, trainer.parts, note)
         self.before = state._replace(roles={})  # all of the state before the step but the weights, which move
         self.evaluations = evaluations
 
-    def enter(self, run: _Run, state: State, stage: str) -> tuple[_Run, State]:
+    def enter(self, trainer: Trainer, state: State, stage: str) -> tuple[Trainer, State]:
         """Move each tensor to where `stage` needs it. The pre-step state stays recoverable except during an update."""
         self.recoverable.release()
-        run, state = self.move(run, state, stage)
+        trainer, state = self.move(trainer, state, stage)
         if stage != "update":
             self.recoverable.keep(self.before._replace(roles=state.roles), self.evaluations)
-        return run, state
+        return trainer, state
 
     def commit(self, state: State, evaluations: Evaluations, metrics: dict[str, float]) -> None:
         """Make the state after a step the recoverable one.
@@ -55,11 +71,11 @@ class Recovery:
         if state is not None and state.step > 0:
             saver.save(state, self.evaluations)
 
-    def to_save(self, run: object, state: State) -> State:
+    def to_save(self, trainer: Trainer, state: State) -> State:
         """Move the weights to where they can be saved, and keep the state recoverable if it is complete."""
         complete = self.recoverable.state
         self.recoverable.release()
-        _, state = self.move(run, state, "save")
+        _, state = self.move(trainer, state, "save")
         if complete is not None:
             self.recoverable.keep(complete._replace(roles=state.roles), self.evaluations)
         return state

@@ -7,9 +7,7 @@ done = replay(job, "RUN", 7, mesh, observer)     # repeats step 7 and compares i
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,29 +23,33 @@ from funrl.rollout.certificate import first_copy
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, load, recorded, state_layouts
 from funrl.trainer.checkpoints.resumable import check_facts, check_frozen
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
-from funrl.trainer.checkpoints.saved_pictures import picture_reader
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, SavedRows, open_rows, read_rows, saved_steps, stage_fields
 from funrl.trainer.checkpoints.snapshot import held_rows
 from funrl.trainer.checkpoints.weight_digests import role_digests, weight_digests
-from funrl.trainer.differences import Difference, difference, joined_differences, metric_differences, phase_of_field
-from funrl.trainer.jobs.build import Parts, sync
-from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.loop import (
-    MakeSource,
-    Trainer,
-    begin_run,
-    draw_batch,
-    learn_batch,
-    one_step,
-    score_batch,
-    skipped_batch,
+from funrl.trainer.differences import (
+    Difference,
+    difference,
+    digest_difference,
+    joined_differences,
+    line_differences,
+    metric_differences,
+    phase_of_field,
+    phase_of_leaf,
+    row_place,
+    unequal,
 )
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.loop import one_step
+from funrl.trainer.phases import Trainer, draw_batch, learn_batch, score_batch, skip_batch
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source, is_skipped
+from funrl.trainer.startup import MakeSource, begin_run, make_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.sync import sync
 from funrl.trainer.storage.shard_server import DamagedError
 from funrl.trainer.storage.shards import ShardServer
 
@@ -67,10 +69,8 @@ def replay_source(folder: str | Path) -> MakeSource:
     """
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Any) -> Source:
-        read = picture_reader(job.tokenizer)
-
         def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-            saved = open_rows(folder, step, job.algorithm.fields, read)
+            saved = open_rows(folder, step, job.algorithm.fields)
             return read_rows(saved, parts.mesh), state, saved.record["metrics"]["drawn"]
 
         return Source(lambda: (), next_rows, lambda states, step: {})
@@ -106,101 +106,91 @@ def replay(
     folder = Path(run_dir) / ROLLOUTS
     server = ShardServer()
     threads = torch.get_num_threads()
+    environment = logged if isinstance(logged, LoggedEnvironment) else None
+    generating = make_source if isinstance(logged, LoggedEnvironment) else logged
+    source = generating or replay_source(folder)
     try:
         last = step or gather_objects(max(saved_steps(folder), default=1), mesh)[0]
-        if logged is None:
-            trainer, state = begin_run(_without_engine(job), mesh, observer, replay_source(folder))
-        elif isinstance(logged, LoggedEnvironment):
-            trainer, state = begin_run(job, mesh, observer)
-        else:
-            trainer, state = begin_run(job, mesh, observer, logged)
+        if logged is None and not job.settings.engines.abilities.unpaged:  # without weights an engine costs nothing
+            job = dataclasses.replace(job, settings=with_flags(job.settings, engine="native"))
+        trainer, state = begin_run(job, mesh, observer, source)
         layouts = state_layouts(trainer.parts, state)
         before, after = _checkpoints(run_dir, last, mesh, observer)
-        if before is not None and step is not None and (logged is None or isinstance(logged, LoggedEnvironment)):
+        if before is not None and step is not None and (logged is None or environment is not None):
             check_facts(before, job)
             check_frozen(before, role_digests(trainer.parts.roles, trainer.frozen, mesh), job)
-            state = _loaded(before, trainer, state, layouts, server)
+            if logged is None:
+                state = load(_without_source(before), state, layouts, mesh=mesh, server=server)
+            else:
+                held = held_rows(trainer.source, state)
+                state = load(before, state, layouts, mesh=mesh, server=server, held=held)
+                state = state._replace(source=trainer.source.stored.restored(state.source))
             observer.note(f"from {before.path}")
         else:
             observer.note("from the weights that the run began with")
         if logged is not None:
             version = state.version - 1 if state.step else state.version  # that of its engine
             state = sync(trainer.parts, state._replace(version=version), frozen=trainer.frozen)
-        done = []
+        repeated = []
         for number in range(state.step + 1, last + 1):
-            saved = open_rows(folder, number, job.algorithm.fields, picture_reader(job.tokenizer))
+            saved = open_rows(folder, number, job.algorithm.fields)
             torch.set_num_threads(saved.record.get("threads", threads))  # which products and sums depend on
-            if logged is None:
-                trainer, state, differences = _trained_again(trainer, state, saved)
-            else:
-                if isinstance(logged, LoggedEnvironment):
-                    logged.open(read_episodes(folder, number))
-                trainer, state, differences = _generated_again(trainer, state, saved)
-            differences += _compare_weights(trainer, state, saved)
+            if environment is not None:
+                environment.open(read_episodes(folder, number))
+            repeat_step = _train_again if logged is None else _generate_again
+            trainer, state, differences = repeat_step(trainer, state, saved)
+            differences += _digest_differences(trainer, state, saved, mesh)
             if number == last and after is not None:
                 theirs = load(_without_source(after), state._replace(source=()), layouts, mesh=mesh, server=server)
                 differences += _compare_states(state, theirs, layouts, mesh)
-            done.append(Replayed(number, joined_differences(differences)))
-        return done
+            repeated.append(Replayed(number, joined_differences(differences)))
+        return repeated
     finally:
         torch.set_num_threads(threads)
         server.close()
 
 
-def _without_engine(job: Job) -> Job:
-    """The job with an engine that costs nothing as long as it has no weights."""
-    engine = job.settings.engines.engine if job.settings.engines.engine == "hf" else "native"
-    return dataclasses.replace(job, settings=with_flags(job.settings, engine=engine))
+def _digest_differences(trainer: Trainer, state: State, saved: SavedRows, mesh: Mesh) -> list[Difference]:
+    """Differences of the weights of all roles from those after the saved step."""
+    differences = []
+    for name, role in state.roles.items():
+        digests = weight_digests(role.params, trainer.parts.roles[name].stored, mesh)
+        differences.append(digest_difference(name, digests, saved.record["weights"].get(name, {})))
+    return differences
 
 
-def _loaded(
-    before: Recorded, trainer: Trainer, state: State, layouts: Mapping[str, Layout], server: ShardServer
-) -> State:
-    """The state of a checkpoint, with the place of its source where the trainer has that source."""
-    mesh = trainer.parts.mesh
-    if state.source == ():
-        return load(_without_source(before), state, layouts, mesh=mesh, server=server)
-    held = held_rows(trainer.source, state)
-    state = load(before, state, layouts, mesh=mesh, server=server, held=held)
-    return state._replace(source=trainer.source.restored(state.source))
-
-
-def _trained_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
+def _train_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
     """One step on saved rows."""
     drawn, state, source_metrics = draw_batch(trainer, state)
+    learned = {}
     if is_skipped(source_metrics):
-        (scored, state, metrics) = skipped_batch(trainer, state, drawn)
-        learned = {}
+        scored = drawn
+        state, metrics = skip_batch(trainer, state, drawn)
     else:
         scored, state, metrics = score_batch(trainer, state, drawn)
         state, learned = learn_batch(trainer, state, scored)
     differences = _compare_rows(scored, stage_fields(drawn, scored)["scored"], saved, "scored")
-    return trainer, state, differences + metric_differences(metrics | learned, _told(saved))
+    recorded = saved.record["metrics"]
+    return trainer, state, differences + metric_differences(metrics | learned, recorded["scored"] | recorded["learned"])
 
 
-def _generated_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
+def _generate_again(trainer: Trainer, state: State, saved: SavedRows) -> tuple[Trainer, State, list[Difference]]:
     """One step whose rows are generated with the answers of a log, or as its log of groups says."""
     trainer, state, record = one_step(trainer, state, lambda run, state, stage: (run, state))
-    stages = record.stages
-    metrics = {name: value for stage in stages.values() for name, value in stage.items()}
-    observed = trainer.source.observed(state.source, metrics)
-    job = trainer.job
-    environment = job.task.environment if isinstance(job, RLJob) else None
-    logged = environment if isinstance(environment, LoggedEnvironment) else None
-    differences = [] if logged is None else _unlike_turns(logged, trainer.parts.mesh)
+    metrics = {name: value for stage in record.stages.values() for name, value in stage.items()}
+    environment = trainer.job.task.environment if isinstance(trainer.job, RLJob) else None
+    differences = []
+    if isinstance(environment, LoggedEnvironment):  # each turn that differs is named by itself
+        turns = environment.compared, [str(turn) for turn in environment.unlike]
+        for count, unlike in gather_objects(turns, trainer.parts.mesh):
+            differences.append(Difference("generate", "turns", "turns of the episodes", count))
+            differences += [unequal("generate", "turns", turn, "") for turn in unlike]
     fields = stage_fields(record.drawn, record.rows)
     differences += _compare_rows(record.drawn, fields["drawn"], saved, "drawn")
     differences += _compare_rows(record.rows, fields["scored"], saved, "scored")
-    differences += metric_differences(metrics, saved.record["metrics"]["drawn"] | _told(saved))
-    return trainer, state._replace(source=observed), differences
-
-
-def _unlike_turns(logged: LoggedEnvironment, mesh: Mesh) -> list[Difference]:
-    """Compare the turns of all ranks; each that differs is named by itself."""
-    compared = gather_objects((logged.compared, [str(turn) for turn in logged.unlike]), mesh)
-    names = [name for _, unlike in compared for name in unlike]
-    same = Difference("generate", "turns", "turns of the episodes", sum(count for count, _ in compared))
-    return [same, *(Difference("generate", "turns", name, 1, count=1, largest=math.inf) for name in names)]
+    recorded = saved.record["metrics"]
+    differences += metric_differences(metrics, recorded["drawn"] | recorded["scored"] | recorded["learned"])
+    return trainer, state._replace(source=trainer.source.observed(state.source, metrics)), differences
 
 
 def _checkpoints(
@@ -228,11 +218,6 @@ def _without_source(checkpoint: Recorded) -> Recorded:
     )
 
 
-def _told(saved: SavedRows) -> dict[str, float]:
-    """The metrics of a step that do not come from the source."""
-    return saved.record["metrics"]["scored"] | saved.record["metrics"]["learned"]
-
-
 def _compare_rows(rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str) -> list[Difference]:
     """Compare fields of rows at a stage, on every rank its own; the result is the same on every rank."""
     mine = joined_differences(own_differences(rows, fields, saved, stage))
@@ -242,7 +227,7 @@ def _compare_rows(rows: Rows, fields: Mapping[str, Value], saved: SavedRows, sta
 def own_differences(
     rows: Rows, fields: Mapping[str, Value], saved: SavedRows, stage: str = "scored"
 ) -> list[Difference]:
-    """Compare fields of this rank's rows with those that were saved.
+    """Compare fields of this rank's rows with the saved ones.
 
     Args:
       fields: of the rows, by name.
@@ -271,50 +256,6 @@ def own_differences(
     return differences
 
 
-def row_place(index: tuple[int, ...]) -> str:
-    """Words for the place of a number in a field [B, ...]."""
-    return f"row {index[0]}"
-
-
-def line_differences(
-    phase: str, name: str, numbers: Sequence[int], one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
-) -> list[Difference]:
-    """Compare a field of some rows, per token or ragged; of rows of different lengths, the lines that both have.
-
-    Args:
-      phase: of a step, that writes the field.
-      name: of the field.
-      numbers: of the rows.
-      one, other: [count, ...] of each row.
-    """
-    differences = []
-    for number, x, y in zip(numbers, one, other, strict=True):
-        length = min(len(x), len(y))
-        place = functools.partial(_token_place, number)
-        differences.append(difference(phase, "field", name, x[:length], y[:length], place))
-    return joined_differences(differences)
-
-
-def _token_place(row: int, index: tuple[int, ...]) -> str:
-    return f"row {row}, token {index[0]}"
-
-
-def _compare_weights(trainer: Trainer, state: State, saved: SavedRows) -> list[Difference]:
-    """Compare the digests of all weights after a step."""
-    differences = []
-    for name, role in state.roles.items():
-        digests = weight_digests(role.params, trainer.parts.roles[name].stored, trainer.parts.mesh)
-        theirs = saved.record["weights"].get(name, {})
-        unlike = [leaf for leaf in {**digests, **theirs} if digests.get(leaf) != theirs.get(leaf)]
-        phase = f"update_{name}"
-        what = f"weights of {name} by their digests"
-        digests_of_role = Difference(phase, "digests", what, len(theirs))
-        if unlike:
-            digests_of_role = digests_of_role._replace(count=len(unlike), largest=math.inf, where=unlike[0])
-        differences.append(digests_of_role)
-    return differences
-
-
 def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], mesh: Mesh) -> list[Difference]:
     """Compare weights, optimizer states and the advantage chain's state with those of a checkpoint."""
     differences = []
@@ -322,8 +263,7 @@ def _compare_states(state: State, saved: State, layouts: Mapping[str, Layout], m
     for (name, x), (_, y) in zip(*(trees.named(s._replace(source=(), version=0)) for s in (state, saved)), strict=True):
         if not (first_copy(layouts[name], mesh) if name in layouts else mesh.rank == 0):
             continue  # another rank compares it
-        part, _, rest = name.partition("/")
-        phase = {"roles": f"update_{rest.partition('/')[0]}", "earlier": "update"}.get(part, "advantage")
+        phase = phase_of_leaf(name)
         mine, theirs = (v.detach().cpu() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in (x, y))
         compared = difference(phase, "weights", name, mine, theirs)
         differences += [compared] * bool(compared.count)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 
 from funrl.processes.stall_monitor import duration
-from funrl.processes.watch import Waiting
+from funrl.processes.watch import WaitLimits
 from funrl.trainer.jobs.datasets import has_workers
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.settings.settings import reward_timeout_of
 
 
-def waiting_of(job: Job) -> Waiting:
+def waiting_of(job: Job) -> WaitLimits:
     """Limits of the waiting of a job's ranks, by its flags."""
     flags = job.settings.waiting
     reward = ""
@@ -20,4 +20,4 @@ def waiting_of(job: Job) -> Waiting:
         if has_workers(job.settings, job.task.rewards):
             reward = f"; a reward function may take {duration(reward_timeout_of(job.settings))} (--reward_timeout)"
     timeout = datetime.timedelta(minutes=flags.timeout)
-    return Waiting(timeout, flags.heartbeat, flags.stalled_after, reward)
+    return WaitLimits(timeout, flags.heartbeat, flags.stalled_after, reward)

@@ -18,20 +18,17 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from torch import Tensor
 
+from funrl import trees
 from funrl.mesh.mesh import AXES
 from funrl.xla.errors import XlaError
-from funrl.xla.operators.result import JAX_DTYPES
+from funrl.xla.meshes import ShardedFunction
+from funrl.xla.operators import JAX_DTYPES
 
 # libtpu asks no machine of a cloud, and waits for no other process, for it opens no chip.
 COMPILE_ONLY = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 ACCELERATORS = {"v5e": "v5litepod", "v6e": "v6e", "v5p": "v5p"}  # as libtpu calls them
-COLLECTIVES = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-}
+COLLECTIVES = {name: name.replace("_", "-") for name in ("all_gather", "reduce_scatter", "all_to_all")}
+COLLECTIVES |= dict.fromkeys(("psum", "pmax"), "all-reduce")
 
 
 class Sent(NamedTuple):
@@ -79,13 +76,6 @@ class AheadProgram(NamedTuple):
         return self.results - self.aliased + self.temporary
 
 
-def libtpu_problem() -> str | None:
-    """Reason why nothing can be compiled for a TPU here; None: it can."""
-    if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: pip install libtpu"
-    return None
-
-
 def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """The chips of a target as a mesh.
 
@@ -96,8 +86,8 @@ def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     Raises:
       XlaError: libtpu is absent or does not know the target, or the mesh has another number of chips.
     """
-    if (problem := libtpu_problem()) is not None:
-        raise XlaError(problem)
+    if importlib.util.find_spec("libtpu") is None:
+        raise XlaError("libtpu is not installed: pip install libtpu")
     kind = target.partition(":")[0]
     if kind not in ACCELERATORS:
         raise XlaError(f"target {target!r} begins with none of {', '.join(ACCELERATORS)}, such as v5e:4x4")
@@ -114,55 +104,53 @@ def topology_mesh(target: str, sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(chips).reshape(shape), AXES)
 
 
-def structs_of(
-    leaves: Sequence[Tensor], specs: Sequence[PartitionSpec], mesh: jax.sharding.Mesh
-) -> list[jax.ShapeDtypeStruct]:
-    """Arrays without memory, of the shapes and dtypes of tensors, which are split like this over a mesh."""
-    return [
-        jax.ShapeDtypeStruct(tuple(x.shape), JAX_DTYPES[x.dtype], sharding=NamedSharding(mesh, spec))
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
+def struct_of(x: Tensor | jax.ShapeDtypeStruct, spec: PartitionSpec, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    """An array without memory, of the shape and dtype of another, which is split like this over a mesh."""
+    dtype = JAX_DTYPES[x.dtype] if isinstance(x, Tensor) else x.dtype
+    return jax.ShapeDtypeStruct(tuple(x.shape), dtype, sharding=NamedSharding(mesh, spec))
 
 
-def compiled_ahead(
-    run: Callable[..., Any],
-    arguments: Sequence[jax.ShapeDtypeStruct],
-    *,
-    name: str,
-    donated: Sequence[int] = (),
-    expert_ranks: int = 1,
-) -> tuple[AheadProgram, list[jax.ShapeDtypeStruct]]:
-    """Compile a function of whole arrays for the chips of a mesh.
+def compile_for_chips(
+    function: ShardedFunction,
+    args: tuple[trees.Tree, ...],
+    mesh: jax.sharding.Mesh,
+    note: Callable[[str], None],
+) -> tuple[AheadProgram, trees.Tree]:
+    """Compile a function of shards for the chips of a mesh.
 
     Args:
-      run: the function; it calls `shard_map`.
-      arguments: shapes, dtypes and shardings, by `structs_of`.
-      name: of the program.
-      donated: numbers of the arguments whose memory the results may take over.
-      expert_ranks: chips that share the experts; each has the rows of all of them, and computes those of its experts.
+      function: of the shards. Chips along `expert` share the experts: each has the rows of all of them, and computes
+        those of its experts.
+      args: whole arguments, which need no memory.
+      mesh: of the chips.
+      note: receives a line about what was done.
 
     Returns: the program, and the shapes and dtypes of its results.
     """
     start = time.perf_counter()
-    traced = jax.jit(run, donate_argnums=tuple(donated)).trace(*arguments)
-    compiled = traced.lower().compile()
-    seconds = time.perf_counter() - start
+    with jax.enable_x64(True):
+        mapped = function.mapped(args, mesh)
+        structs = [struct_of(x, spec, mesh) for x, spec in zip(trees.leaves(args), mapped.given, strict=True)]
+        traced = jax.jit(mapped.run, donate_argnums=mapped.donated).trace(*structs)
+        compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     counts = list(equations_of(traced.jaxpr.jaxpr))
+    ranks = mesh.shape["expert"]
     program = AheadProgram(
-        name=name,
-        seconds=seconds,
+        name=function.name,
+        seconds=time.perf_counter() - start,
         arguments=memory.argument_size_in_bytes,
         results=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporary=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        flops=sum(product_flops(equation, expert_ranks) * turns for equation, turns in counts),
+        flops=sum(product_flops(equation, ranks) * turns for equation, turns in counts),
         attention=sum(product_flops(equation) * turns for equation, turns in counts if is_attention(equation)),
         sent=sent_by(counts),
     )
-    return program, jax.tree.leaves(traced.out_info)
+    note(f"{program.name}: compiled in {program.seconds:.0f} s")
+    return program, trees.fill(mapped.program.results, jax.tree.leaves(traced.out_info))
 
 
 def equations_of(jaxpr: Any, turns: int = 1) -> Iterator[tuple[Any, int]]:
@@ -180,17 +168,13 @@ def equations_of(jaxpr: Any, turns: int = 1) -> Iterator[tuple[Any, int]]:
 
 def _functions_of(params: Mapping[str, Any]) -> Iterator[Any]:
     """The functions that an equation with these parameters calls; of those for different platforms a TPU's."""
-    platforms = params.get("branches_platforms")
+    platforms = params.get("branches_platforms") or ()  # None among them is all others
+    branch = next((i for i, names in enumerate(platforms) if names is None or "tpu" in names), None)
     for value in params.values():
         for i, part in enumerate(value if isinstance(value, tuple | list) else (value,)):
             inner = getattr(part, "jaxpr", part)
-            if hasattr(inner, "eqns") and (platforms is None or i == _branch_of_tpu(platforms)):
+            if hasattr(inner, "eqns") and branch in (None, i):
                 yield inner
-
-
-def _branch_of_tpu(platforms: Sequence[Sequence[str] | None]) -> int:
-    """Number of the first branch for TPUs, or for all other platforms, which is None."""
-    return next(i for i, names in enumerate(platforms) if names is None or "tpu" in names)
 
 
 def is_attention(equation: Any) -> bool:
@@ -217,7 +201,7 @@ def product_flops(equation: Any, expert_ranks: int = 1) -> int:
     """FLOPs of a matrix product, or of a kernel's; 0 of another equation.
 
     Args:
-      expert_ranks: as in `compiled_ahead`.
+      expert_ranks: chips that share the experts.
     """
     if equation.primitive.name == "pallas_call":
         return _kernel_flops(equation, expert_ranks)

@@ -9,9 +9,9 @@ in the time of a shallow one (`chains.py`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,17 +23,12 @@ from funrl.autograd import AutogradFunction
 from funrl.mesh.mesh import Mesh
 from funrl.models.model import Layer
 from funrl.xla.errors import XlaError
-from funrl.xla.split import split_at_gradients
-from funrl.xla.trace import core_graph, results_without_numbers
+from funrl.xla.trace import core_graph, operator_name, reachable, without_numbers
 
 REMAT = ("none", "full")
-
-
-class Spec(NamedTuple):
-    """Shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+# Operators that cost nothing: what they make is made again instead of saved.
+_FREE = {"_to_copy", "alias", "clone", "detach", "expand", "permute", "reshape", "squeeze", "unsqueeze", "view"}
+_FREE |= {"select", "slice", "arange", "full", "full_like", "scalar_tensor"}
 
 
 class LayerProgram(NamedTuple):
@@ -41,22 +36,17 @@ class LayerProgram(NamedTuple):
 
     Attributes:
       forward: operands -> results, and what is saved of the way.
-      backward: operands, saved, gradients of the differentiable results -> gradients of the operands that need one;
-        None: none needs one.
-      outputs: of `forward`.
+      backward: operands, saved, gradients of the differentiable results -> gradients of the operands that need one.
       results: the tree of the results, with a 0 for each leaf.
       differentiable: which results have gradients.
       needs: which operands need gradients.
-      operands: of both.
     """
 
     forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    outputs: tuple[Spec, ...]
+    backward: fx.GraphModule
     results: trees.Tree
     differentiable: tuple[bool, ...]
     needs: tuple[bool, ...]
-    operands: tuple[Spec, ...]
 
 
 PROGRAMS: dict[str, LayerProgram] = {}  # by the name that is an argument of the operators
@@ -64,26 +54,24 @@ _NAMES: dict[Any, str] = {}
 _NUMBERS = itertools.count()
 
 
-@torch.library.custom_op("funrl_xla::layer", mutates_args=())
-def _layer(program: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    raise XlaError(f"{program} is part of a traced program and runs only there")
+def _operator(name: str, graph_of: Callable[[LayerProgram], fx.GraphModule]) -> Callable[..., list[Tensor]]:
+    """An operator that stands for one of the graphs of a layer program."""
+
+    def call(program: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        raise XlaError(f"{program} is part of a traced program and runs only there")
+
+    def results(program: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        (outputs,) = graph_of(PROGRAMS[program]).graph.output_node().args
+        values = [node.meta["val"] for node in outputs]  # type: ignore[union-attr]
+        return [operands[0].new_empty(x.shape, dtype=x.dtype) for x in values]
+
+    declared = torch.library.custom_op(f"funrl_xla::{name}", call, mutates_args=())
+    declared.register_fake(results)
+    return declared
 
 
-@_layer.register_fake
-def _(program, operands):
-    return [operands[0].new_empty(spec.shape, dtype=spec.dtype) for spec in PROGRAMS[program].outputs]
-
-
-@torch.library.custom_op("funrl_xla::layer_backward", mutates_args=())
-def _layer_backward(program: str, operands: Sequence[Tensor]) -> list[Tensor]:
-    raise XlaError(f"{program} is part of a traced program and runs only there")
-
-
-@_layer_backward.register_fake
-def _(program, operands):
-    layer = PROGRAMS[program]
-    wanted = itertools.compress(layer.operands, layer.needs)
-    return [operands[0].new_empty(spec.shape, dtype=spec.dtype) for spec in wanted]
+_layer = _operator("layer", lambda program: program.forward)
+_layer_backward = _operator("layer_backward", lambda program: program.backward)
 
 
 class _LayerCall(AutogradFunction):
@@ -139,7 +127,7 @@ def as_one_operator(layer: Layer, remat: str = "none", kernels: bool = False) ->
 
         operands = [x for x in leaves if isinstance(x, Tensor)]
         needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in operands)
-        specs = tuple(Spec(tuple(x.shape), x.dtype) for x in operands)
+        specs = tuple((tuple(x.shape), x.dtype) for x in operands)
         constant = tuple((name, value) for name, value in context._asdict().items() if name not in fields)
         structure = str(trees.map(lambda _: 0, tree))
         key = (layer, config, _facts_of(mesh, indices), constant, structure, numbers, specs, needs, remat)
@@ -166,51 +154,91 @@ def _holds_tensors(value: Any) -> bool:
     return bool(leaves) and all(isinstance(x, Tensor) for x in leaves)
 
 
-def _traced(run: Any, specs: Sequence[Spec], needs: Sequence[bool], remat: str) -> LayerProgram:
+def _traced(
+    run: Callable[..., trees.Tree], specs: Sequence[tuple[Any, torch.dtype]], needs: tuple[bool, ...], remat: str
+) -> LayerProgram:
     """The programs of a layer, as a function of its operands."""
-    examples = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-    structure: list[trees.Tree] = []
+    examples = [torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+    with torch.no_grad(), without_numbers("a layer", examples) as fakes:
+        results = run(*fakes)
+    differentiable = tuple(x.is_floating_point() for x in trees.leaves(results))
+    wanted = [x for x in itertools.compress(trees.leaves(results), differentiable) if any(needs)]
+    grads = [torch.empty(x.shape, dtype=x.dtype) for x in wanted]
 
-    def results_of(*operands: Tensor) -> list[Tensor]:
-        results = run(*operands)
-        structure[:] = [trees.map(lambda _: 0, results)]
-        return trees.leaves(results)
+    def joint(*leaves: Tensor) -> list[Tensor]:
+        """Results of the layer, and the gradients of the operands that need one."""
+        operands = [x.detach().requires_grad_(needed) for x, needed in zip(leaves, needs, strict=False)]
+        with torch.enable_grad():
+            results = trees.leaves(run(*operands))
+        pairs = zip(itertools.compress(results, differentiable), leaves[len(needs) :], strict=False)
+        used = [(out, grad) for out, grad in pairs if out.requires_grad]
+        learning = list(itertools.compress(operands, needs))
+        gradients: Sequence[Tensor | None] = [None] * len(learning)
+        if used:
+            outs, out_grads = zip(*used, strict=True)
+            gradients = torch.autograd.grad(outs, learning, out_grads, allow_unused=True)
+        filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(learning, gradients, strict=True)]
+        return [*(x.detach() for x in results), *filled]
 
-    if not any(needs):
-        with torch.no_grad():
-            forward = core_graph(results_of, examples, "a layer")
-        outputs = output_specs(forward)
-        differentiable = tuple(spec.dtype.is_floating_point for spec in outputs)
-        facts = {"differentiable": differentiable, "needs": tuple(needs), "operands": tuple(specs)}
-        return LayerProgram(forward, None, outputs, structure[0], **facts)
-    with torch.no_grad():
-        results = results_without_numbers(results_of, examples, "a layer")
-    differentiable = tuple(x.is_floating_point() for x in results)
-    grads = [torch.empty(x.shape, dtype=x.dtype) for x in itertools.compress(results, differentiable)]
-    joint = functools.partial(_joint, results_of, needs, differentiable)
     graph = core_graph(joint, [*examples, *grads], "a layer and its gradient")
-    forward, backward = split_at_gradients(graph, len(results), len(grads), saves=remat == "none")
-    parts = (forward, backward, output_specs(forward))
-    return LayerProgram(*parts, structure[0], differentiable, tuple(needs), tuple(specs))
+    forward, backward = split_at_gradients(graph, len(differentiable), len(grads), saves=remat == "none")
+    return LayerProgram(forward, backward, trees.map(lambda _: 0, results), differentiable, needs)
 
 
-def _joint(run: Any, needs: Sequence[bool], differentiable: Sequence[bool], *leaves: Tensor) -> list[Tensor]:
-    """Results of a layer, and the gradients of the operands that need one."""
-    operands = [x.detach().requires_grad_(needed) for x, needed in zip(leaves, needs, strict=False)]
-    grads = leaves[len(needs) :]
-    with torch.enable_grad():
-        results = run(*operands)
-    outs = [x for x, has_gradient in zip(results, differentiable, strict=True) if has_gradient]
-    used = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
-    wanted = list(itertools.compress(operands, needs))
-    gradients = torch.autograd.grad([x for x, _ in used], wanted, [grad for _, grad in used], allow_unused=True)
-    filled = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(wanted, gradients, strict=True)]
-    return [*(x.detach() for x in results), *filled]
+def split_at_gradients(
+    joint: fx.GraphModule, results: int, grads: int, saves: bool = True
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A forward and a backward graph.
 
+    Only what the results are made of is computed forward. What a backward pass computes again by itself, as attention
+    by blocks does with its weights, stays there: it is no part of the results, and is not saved.
 
-def output_specs(graph: fx.GraphModule) -> tuple[Spec, ...]:
-    """Shapes and dtypes of what a graph gives."""
-    (outputs,) = graph.graph.output_node().args
+    Args:
+      joint: (operands, gradients of results) -> (results, gradients of operands).
+      results: how many there are.
+      grads: how many gradients of results there are.
+      saves: whether what the way back needs of the way there is saved; else it is computed again from the operands.
+
+    Returns: operands -> (results, saved), and (operands, saved, gradients of results) -> gradients of operands.
+    """
+    graph = joint.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    operands = inputs[: len(inputs) - grads]
+    (outputs,) = graph.output_node().args
     assert isinstance(outputs, Sequence)
-    values = [node.meta["val"] for node in outputs if isinstance(node, fx.Node)]
-    return tuple(Spec(tuple(x.shape), x.dtype) for x in values)
+    there = _ancestors(outputs[:results], frozenset())
+    kept = frozenset(node for node in there if saves and _is_worth_saving(node))
+    back = _ancestors(outputs[results:], kept)
+    saved = [node for node in graph.nodes if node in back and node in kept]
+    forward = _subgraph(joint, operands, there, [*outputs[:results], *saved])
+    inside = back - frozenset(saved)
+    return forward, _subgraph(joint, [*operands, *saved, *inputs[len(operands) :]], inside, outputs[results:])
+
+
+def _is_worth_saving(node: fx.Node) -> bool:
+    """True of a tensor that an operator has computed from others."""
+    if node.op != "call_function" or not isinstance(node.meta["val"], Tensor):
+        return False
+    return node.target is operator.getitem or operator_name(node).removeprefix("aten.") not in _FREE
+
+
+def _ancestors(nodes: Sequence[Any], ends: frozenset[fx.Node]) -> frozenset[fx.Node]:
+    """Some nodes and what they depend on; the walk stops at `ends`."""
+    begin = (node for node in nodes if isinstance(node, fx.Node))
+    return frozenset(reachable(begin, lambda node: [] if node in ends else node.all_input_nodes))
+
+
+def _subgraph(
+    whole: fx.GraphModule, inputs: Sequence[fx.Node], inside: frozenset[fx.Node], outputs: Sequence[Any]
+) -> fx.GraphModule:
+    """The part of a graph that computes `outputs` of `inputs` by the nodes `inside`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta["val"] = node.meta["val"]
+    for node in whole.graph.nodes:
+        if node in inside and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] for node in outputs])
+    return fx.GraphModule(whole, graph)

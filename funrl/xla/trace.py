@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funrl import trees
 from funrl.xla.errors import XlaError
-from funrl.xla.operators.table import LOWERINGS
+from funrl.xla.operators import LOWERINGS
 
 _aten = torch.ops.aten
 _NOT_THE_PROGRAM = ("/torch/", "/funrl/xla/")  # parts of the paths of files whose lines say nothing
@@ -32,12 +33,10 @@ class Program(NamedTuple):
     """A traced function.
 
     Attributes:
-      name: of the function, for messages.
       graph: operators of the core; it takes the leaves of the arguments and gives those of the results.
       results: the tree of the results, with a 0 for each leaf.
     """
 
-    name: str
     graph: fx.GraphModule
     results: trees.Tree
 
@@ -63,55 +62,49 @@ def trace_program(fn: Callable[..., trees.Tree], *args: trees.Tree, name: str = 
         return trees.leaves(results)
 
     graph = core_graph(of_leaves, trees.leaves(args), name)
-    return Program(name, graph, structure[0])
+    return Program(graph, structure[0])
 
 
 def core_graph(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> fx.GraphModule:
-    """The operators of the core of a function of tensors that gives a list of tensors; see `trace`."""
-    mode, fakes = _without_numbers(leaves)
-    with _errors_of_host_reads(name), mode:  # what the function makes of nothing has no numbers either
+    """The operators of the core of a function of tensors that gives a list of tensors; see `trace_program`."""
+    with without_numbers(name, leaves) as fakes:  # what the function makes of nothing has no numbers either
         recorded = make_fx(fn)(*fakes)
-    for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
-        if node.target in (_aten.view.default, _aten._unsafe_view.default):
-            node.target = _aten.reshape.default
-    recorded.graph.eliminate_dead_code()
+        for node in recorded.graph.nodes:  # strides mean nothing to XLA, and the second pass changes them
+            if node.target in (_aten.view.default, _aten._unsafe_view.default):
+                node.target = _aten.reshape.default
+        recorded.graph.eliminate_dead_code()
 
-    def again(*leaves: Tensor) -> Any:
-        with preserve_node_meta():
-            return fx.Interpreter(recorded).run(*leaves)
+        def again(*leaves: Tensor) -> Any:
+            with preserve_node_meta():
+                return fx.Interpreter(recorded).run(*leaves)
 
-    pure = torch.func.functionalize(again, remove="mutations")
-    with mode:
+        pure = torch.func.functionalize(again, remove="mutations")
         core = make_fx(pure, decomposition_table=_decompositions())(*fakes)
-    core.graph.eliminate_dead_code()
-    unknown = {operator: node for node, operator in operators_of(core) if _is_unknown(operator)}
-    if unknown:
-        raise XlaError(f"{name}: {_without_row(unknown)}. {_line_of_call(fn, fakes, unknown, mode)}")
-    return core
-
-
-def results_without_numbers(fn: Callable[..., Any], leaves: Sequence[Tensor], name: str) -> list[Tensor]:
-    """The results of a function as `core_graph` takes it, as tensors of their shapes and dtypes."""
-    mode, fakes = _without_numbers(leaves)
-    with _errors_of_host_reads(name), mode:
-        return fn(*fakes)
-
-
-def _without_numbers(leaves: Sequence[Tensor]) -> tuple[FakeTensorMode, list[Tensor]]:
-    """A mode in which tensors have no numbers, and such tensors of the shapes of some."""
-    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
-    return mode, [mode.from_tensor(x.detach()) for x in leaves]
+        core.graph.eliminate_dead_code()
+        rows = ((node, row) for node, row in operators_of(core) if not row.startswith("funrl_xla."))  # of layers
+        unknown = {row: node for node, row in rows if row not in LOWERINGS}
+        if unknown:
+            raise XlaError(f"{name}: {_problem_of(fn, fakes, unknown)}")
+        return core
 
 
 @contextlib.contextmanager
-def _errors_of_host_reads(name: str) -> Iterator[None]:
-    """Name the operator and the line of a program that depends on numbers."""
+def without_numbers(name: str, leaves: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Give tensors of the shapes of some, in a mode in which tensors have no numbers.
+
+    Raises:
+      XlaError: a program of this name depends on numbers; the message names the operator and the line.
+    """
+    mode = FakeTensorMode(shape_env=None, allow_non_fake_inputs=True)
+    fakes = [mode.from_tensor(x.detach()) for x in leaves]
     try:
-        yield
-    except DataDependentOutputException as error:
-        raise XlaError(f"{name}: the host reads a number of the device by {error.func}. {_own_line(error)}") from error
-    except DynamicOutputShapeException as error:
-        raise XlaError(f"{name}: a shape depends on numbers, by {error.func}. {_own_line(error)}") from error
+        with mode:
+            yield fakes
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        reads = isinstance(error, DataDependentOutputException)
+        reason = "the host reads a number of the device" if reads else "a shape depends on numbers,"
+        line = _own_line(traceback.extract_tb(error.__traceback__))
+        raise XlaError(f"{name}: {reason} by {error.func}. {line}") from error
 
 
 @functools.cache
@@ -120,49 +113,29 @@ def _decompositions() -> Any:
     return core_aten_decompositions()
 
 
-def _is_unknown(name: str) -> bool:
-    """True of an operator that is in no table; layers have programs of their own."""
-    return name not in LOWERINGS and not name.startswith("funrl_xla.")
-
-
-def _without_row(unknown: dict[str, fx.Node]) -> str:
-    """Text about operators that the table lacks."""
+def _problem_of(fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node]) -> str:
+    """Text about operators that the table lacks; the function is run once more to find the line of the first."""
     node = next(iter(unknown.values()))
     others = ", ".join([*unknown][1:])
     more = f", nor have {others}" if others else ""
     random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     hint = "; random numbers are arguments of a program" if random else ""
-    return f"{node.target} has no row in funrl.xla.operators{more}{hint}"
+    with _LineOfCall(str(node.meta.get("original_aten", node.target))) as call:
+        fn(*leaves)
+    return f"{node.target} has no row in funrl.xla.operators{more}{hint}. {call.line}"
 
 
-def _line_of_call(
-    fn: Callable[..., Any], leaves: Sequence[Tensor], unknown: dict[str, fx.Node], mode: FakeTensorMode
-) -> str:
-    """The line of a function that calls the first of some operators: the function is run once more to find it."""
-    node = next(iter(unknown.values()))
-    called = node.meta.get("original_aten", node.target)
-    try:
-        with mode, _Stop(str(called)):
-            fn(*leaves)
-    except _Found as call:
-        return _own_line(call)
-    return ""
-
-
-class _Found(BaseException):
-    """An operator was called; no error, and nothing may catch it as one."""
-
-
-class _Stop(TorchDispatchMode):
-    """A mode in which a call of one operator raises `_Found`."""
+class _LineOfCall(TorchDispatchMode):
+    """A mode that records the line that first calls an operator."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
+        self.line = ""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if str(func) == self.name:
-            raise _Found
+            self.line = self.line or _own_line(traceback.extract_stack())
         return func(*args, **(kwargs or {}))
 
 
@@ -183,13 +156,19 @@ def operator_name(node: fx.Node) -> str:
     return name if name in LOWERINGS else name.removesuffix("_copy")
 
 
-def _own_line(error: BaseException) -> str:
-    """The innermost line of an exception's traceback that is the program's."""
-    line = ""
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if not any(part in code.co_filename for part in _NOT_THE_PROGRAM):
-            line = f'File "{code.co_filename}", line {traceback.tb_lineno}, in {code.co_name}'
-        traceback = traceback.tb_next
-    return line
+def reachable(nodes: Iterable[fx.Node], steps: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Some nodes, and all that steps from them lead to."""
+    seen: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += steps(node)
+    return seen
+
+
+def _own_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line that is the program's."""
+    own = (frame for frame in reversed(frames) if not any(part in frame.filename for part in _NOT_THE_PROGRAM))
+    return next((f'File "{x.filename}", line {x.lineno}, in {x.name}' for x in own), "")

@@ -58,12 +58,14 @@ def read(tmp_path, config: dict | str, trainer: str | None = None) -> Imported:
     return imported(str(tmp_path / "theirs.json"), trainer)
 
 
-def composed(found: Imported) -> Algorithm:
+def composed(translation: Imported) -> Algorithm:
     """The algorithm of the flags that were written."""
-    name = found.flags["experiment"]
+    name = translation.flags["experiment"]
     flags = arguments_of(recipe(name), name).flags
-    own = {key: flags[key].parse(text) for key, text in found.flags.items() if key in flags}
-    common = {key: settings_flags()[key].parse(text) for key, text in found.flags.items() if key in settings_flags()}
+    own = {key: flags[key].parse(text) for key, text in translation.flags.items() if key in flags}
+    common = {
+        key: settings_flags()[key].parse(text) for key, text in translation.flags.items() if key in settings_flags()
+    }
     return recipe(name)(**{key: common.get(key, own[key]) for key in own})
 
 

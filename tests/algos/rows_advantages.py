@@ -112,10 +112,10 @@ def to_go(gamma):
 
 def turns_of(b, i):
     """The sampled places of each turn of a row, in order."""
-    found = {}
+    results = {}
     for t in sampled(b, i):
-        found.setdefault(int(b.turn[i][t]), []).append(t)
-    return found
+        results.setdefault(int(b.turn[i][t]), []).append(t)
+    return results
 
 
 def to_turns(gamma):

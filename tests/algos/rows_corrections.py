@@ -146,8 +146,8 @@ def policy_of(logp, b, i, t):
 
 
 def both(logp, b):
-    one, other = tokens_of(pull_of)(logp, b), tokens_of(leash_of)(logp, b)
-    return [token_mean(one, b), per_sequence(mean)(other, b)]
+    first, other = tokens_of(pull_of)(logp, b), tokens_of(leash_of)(logp, b)
+    return [token_mean(first, b), per_sequence(mean)(other, b)]
 
 
 ROWS = [

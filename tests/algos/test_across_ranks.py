@@ -94,12 +94,12 @@ def drawn():
 @functools.cache
 def cases():
     """The chain of every recipe, and every piece of the tables."""
-    found = {name: Case(RECIPES[name].advantage, drawn(), first_signal(drawn())) for name in WITH_ADVANTAGE}
+    results = {name: Case(RECIPES[name].advantage, drawn(), first_signal(drawn())) for name in WITH_ADVANTAGE}
     for row in TABLE:
         if row.kind == "advantage":
             batch = row.prepare(drawn())
-            found[f"piece {row.name}"] = Case(row.make(), batch, row.subject.signal(batch))
-    return found
+            results[f"piece {row.name}"] = Case(row.make(), batch, row.subject.signal(batch))
+    return results
 
 
 def long_groups(batch):
@@ -121,7 +121,7 @@ def losses(pairs):
     Args:
       pairs: those of pairs too.
     """
-    found = {
+    results = {
         f"{name} {role}": loss
         for name, made in RECIPES.items()
         if pairs or made.example == "row"
@@ -129,10 +129,10 @@ def losses(pairs):
     }
     for row in TABLE:
         if row.kind == "loss" and (pairs or row not in rows_preference.ROWS):
-            found[row.name] = row.make()
+            results[row.name] = row.make()
         elif row.kind == "reduction":
-            found[row.name] = reduce(lambda x, batch: (x, {}), row.make())
-    return found
+            results[row.name] = reduce(lambda x, batch: (x, {}), row.make())
+    return results
 
 
 def digest(x: Any) -> str:
@@ -154,7 +154,7 @@ def on_rank(batch, owner, mesh):
 
 def advantage_bits(mesh, owners, names):
     """Digests of what chains and pieces make: of a rank's own rows, and of the table."""
-    found = {}
+    results = {}
     for name in names:
         piece, batch, signal = cases()[name]
         rows, own = on_rank(batch, owners[piece.whole_groups], mesh)
@@ -164,29 +164,29 @@ def advantage_bits(mesh, owners, names):
         signal, state = piece.update(Signal(x, mask, weight=weight), piece.init(), rows.batch)
         metrics = sorted(signal.metrics.items())
         numbers = repr(state) + "".join(f"{key}{[x.double().item() for x in m]}" for key, m in metrics)
-        found[name, "table"] = digest(numbers)
+        results[name, "table"] = digest(numbers)
         made = {"x": signal.x, "mask": signal.mask, "returns": signal.returns, "weight": signal.weight}
         for field, x in (made | {"rows": signal.rows} | signal.extra).items():
             if x is not None:
                 for i, row in enumerate(range(len(x)) if x.dim() == 1 else own.tolist()):
-                    found[name, field, row] = digest(x[i, : whole[row]] if x.dim() > 1 else x[i])
-    return found
+                    results[name, field, row] = digest(x[i, : whole[row]] if x.dim() > 1 else x[i])
+    return results
 
 
 def choice_bits(mesh, owner):
     """Digests of what are the same on all ranks: kept rows, denominators, mini-batches."""
     rows, _ = on_rank(drawn(), owner, mesh)
-    found = {("filter", name): digest(keep(rows.batch)) for name, keep in filters().items()}
+    results = {("filter", name): digest(keep(rows.batch)) for name, keep in filters().items()}
     sides = drawn()._replace(segments=(torch.arange(T) < 320).long().expand(B, T) % 2 + 1)
     for pairs, batch in {False: drawn(), True: sides}.items():
         roles = {name: Role(None, loss=loss) for name, loss in losses(pairs).items()}  # type: ignore[arg-type]
         for n, totals in enumerate(denominators(roles, on_rank(batch, owner, mesh)[0], PARTS)):
             for name, (dens, tokens) in totals.items():
-                found["denominators", pairs, n, name] = digest(torch.stack([*dens, tokens]))
+                results["denominators", pairs, n, name] = digest(torch.stack([*dens, tokens]))
     for count in (1, 5):
         plan = plan_epoch(rows.lengths, mesh, UpdatePlan(3, minibatches=count, token_budget=700, cost=RowCost()), 1)
-        found["mini-batches", count] = repr([part.tolist() for part in plan.parts])
-    return found
+        results["mini-batches", count] = repr([part.tolist() for part in plan.parts])
+    return results
 
 
 def bits(mesh, ranks, names):

@@ -31,8 +31,8 @@ PLUMBING = {"with_regularizers", "sum_losses", "reduce", "chain", "scale", "add"
 def calls(fn):
     """The names that a function calls, in the order of the source."""
     tree = ast.parse(inspect.getsource(fn))
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    return [n.func.id for n in sorted(found, key=lambda n: (n.lineno, n.col_offset))]
+    results = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
+    return [n.func.id for n in sorted(results, key=lambda n: (n.lineno, n.col_offset))]
 
 
 def ingredients(name):

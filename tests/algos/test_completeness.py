@@ -26,7 +26,8 @@ TESTED = {  # name: the test that would fail if it were wrong
     "check_rank": "test_arguments.py::"
     "test_outcomes_and_token_rewards_are_told_apart_even_where_rows_are_as_many_as_tokens",
     "chosen": "test_pairs.py::test_layout",
-    "call_text": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
+    "piece_call": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
+    "chain_links": "test_explanation.py::test_every_recipe_is_explained",
     "clean": "test_pieces.py::test_a_piece_has_its_properties",
     "corrected": "test_compose.py::test_corrected_and_filtered",
     "defined_at": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
@@ -34,7 +35,10 @@ TESTED = {  # name: the test that would fail if it were wrong
     "compared": "test_pairs.py::test_triples",
     "gold": "test_pairs.py::test_triples",
     "divide": "test_metrics.py::test_metrics_are_typed",
-    "explain_algorithm": "test_explanation.py::test_the_formulas_of_recipes_are_those_of_their_papers",
+    "composition_text": "test_explanation.py::test_the_composition_of_recipes",
+    "explain_algorithm": "test_explanation.py::test_every_recipe_is_explained",
+    "expression": "test_explanation.py::test_the_composition_of_recipes",
+    "is_piece": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
     "filtered": "test_compose.py::test_corrected_and_filtered",
     "fixed_kl": "test_arguments.py::test_adaptive_coefficients",
     "guarded": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
@@ -46,7 +50,6 @@ TESTED = {  # name: the test that would fail if it were wrong
     "mean_over_tokens": "test_pieces.py::test_a_piece_has_its_properties",
     "merge": "test_metrics.py::test_metrics_are_typed",
     "name_of": "test_guards.py::test_a_broken_piece_is_refused_before_the_first_update",
-    "node_of": "test_explanation.py::test_pieces_of_ones_own_show_by_name_arguments_and_docstring",
     "noise": "test_selection.py::test_noise",
     "online_pairs": "test_pairs.py::test_ranking",
     "pair_metrics": "test_pairs.py::test_places",
@@ -75,6 +78,7 @@ TESTED = {  # name: the test that would fail if it were wrong
     "total": "test_pieces.py::test_a_piece_has_its_properties",
     "value_of": "test_pieces.py::test_a_piece_has_its_properties",
     "units_of": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
+    "episode_units": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
     "episodes_of": "test_episodes.py::test_losses_are_those_of_a_loop_over_episodes",
     "by_unit": "test_episodes.py::test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are",
     "acted_tokens": "../trainer/test_episode_steps.py::test_observations_are_learned_and_counted_once",
@@ -115,25 +119,21 @@ SERVE = {  # name: the rows that fail if it is wrong
 }
 
 
-# Files that write formulas and hold no piece; test_explanation.py and test_piece_formulas.py are their tests.
-OF_FORMULAS = ("notation", "notation_losses", "notation_chains", "plain_text")
-
-
 def modules():
-    found = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
-    return [importlib.import_module(x.name) for x in found if not x.ispkg and x.name.split(".")[2] not in OF_FORMULAS]
+    result = pkgutil.walk_packages(funrl.algos.__path__, "funrl.algos.")
+    return [importlib.import_module(x.name) for x in result if not x.ispkg]
 
 
 def public_functions():
     """Public functions and where they are, those of recipes aside."""
-    found = {}
+    results = {}
     for module in modules():
         for name, value in vars(module).items():
             own = inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
             if own and name not in NAMES:
-                assert name not in found, f"{name} is in {module.__name__} and in {found[name]}"
-                found[name] = module.__name__
-    return found
+                assert name not in results, f"{name} is in {module.__name__} and in {results[name]}"
+                results[name] = module.__name__
+    return results
 
 
 def test_every_public_piece_has_a_row_or_a_test():
@@ -167,9 +167,9 @@ def test_the_index_has_every_public_name_and_where_it_is():
         name: module.removeprefix("funrl.algos.") for name, module in functions.items() if name in WHERE
     }
     inner = {"on_example", "learns_alone", "loss_factors", "defined_at", "guarded", "is_own", "line_of"}
-    inner |= {"call_text", "node_of"}  # of explanations
+    inner |= {"piece_call", "chain_links", "composition_text", "expression", "is_piece"}  # of explanations
     inner |= {"reverse_linear_scan"}
-    inner |= {"units_of", "by_unit", "episode_fields", "episodes_of"}  # of chains on rows of episodes
+    inner |= {"units_of", "by_unit", "episode_fields", "episode_units", "episodes_of"}  # of chains on rows of episodes
     inner |= {"row_turns", "turn_count", "turn_returns", "groups_with", "check_factors"}  # of turns
     inner |= {"units_of_copies", "choose_rows", "first_of_equal"}
     assert set(functions) - set(WHERE) == inner

@@ -6,9 +6,10 @@ Trees of replies are laid out with a row for each leaf, as a run has them, with 
 import functools
 
 import pytest
+import rows_preference
 import torch
 from reply_trees import Layout, random_forest, spread
-from tables import ROWS, rows_preference
+from tables import ROWS
 from test_named import SAMPLED, VARIANTS, compose
 
 from funrl import trees

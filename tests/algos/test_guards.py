@@ -394,8 +394,8 @@ def test_every_recipe_passes_and_each_field_that_it_reads_is_named_where_it_is_m
 
 def test_a_users_own_lambda_hides_nothing():
     term = lambda logp, batch: (batch.ref_logp - logp if batch.get("old_logp") is None else logp * batch.value, {})  # noqa: E731
-    found = trained(term).losses["policy"].reads
-    assert found.required == {"mask", "value"} and found.optional == {"old_logp", "segments"}
+    reads = algos.reads(trained(term).losses["policy"])
+    assert reads.required == {"mask", "value"} and reads.optional == {"old_logp", "segments"}
     check(trained(term), {"ref_logp", "score", "group"})  # the other branch is taken where old_logp is not there
     with pytest.raises(ValueError, match=r"batch\.value is missing"):
         check(trained(term), {"old_logp", "ref_logp", "score", "group"})

@@ -83,15 +83,15 @@ GRPO = [
 @pytest.mark.parametrize("config", GRPO, ids=str)
 def test_losses_of_grpo_in_trl(config, tmp_path):
     batch, logp = grouped()
-    found = read(tmp_path, ONE | {"num_generations": 8} | config)
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(lambda x: trl_grpo(batch, x, **config), logp))
+    translation = read(tmp_path, ONE | {"num_generations": 8} | config)
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, logp), with_gradient(lambda x: trl_grpo(batch, x, **config), logp))
 
 
 @pytest.mark.parametrize("config", [{}, {"normalize_advantages": True}, {"beta": 0.3, "epsilon": 0.1}], ids=str)
 def test_losses_of_rloo_in_trl(config, tmp_path):
     batch, logp = grouped()
-    found = read(tmp_path, ONE | config, "rloo")
+    translation = read(tmp_path, ONE | config, "rloo")
     kl = ((batch.old_logp - batch.ref_logp) * batch.mask).sum(1)
     rewards = (batch.score - config.get("beta", 0.05) * kl).view(2, 3)
     a = (rewards - (rewards.sum(1, keepdim=True) - rewards) / 2).flatten()
@@ -103,8 +103,8 @@ def test_losses_of_rloo_in_trl(config, tmp_path):
         r = ((x - batch.old_logp) * batch.mask).sum(1).exp()
         return -torch.minimum(r * a, r.clamp(1 - eps, 1 + eps) * a).mean()
 
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(theirs, logp))
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, logp), with_gradient(theirs, logp))
 
 
 # ---- TRL: preferences
@@ -134,7 +134,7 @@ def trl_dpo(batch, logp, **config):
     q, p = torch.sigmoid(beta * d), torch.sigmoid(-beta * d)
     smooth = lambda x: -logsigmoid(beta * x) * (1 - eps) - logsigmoid(-beta * x) * eps  # noqa: E731
     wide = torch.sort(policy[0::2] - policy[1::2]).values - torch.sort(reference[0::2] - reference[1::2]).values
-    g = torch.sigmoid(beta * d / 0.05)
+    gate = torch.sigmoid(beta * d / 0.05)
     losses = {
         "sigmoid": lambda: -logsigmoid(beta * d),
         "hinge": lambda: relu(1 - beta * d),
@@ -149,7 +149,7 @@ def trl_dpo(batch, logp, **config):
         "aot_unpaired": lambda: smooth(torch.sort(c).values - torch.sort(r).values),
         "apo_zero": lambda: 1 - torch.sigmoid(beta * c) + torch.sigmoid(beta * r),
         "apo_down": lambda: torch.sigmoid(beta * c) + 1 - torch.sigmoid(beta * (c - r)),
-        "discopop": lambda: -logsigmoid(beta * d) * (1 - g) + (-beta * d).exp() * g,
+        "discopop": lambda: -logsigmoid(beta * d) * (1 - gate) + (-beta * d).exp() * gate,
         "sft": lambda: -logp[0::2][mask[0::2]].mean().expand(3),
     }
     names = config.get("loss_type", ["sigmoid"])
@@ -190,9 +190,9 @@ DPO = [
 @pytest.mark.parametrize("config", DPO, ids=str)
 def test_losses_of_dpo_in_trl(config, tmp_path):
     batch, logp = paired()
-    found = read(tmp_path, ONE | config, "dpo")
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(lambda x: trl_dpo(batch, x, **config), logp))
+    translation = read(tmp_path, ONE | config, "dpo")
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, logp), with_gradient(lambda x: trl_dpo(batch, x, **config), logp))
 
 
 @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
@@ -207,9 +207,9 @@ def test_losses_of_kto_in_trl(loss, tmp_path):
             good, 1.5 * (1 - torch.sigmoid(0.2 * (h - z))), 0.5 * (1 - torch.sigmoid(0.2 * (z - h)))
         ).mean()
 
-    found = read(tmp_path, ONE | config)
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(theirs, logp))
+    translation = read(tmp_path, ONE | config)
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, logp), with_gradient(theirs, logp))
 
 
 CPO = [
@@ -222,7 +222,7 @@ CPO = [
 @pytest.mark.parametrize("config", CPO, ids=str)
 def test_losses_of_cpo_in_trl(config, tmp_path):
     batch, logp = paired()
-    found = read(tmp_path, ONE | config, "cpo")
+    translation = read(tmp_path, ONE | config, "cpo")
 
     def theirs(x):
         h = (x * batch.mask).sum(1)
@@ -234,23 +234,23 @@ def test_losses_of_cpo_in_trl(config, tmp_path):
             h = (1 - h.exp() ** -alpha) / alpha
         return -logsigmoid(config["beta"] * (h[0::2] - h[1::2] - config["simpo_gamma"] / config["beta"])).mean()
 
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(theirs, logp))
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, logp), with_gradient(theirs, logp))
 
 
 @pytest.mark.parametrize("loss", ["nll", "dft"])
 def test_losses_of_sft_in_trl(loss, tmp_path):
     batch, logp = grouped()
-    found = read(tmp_path, ONE | {"loss_type": loss}, "sft")
+    translation = read(tmp_path, ONE | {"loss_type": loss}, "sft")
     weight = logp.exp() if loss == "dft" else 1.0
-    assert found.lost == []
+    assert translation.lost == []
     want = with_gradient(lambda x: token_mean(-weight * x, batch.mask), logp)
-    same(loss_of(composed(found), batch._replace(score=None), logp), want)
+    same(loss_of(composed(translation), batch._replace(score=None), logp), want)
 
 
 def test_the_loss_of_a_reward_model_in_trl(tmp_path):
     batch, x = paired()
-    found = read(tmp_path, ONE | {"center_rewards_coefficient": 0.1})
+    translation = read(tmp_path, ONE | {"center_rewards_coefficient": 0.1})
     last = batch.mask.sum(1) - 1
 
     def theirs(x):
@@ -258,8 +258,8 @@ def test_the_loss_of_a_reward_model_in_trl(tmp_path):
         c, r = reward[0::2], reward[1::2]
         return -logsigmoid(c - r).mean() + 0.1 * ((c + r) ** 2).mean()
 
-    assert found.lost == []
-    same(loss_of(composed(found), batch, x, "reward_model"), with_gradient(theirs, x))
+    assert translation.lost == []
+    same(loss_of(composed(translation), batch, x, "reward_model"), with_gradient(theirs, x))
 
 
 # ---- verl
@@ -314,20 +314,23 @@ OF_GROUPS = [
 @pytest.mark.parametrize(("config", "reduce"), OF_GROUPS, ids=[str(config) for config, _ in OF_GROUPS])
 def test_losses_of_groups_in_verl(config, reduce, tmp_path):
     batch, logp = grouped()
-    found = read(tmp_path, VERL | config)
+    translation = read(tmp_path, VERL | config)
     a = by_group(batch.score, 1e-6)[:, None].expand_as(logp)
-    assert found.lost == []
-    same(loss_of(composed(found), batch, logp), with_gradient(lambda x: verl_loss(batch, x, a, config, reduce), logp))
+    assert translation.lost == []
+    same(
+        loss_of(composed(translation), batch, logp),
+        with_gradient(lambda x: verl_loss(batch, x, a, config, reduce), logp),
+    )
 
 
 def test_dppo_in_verl_with_the_engine_as_sampler(tmp_path):
     batch, logp = grouped()
     config = {MODE: "dppo_tv", "algorithm.rollout_correction.bypass_mode": True}
-    found = read(tmp_path, VERL | config)
+    translation = read(tmp_path, VERL | config)
     a, bypassed = by_group(batch.score, 1e-6)[:, None].expand_as(logp), batch._replace(old_logp=batch.rollout_logp)
-    assert found.lost == []
+    assert translation.lost == []
     want = with_gradient(lambda x: verl_loss(bypassed, x, a, config, token_mean), logp)
-    same(loss_of(composed(found), batch, logp), want)
+    same(loss_of(composed(translation), batch, logp), want)
 
 
 def test_dr_grpo_in_verl(tmp_path):
@@ -339,14 +342,14 @@ def test_dr_grpo_in_verl(tmp_path):
         "data.max_response_length": 32,
         **ONCE,
     }
-    found = read(tmp_path, VERL | config)
+    translation = read(tmp_path, VERL | config)
     a, exact = by_group(batch.score, None)[:, None].expand_as(logp), batch.old_logp  # one update: all ratios are 1
 
     def theirs(x):
         return verl_loss(batch, x, a, config, lambda loss, mask: (loss * mask).sum() / (len(loss) * 32))
 
-    assert found.flags["experiment"] == "dr_grpo" and found.lost == []
-    same(loss_of(composed(found), batch, exact), with_gradient(theirs, exact))
+    assert translation.flags["experiment"] == "dr_grpo" and translation.lost == []
+    same(loss_of(composed(translation), batch, exact), with_gradient(theirs, exact))
 
 
 def whitened(x, mask):
@@ -375,7 +378,7 @@ KL = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.2}
 def test_ppo_in_verl(tmp_path):
     batch, logp = grouped()
     config = KL | {"algorithm.gamma": 0.9, "algorithm.lam": 0.8, "critic.cliprange_value": 0.1}
-    found = read(tmp_path, VERL | config | {"algorithm.adv_estimator": "gae"})
+    translation = read(tmp_path, VERL | config | {"algorithm.adv_estimator": "gae"})
     rewards, values, mask = token_rewards(batch, 0.2), batch.value, batch.mask
     a, following, running = torch.zeros_like(rewards), torch.zeros(6).double(), torch.zeros(6).double()
     for t in reversed(range(7)):
@@ -385,8 +388,8 @@ def test_ppo_in_verl(tmp_path):
         a[:, t] = running
     returns = a + values
     weighed = whitened(a, mask)
-    algorithm = composed(found)
-    assert found.lost == []
+    algorithm = composed(translation)
+    assert translation.lost == []
     same(
         loss_of(algorithm, batch, logp), with_gradient(lambda x: verl_loss(batch, x, weighed, config, token_mean), logp)
     )
@@ -433,11 +436,14 @@ OTHERS = [  # estimator, configuration, advantage, reduction; one update a batch
 ]
 
 
-@pytest.mark.parametrize(("estimator", "config", "advantage", "reduce"), OTHERS, ids=[one[0] for one in OTHERS])
+@pytest.mark.parametrize(("estimator", "config", "advantage", "reduce"), OTHERS, ids=[row[0] for row in OTHERS])
 def test_other_estimators_in_verl(estimator, config, advantage, reduce, tmp_path):
     batch, _ = grouped()
     exact = batch.old_logp
-    found = read(tmp_path, VERL | ONCE | config | {"algorithm.adv_estimator": estimator})
+    translation = read(tmp_path, VERL | ONCE | config | {"algorithm.adv_estimator": estimator})
     a = advantage(batch)
-    assert found.lost == []
-    same(loss_of(composed(found), batch, exact), with_gradient(lambda x: verl_loss(batch, x, a, config, reduce), exact))
+    assert translation.lost == []
+    same(
+        loss_of(composed(translation), batch, exact),
+        with_gradient(lambda x: verl_loss(batch, x, a, config, reduce), exact),
+    )

@@ -11,7 +11,7 @@ LARGE = 2.0**100  # float32 holds it, but not its square
 @pytest.mark.parametrize("row", ADVANTAGES, ids=[row.name for row in ADVANTAGES])
 def test_advantage_of_rewards_whose_squares_float32_does_not_hold(row):
     """No advantage may become 0 because a square overflows, as one does in a division by it."""
-    subject, found = row.subject, []
+    subject, results = row.subject, []
     for dtype in (torch.float64, torch.float32):
         batch = subject.batch(dtype)
         rewards = {name: batch.get(name) for name in ("score", "scores", "greedy_score", "token_reward", "value")}
@@ -19,8 +19,8 @@ def test_advantage_of_rewards_whose_squares_float32_does_not_hold(row):
         signal = subject.signal(batch)
         if subject.tokens:
             signal = signal._replace(x=signal.x * LARGE)
-        found.append(subject.piece.update(signal, subject.piece.init(), batch)[0].x.double())
-    exact, single = found
+        results.append(subject.piece.update(signal, subject.piece.init(), batch)[0].x.double())
+    exact, single = results
     finite = exact.abs() < torch.finfo(torch.float32).max
     unit = torch.where(exact.abs() > 2.0**50, LARGE, 1.0)  # of the rewards, or of what is scaled by them
     torch.testing.assert_close((single / unit)[finite], (exact / unit)[finite], rtol=2e-4, atol=2e-4)

@@ -38,11 +38,11 @@ def test_triples():
     pair."""
     batch = triples_of_example(pieces.example())
     packed = batch._replace(segments=torch.where(batch.segments > 0, batch.segments + 4, 0))  # behind another triple
-    for one in (batch, packed):
-        assert algos.compared(one).sum(1).tolist() == [7 + 11, 3 + 8]
-        assert algos.gold(one).sum(1).tolist() == [12, 8]
-        assert not (algos.gold(one) & algos.compared(one)).any()
-        loss, metrics = algos.tpo(0.3).losses["policy"](one.old_logp, one)
+    for item in (batch, packed):
+        assert algos.compared(item).sum(1).tolist() == [7 + 11, 3 + 8]
+        assert algos.gold(item).sum(1).tolist() == [12, 8]
+        assert not (algos.gold(item) & algos.compared(item)).any()
+        loss, metrics = algos.tpo(0.3).losses["policy"](item.old_logp, item)
         assert metrics["preference/accuracy"].den == 2 and loss.isfinite()
     with pytest.raises(ValueError, match="the batch has no segments: triples lie side by side"):
         algos.gold(batch._replace(segments=None))

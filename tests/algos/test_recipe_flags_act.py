@@ -78,7 +78,7 @@ def batches():
     """Two batches, each with the policy's log-probabilities; of the second all ratios are above 1."""
     first, second = example(), example(seed=1)
     wholes = first, less_likely(second)
-    return [(with_top_tokens(one), policy_logp(of)) for one, of in zip(wholes, (first, second), strict=True)]
+    return [(with_top_tokens(whole), policy_logp(of)) for whole, of in zip(wholes, (first, second), strict=True)]
 
 
 def fingerprints(algorithm):

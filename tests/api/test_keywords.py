@@ -11,7 +11,6 @@ import pytest
 import funrl
 from funrl.algos.recipes import NAMES
 from funrl.api.arguments import python_value
-from funrl.api.keywords import EvaluateKeywords, SamplingKeywords, TrainKeywords
 from funrl.cli.inference_flags import inference_flags
 from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.rollout.sampling_parameters import Sampling
@@ -52,9 +51,10 @@ def test_the_keywords_are_the_settings_and_the_arguments_of_recipes():
     fields = set(Sampling.__dataclass_fields__)
     assert generate == {*fields, "model", "texts", "seed", "mesh"} and of_model == {*fields, "self", "texts", "seed"}
     assert inspect.signature(funrl.train).parameters["steps"].default == settings_flags()["steps"].default
-    for function, kind in ((funrl.train, TrainKeywords), (funrl.evaluate, EvaluateKeywords)):
-        assert function.__annotations__["settings"] == f"Unpack[{kind.__name__}]"
-    assert funrl.generate.__annotations__["sampling"] == f"Unpack[{SamplingKeywords.__name__}]"
+    for function, keywords in ((funrl.train, "TrainKeywords"), (funrl.evaluate, "EvaluateKeywords")):
+        assert function.__annotations__["settings"] == f"Unpack[{keywords}]"
+    assert funrl.generate.__annotations__["sampling"] == "Unpack[SamplingKeywords]"
+    assert inspect.signature(funrl.train).parameters["steps"].annotation == "WholeValue"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_the_keywords_are_the_settings_and_the_arguments_of_recipes():
 )
 def test_values_of_other_types_become_those_of_the_flag(name, value, wanted):
     flag = settings_flags()[name]
-    found = python_value(flag, value)
-    assert found == wanted and type(found) is type(wanted) and flag.problem(found) == ""
+    result = python_value(flag, value)
+    assert result == wanted and type(result) is type(wanted) and flag.problem(result) == ""
 
 
 @pytest.mark.slow
@@ -84,8 +84,8 @@ def test_pyright_accepts_a_call_and_refuses_a_misspelt_one(tmp_path):
     (tmp_path / "calls.py").write_text(CALLS)
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"], "pythonVersion": "3.11"}}')
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
-    errors = [line for line in said.splitlines() if " - error: " in line]
-    assert len(errors) == len(REFUSED), said
+    output = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    errors = [line for line in output.splitlines() if " - error: " in line]
+    assert len(errors) == len(REFUSED), output
     for (name, number), line in zip(REFUSED.items(), errors, strict=True):
-        assert f"calls.py:{number}:" in line and name in line, said
+        assert f"calls.py:{number}:" in line and name in line, output

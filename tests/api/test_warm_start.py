@@ -11,6 +11,7 @@ import pytest
 import torch
 from child_processes import children
 from compiled_kernels_cache import share_kernels
+from safetensors.torch import load_file
 
 from funrl.algos import recipe
 from funrl.api import warm_start
@@ -27,6 +28,11 @@ from funrl.trainer.settings.settings import settings_of
 
 def job_of(steps=2, **settings):
     return prepare(settings_of(warmstart_steps=steps, device="cpu", **settings), recipe("grpo"))
+
+
+def default_job():
+    """The job of `funrl grpo` without flags, on the CPU."""
+    return prepare(settings_of(device="cpu"), recipe("grpo"))
 
 
 def weights_of(job):
@@ -93,10 +99,30 @@ def test_it_is_what_the_printed_command_makes(made, cache, tmp_path, capsys, mon
     )
     assert "--model=initial" in line and "--steps=2 " in line and "--batch_prompts=256" in line
     records = [json.loads(line) for line in (kept / "demonstrations.jsonl").read_text().splitlines()]
-    pairs = [(one["prompt"], one["completion"]) for one in records]
+    pairs = [(record["prompt"], record["completion"]) for record in records]
     assert pairs == arithmetic.demonstrations(0, 2 * 256)
     config = json.loads((kept / "run" / "config.json").read_text())["flags"]
     assert {name: config[name] for name in sft_flags(job_of())} == sft_flags(job_of()) | {"save_every": "0"}
+
+
+def test_that_of_the_defaults_is_part_of_the_package(cache, capsys):
+    _, path = weights_of(default_job())
+    assert path.parent == warm_start.SHIPPED and not cache.exists()
+    assert "warm start: 500 steps of funrl sft, part of the package" in capsys.readouterr().err
+    assert [path.name] == [folder.name for folder in warm_start.SHIPPED.iterdir()]
+
+
+@pytest.mark.slow
+def test_that_of_the_package_is_what_a_training_makes(cache, monkeypatch):
+    """To the bit where vectors are as wide as those of the processor that made it, which had AVX-512."""
+    shipped = load_file(warm_start.SHIPPED / warm_start._key(default_job()) / WHOLE)
+    monkeypatch.setattr(warm_start, "SHIPPED", cache)  # which has none
+    _, path = weights_of(default_job())
+    trained = load_file(path / WHOLE)
+    assert shipped.keys() == trained.keys()
+    exact = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    for name, weights in shipped.items():
+        torch.testing.assert_close(trained[name], weights, rtol=0, atol=0.0 if exact else 1e-5)
 
 
 @pytest.mark.slow

@@ -125,5 +125,5 @@ def _wider(tmp_path):
 
 def test_commands_that_take_a_model_say_what_to_merge(first, capsys):
     assert cli.main(["funrl", "evaluate", str(first / "run" / "adapter")]) != 0
-    said = capsys.readouterr().err
-    assert f"for the base {first / 'base'}; give the directory of their run, or its model/, or merge it" in said
+    errors = capsys.readouterr().err
+    assert f"for the base {first / 'base'}; give the directory of their run, or its model/, or merge it" in errors

@@ -106,7 +106,7 @@ BAD = [  # flags, and what the one line says
     (["--mesh=dp2", "--generate_mesh=dp3"], "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ([*DATA, "--model={own}/nowhere"], "--model: {own}/nowhere is not a directory"),
     ([*DATA, "--model={own}/empty"], "--model: {own}/empty is empty; a model directory has config.json"),
-    ([*DATA, "--model={own}/short"], "short/model.safetensors has"),
+    ([*DATA, "--model={own}/short"], "short/model.safetensors: it is cut short"),
     ([*DATA, "--model={own}/short"], "it is cut short or damaged"),
     ([*DATA, "--model={own}/mamba"], "mamba: 22 tensors are missing, the first is backbone.embeddings.weight"),
     ([*DATA, "--model={own}/mamba", "--model_code=native"], "model_type is 'mamba', supported are ['deepseek_v2', "),
@@ -194,12 +194,12 @@ def call(flags, own, run_dir):
 def test_bad_input_is_refused_before_any_work(flags, says, own, tmp_path, capsys):
     before = sorted(own.rglob("*"))
     assert call(flags, own, tmp_path / "run") == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ")
-    assert says.format(own=own) in said.err
-    assert "Traceback" not in said.err
-    assert len(said.err.strip().splitlines()) <= 2
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert says.format(own=own) in captured.err
+    assert "Traceback" not in captured.err
+    assert len(captured.err.strip().splitlines()) <= 2
+    assert captured.out == ""
     assert not (tmp_path / "run").exists()
     assert [p for p in sorted(own.rglob("*")) if "__pycache__" not in str(p)] == [
         p for p in before if "__pycache__" not in str(p)
@@ -215,17 +215,17 @@ def test_the_largest_seed_runs(own, tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_refused(own, tmp_path, capsys):
     assert call(["--device=cuda"], own, tmp_path / "run") == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: --device=cuda: torch {torch.__version__}")
-    assert said.endswith("; --device=cpu runs without one\n")
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: --device=cuda: torch {torch.__version__}")
+    assert errors.endswith("; --device=cpu runs without one\n")
 
 
-def check_stopped(run_dir, said, prompts):
+def check_stopped(run_dir, message, prompts):
     """The run stopped after some steps, printed on what, and saved everything that it had learned."""
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert f"results in {run_dir}; open {run_dir / 'report.html'}" in said.out
-    assert any(f"prompt: {p!r}" in said.err for p in prompts)
-    assert "completion: " in said.err
+    assert f"results in {run_dir}; open {run_dir / 'report.html'}" in message.out
+    assert any(f"prompt: {p!r}" in message.err for p in prompts)
+    assert "completion: " in message.err
     model, params = hf.load(run_dir / "model", torch.float32)
     start = model.init(torch.Generator().manual_seed(0))
     return steps, not torch.equal(params["embed"], start["embed"])
@@ -243,9 +243,9 @@ def test_a_reward_that_fails_at_step_three_loses_nothing(function, says, own, tm
     """The rank runs it, because each worker would count the calls for itself."""
     run_dir = tmp_path / "run"
     assert call([*DATA, f"--reward={own}/r.py:{function}", "--reward_workers=0", "--seed=1"], own, run_dir) == 1
-    said = capsys.readouterr()
-    assert says in said.err
-    steps, trained = check_stopped(run_dir, said, [f"{i}+{i}=" for i in range(1, 9)])
+    captured = capsys.readouterr()
+    assert says in captured.err
+    steps, trained = check_stopped(run_dir, captured, [f"{i}+{i}=" for i in range(1, 9)])
     assert steps == [1, 2]
     assert trained
 
@@ -258,10 +258,10 @@ def test_a_reward_that_fails_on_one_rank_stops_both(own, tmp_path, capfd):
     (own / "late.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(1, 15)))
     flags += [f"--prompts={own}/late.jsonl", "--seed=5", "--reward_workers=1"]
     assert call(flags, own, run_dir) == 1
-    said = capfd.readouterr()
+    captured = capfd.readouterr()
     (own / "late.jsonl").unlink()
-    assert "gave nan" in said.err and "Traceback" not in said.err
-    steps, _ = check_stopped(run_dir, said, ["7+7="])
+    assert "gave nan" in captured.err and "Traceback" not in captured.err
+    steps, _ = check_stopped(run_dir, captured, ["7+7="])
     assert 1 <= len(steps) < 5
 
 
@@ -279,9 +279,9 @@ def test_a_full_disk_is_said_in_a_line(own, tmp_path, capfd):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    said = capfd.readouterr()
+    captured = capfd.readouterr()
     assert status == 1
-    first, second = said.err.splitlines()
+    first, second = captured.err.splitlines()
     assert first == f"error: {run_dir}: cannot be written: file too large"
     assert second.startswith("nor can the state after step ") and "file too large" in second.lower()
     assert (run_dir / "metrics.jsonl").stat().st_size <= FULL

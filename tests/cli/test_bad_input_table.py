@@ -26,15 +26,15 @@ ODD = {bool: ("maybe", "2"), int: ("many", "1.5", "0x10", "nan"), float: ("fast"
 
 def outside(bound):
     """Texts of values that a bound's own text excludes."""
-    if found := re.fullmatch(r"(at least|above|at most|below) (\S+)", bound.text):
-        limit = 2**63 if found[2] == "2^63" else float(found[2])
-        beyond = {"at least": limit - 1, "above": limit, "at most": limit + 1, "below": limit}[found[1]]
+    if match := re.fullmatch(r"(at least|above|at most|below) (\S+)", bound.text):
+        limit = 2**63 if match[2] == "2^63" else float(match[2])
+        beyond = {"at least": limit - 1, "above": limit, "at most": limit + 1, "below": limit}[match[1]]
         return (str(int(beyond)) if beyond == int(beyond) else str(beyond),)
-    if found := re.fullmatch(r"(one|some) of (\S.*)", bound.text):
-        first = found[2].replace(" ", "").split(",")[0]
+    if match := re.fullmatch(r"(one|some) of (\S.*)", bound.text):
+        first = match[2].replace(" ", "").split(",")[0]
         return ("nonsense", first.upper() + "!", f"{first},nonsense", f"{first},{first}")
-    if found := re.fullmatch(r"names such as (\w+).*", bound.text):  # any name: only a run knows which it has
-        return ("-1x", f"{found[1]},{found[1]}")
+    if match := re.fullmatch(r"names such as (\w+).*", bound.text):  # any name: only a run knows which it has
+        return ("-1x", f"{match[1]},{match[1]}")
     return ("nonsense", "-1x")
 
 
@@ -267,12 +267,12 @@ COMMANDS = [  # what one types, and the line that answers it; {own} is good, but
 def test_ten_through_the_command_itself(typed, own, trained, tmp_path, monkeypatch):
     if typed is COMMANDS[0]:  # in a new interpreter, the others in forks
         monkeypatch.setattr(forked_python, "can_fork", lambda: False)
-    words, said = typed
+    words, message = typed
     more = " ".join([*CHECKPOINT_FLAGS, f"--prompts={own}/p.jsonl", f"--reward={own}/r.py:reward", "--device=cpu"])
     places = {"own": own, "run": trained, "more": more}
     command = ["-m", "funrl.cli.main", *words.format(**places).split()]
     done = forked_python.run_python(command, tmp_path, os.environ)
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(said.format(**places)), done.stderr
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith(message.format(**places)), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
@@ -396,5 +396,5 @@ def test_broken_records_of_checkpoints(text, own, trained, tmp_path, capsys):
 )
 def test_runs_that_are_not_that_of_the_checkpoint(flags, says, own, trained, tmp_path, capsys):
     more = [flag.format(own=own) for flag in flags]
-    said = checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: None, *more)
-    assert says.format(own=own) in said
+    message = checkpoint_refusal(own, trained, tmp_path, capsys, lambda step: None, *more)
+    assert says.format(own=own) in message

@@ -103,6 +103,6 @@ def test_ranks_of_a_mesh_are_measured():
 
 def test_rates_are_of_the_device(monkeypatch):
     monkeypatch.setattr("funrl.cli.doctor.MEASURED_S", 0.0)
-    found = dict(rates("cpu"))
-    assert float(found["memory, read and written"].split()[0]) > 0
-    assert "512 x 512, cpu" in found["matrix product, float32"]
+    record = dict(rates("cpu"))
+    assert float(record["memory, read and written"].split()[0]) > 0
+    assert "512 x 512, cpu" in record["matrix product, float32"]

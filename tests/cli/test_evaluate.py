@@ -52,16 +52,20 @@ def last_evaluation(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [pytest.param("embedded", marks=pytest.mark.slow), "own"])
 def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
-    found = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
-    assert found.metrics == last_evaluation(run)
+    evaluation = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
+    assert evaluation.metrics == last_evaluation(run)
     record = json.loads((tmp_path / "a" / "evaluation.json").read_text())
-    assert record["metrics"] == found.metrics and record["prompts"] == found.prompts == (8 if run == "embedded" else 2)
-    assert len(found.rows) == found.prompts * found.samples and found.samples == (1 if run == "embedded" else 2)
+    assert record["metrics"] == evaluation.metrics and record["prompts"] == evaluation.prompts == (
+        8 if run == "embedded" else 2
+    )
+    assert len(evaluation.rows) == evaluation.prompts * evaluation.samples and evaluation.samples == (
+        1 if run == "embedded" else 2
+    )
     assert (
-        funrl.evaluate(f"{run}/checkpoints/step-2", output=tmp_path / "b", device="cpu").metrics == found.metrics
+        funrl.evaluate(f"{run}/checkpoints/step-2", output=tmp_path / "b", device="cpu").metrics == evaluation.metrics
     )  # the checkpoint
     if run == "own":  # other weights, other noise and data of its own
-        assert funrl.evaluate(run, step=1, output=tmp_path / "c", device="cpu").rows != found.rows
+        assert funrl.evaluate(run, step=1, output=tmp_path / "c", device="cpu").rows != evaluation.rows
         other = funrl.evaluate(run, seed=1, data="p.jsonl", limit=10, output=tmp_path / "d", device="cpu")
         assert other.prompts == 10 and {row["source"].split(",")[0] for row in other.rows} == {"p.jsonl"}
 
@@ -89,9 +93,11 @@ def test_from_python_with_prompts_and_rewards_in_memory(tmp_path):
 
     data = [{"prompt": "1+1=", "wanted": "2"}, {"prompt": "3+4=", "wanted": "7"}]
     how = {"samples": 3, "temperature": 1.0, "max_new_tokens": 3, "device": "cpu"}
-    found = funrl.evaluate("plain", data=data, reward=reward, output=tmp_path / "x", **how)
-    assert found.metrics["eval/best@3"] >= found.metrics["eval/reward"] and str(found).startswith("2 prompts, 3 compl")
-    assert [row["prompt"] for row in found.rows] == ["1+1="] * 3 + ["3+4="] * 3
+    evaluation = funrl.evaluate("plain", data=data, reward=reward, output=tmp_path / "x", **how)
+    assert evaluation.metrics["eval/best@3"] >= evaluation.metrics["eval/reward"] and str(evaluation).startswith(
+        "2 prompts, 3 compl"
+    )
+    assert [row["prompt"] for row in evaluation.rows] == ["1+1="] * 3 + ["3+4="] * 3
 
 
 @pytest.mark.slow

@@ -61,11 +61,11 @@ def unmeasured(metrics):
 
 @pytest.mark.parametrize("run", ["own", "calculator"])
 def test_the_evaluation_of_a_run_is_the_one_that_it_made(run, tmp_path):
-    found = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
+    evaluation = funrl.evaluate(run, output=tmp_path / "a", device="cpu")
     row = json.loads(Path(run, "metrics.jsonl").read_text().splitlines()[-1])
     expected = {key: value for key, value in row.items() if key.startswith("eval/")}
-    assert unmeasured(found.metrics) == unmeasured(expected)
-    assert found.metrics["eval/episodes/turns"] >= 1 and len(found.rows) == found.prompts
+    assert unmeasured(evaluation.metrics) == unmeasured(expected)
+    assert evaluation.metrics["eval/episodes/turns"] >= 1 and len(evaluation.rows) == evaluation.prompts
 
 
 @pytest.mark.slow
@@ -91,8 +91,8 @@ def test_from_python_with_an_environment_in_memory(tmp_path):
 
     data = [{"prompt": "1+1=", "wanted": 0.25}, {"prompt": "3+4=", "wanted": 0.75}]
     own = {"max_new_tokens": 3, "device": "cpu", "output": tmp_path / "x"}
-    found = funrl.evaluate("own", data=data, env=graded, **own)
-    assert found.metrics["eval/reward"] == 0.5 and [row["reward"] for row in found.rows] == [0.25, 0.75]
+    evaluation = funrl.evaluate("own", data=data, env=graded, **own)
+    assert evaluation.metrics["eval/reward"] == 0.5 and [row["reward"] for row in evaluation.rows] == [0.25, 0.75]
 
 
 def test_transcripts_are_generated(capsys):

@@ -201,26 +201,26 @@ def test_gdpo_weighs_by_the_flag_that_weighs_rewards(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [("own.py:nothing", "has no 'nothing'; its functions: "), ("absent.py:mine", "no such file"), ("own", "write ")],
 )
-def test_an_algorithm_that_is_not_there(source, said, tmp_path, capsys, monkeypatch):
+def test_an_algorithm_that_is_not_there(source, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN)
     status, _, err = run("grpo", capsys, f"--algorithm={source}")
-    assert status == 2 and said in err and f"--algorithm={source}" in err
+    assert status == 2 and message in err and f"--algorithm={source}" in err
 
 
 def test_a_choice_that_is_none_is_refused(capsys, tmp_path):
     status, _, err = run("dpo", capsys, *small("dpo", tmp_path), "--loss=wrong")
     assert status == 2 and "loss=wrong: it must be one of sigmoid" in err
-    for flags, said in (
+    for flags, item in (
         (("--loss=sigmoid+sigmoid",), "it must be one of sigmoid"),
         (("--loss=ipo", "--margin=1"), "margin=1.0"),
         (("--loss=aot", "--per_token"), "per_token"),
     ):
         status, _, err = run("dpo", capsys, *small("dpo", tmp_path), *flags)
-        assert status == 2 and said in err
+        assert status == 2 and item in err
     status, _, err = run("reward_model", capsys, *small("reward_model", tmp_path), "--margin")
     assert status == 2 and "margin" in err
     status, _, err = run("sft", capsys, *small("sft", tmp_path), "--model=somewhere")
@@ -250,10 +250,10 @@ def test_a_reward_model_opens_in_transformers_with_the_same_rewards(tmp_path, ca
     assert theirs.config.num_labels == 1
     model, params = hf.load(tmp_path / "model", torch.float32)
     record = {"prompt": "12+34=", "chosen": "64", "rejected": "81"}
-    one = text_example(record, "preferences", arithmetic.tokenizer())
-    batch = text_batch([one], 0, reader=True)
-    said = place(model).values(params, batch)
-    for text, reward in zip(one.texts, said[batch.mask], strict=True):
+    first = text_example(record, "preferences", arithmetic.tokenizer())
+    batch = text_batch([first], 0, reader=True)
+    message = place(model).values(params, batch)
+    for text, reward in zip(first.texts, message[batch.mask], strict=True):
         logit = theirs(torch.tensor([text.tokens])).logits[0, 0]
         assert logit.item() == pytest.approx(reward.item(), abs=1e-5) and abs(logit) > 1e-4
 

@@ -77,7 +77,7 @@ def test_another_step_is_not_overwritten_and_the_step_is_said(runs, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("run", "to", "said"),
+    ("run", "to", "message"),
     [
         ("RUN", "RUN", "this is the directory of the run"),
         ("RUN", "RUN/checkpoints/model", "this is what every export of the run needs"),
@@ -85,13 +85,13 @@ def test_another_step_is_not_overwritten_and_the_step_is_said(runs, tmp_path, ca
         ("RUN", "p.jsonl", "this is a file, a directory is needed"),
     ],
 )
-def test_what_a_run_needs_is_never_overwritten(run, to, said, runs, capsys):
+def test_what_a_run_needs_is_never_overwritten(run, to, message, runs, capsys):
     place = runs / to
     before = content(place) if place.is_dir() else place.read_bytes()
     status, text = export(capsys, runs / run, f"--to={place}", "--overwrite")
     assert (
         status == 2
-        and text == f"error: --to={place}: {said}" + ("" if "file" in said else "; give another directory") + "\n"
+        and text == f"error: --to={place}: {message}" + ("" if "file" in message else "; give another directory") + "\n"
     )
     assert before == (content(place) if place.is_dir() else place.read_bytes())
 

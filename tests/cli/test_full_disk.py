@@ -76,8 +76,8 @@ def test_a_full_disk_ends_the_run_and_the_state_is_saved_elsewhere(
     fill(small_disk, free)
     run_dir = small_disk / "run"
     assert main("grpo", ["grpo", *TINY, f"--run_dir={run_dir}", *flags]) == 1
-    said = capfd.readouterr()
-    first, second = said.err.strip().splitlines()
+    captured = capfd.readouterr()
+    first, second = captured.err.strip().splitlines()
     assert first.startswith(f"error: {run_dir}") and "cannot be written: " in first and "no space left" in first.lower()
     (there,) = elsewhere.glob("funrl-*")
     (saved,) = complete_checkpoints(there)
@@ -100,10 +100,10 @@ def test_a_read_only_directory_is_said_in_a_line_before_work_starts(flags, small
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     run_dir = small_disk / ("run" if flags else "new")
     assert main("grpo", ["grpo", *TINY, "--steps=3", f"--run_dir={run_dir}", *flags]) == 2
-    said = capfd.readouterr()
-    (line,) = said.err.strip().splitlines()
+    captured = capfd.readouterr()
+    (line,) = captured.err.strip().splitlines()
     assert line.startswith(f"error: --run_dir={run_dir}: cannot be ") and "read-only file system" in line
-    assert said.out == ""
+    assert captured.out == ""
 
 
 @pytest.mark.slow
@@ -130,9 +130,9 @@ def test_a_run_directory_that_is_deleted_under_a_run_ends_it(tmp_path, elsewhere
     small = {"batch_prompts": 4, "samples_per_prompt": 2, "max_new_tokens": 4, "eval_prompts": 4, "warmstart_steps": 0}
     with pytest.raises(funrl.RunError) as caught:
         funrl.train("grpo", run_dir=str(run_dir), on_step=delete, steps=9, dtype="float64", device="cpu", **small)
-    cause, said = caught.value.__cause__, f"{run_dir}/metrics.jsonl: cannot be written: no such file or directory"
-    assert isinstance(cause, RunDirectoryError) and str(cause) == said
-    assert str(caught.value) == f"the run failed: RunDirectoryError: {said}" and caught.value.run.metrics == []
+    cause, message = caught.value.__cause__, f"{run_dir}/metrics.jsonl: cannot be written: no such file or directory"
+    assert isinstance(cause, RunDirectoryError) and str(cause) == message
+    assert str(caught.value) == f"the run failed: RunDirectoryError: {message}" and caught.value.run.metrics == []
     (there,) = elsewhere.glob("funrl-saved-*")
     assert complete_checkpoints(there).keys() == {2}
     assert f"the state after step 2 is saved in {there}" in cause.__notes__[0]

@@ -18,9 +18,9 @@ def help_of(experiment, monkeypatch, capsys, columns=100):
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module(f"funrl.experiments.{experiment}", run_name="__main__")
     assert stopped.value.code == 0
-    said = capsys.readouterr()
-    assert said.err == ""
-    return said.out
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
 
 
 def written(default):
@@ -33,8 +33,8 @@ def test_every_flag_of_a_run_is_in_the_help_once_with_its_default(experiment, ki
     before, _, own = text.partition("\nThe algorithm:\n")
     changed = {"sft": {"steps": 300, "warmstart_steps": 0, "eval_every": 50}}.get(experiment, {})
     for name, flag in settings_flags().items():
-        found = re.findall(rf"^  --{name}(?:=(\S+))?(?:\s|$)", before, re.MULTILINE)
-        assert found == [written(changed.get(name, flag.default))] * (kind in flag.kinds), name
+        matches = re.findall(rf"^  --{name}(?:=(\S+))?(?:\s|$)", before, re.MULTILINE)
+        assert matches == [written(changed.get(name, flag.default))] * (kind in flag.kinds), name
     assert re.findall(r"^  --algorithm=(\S+)", before, re.MULTILINE) == [experiment]
     arguments = arguments_of(find_recipe(experiment), full_source(experiment)).flags
     shown = re.findall(r"(?:^  |, )--(\w+)(?:=([^\s,]+))?", own, re.MULTILINE)

@@ -50,7 +50,7 @@ def lines(run_dir):
 
 def processes(session):
     """Ids of the living processes of a session: the ranks, which are one group, and reward workers, each its own."""
-    found = []
+    results = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -59,8 +59,8 @@ def processes(session):
             except OSError:
                 continue
             if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(entry))
-    return found
+                results.append(int(entry))
+    return results
 
 
 def check_readable(run_dir):

@@ -32,8 +32,8 @@ def metrics(run):
 def test_generators_join_a_run_and_one_of_them_leaves(tmp_path):
     place, together = "train:dp2 generate:join", ["--mesh=dp2", "--generate_mesh=tp2"]
     runs = {name: tmp_path / name for name in ("joined", "plain")}
-    one, leaving = (started("join", runs["joined"], "--mesh=tp2") for _ in range(2))  # before there is a run
-    processes = [one, leaving, started("grpo", *SMALL, f"--place={place}", f"--run_dir={runs['joined']}")]
+    first, leaving = (started("join", runs["joined"], "--mesh=tp2") for _ in range(2))  # before there is a run
+    processes = [first, leaving, started("grpo", *SMALL, f"--place={place}", f"--run_dir={runs['joined']}")]
     try:
         wait_for(runs["joined"] / "join.json")
         leaving.send_signal(signal.SIGTERM)
@@ -44,17 +44,17 @@ def test_generators_join_a_run_and_one_of_them_leaves(tmp_path):
         for process in processes:
             process.kill()
             process.communicate()
-    assert [process.returncode for process in (one, *processes[2:])] == [0, 0, 0], texts
+    assert [process.returncode for process in (first, *processes[2:])] == [0, 0, 0], texts
     assert "the run has ended: it has written" in texts[0][0]
     assert metrics(runs["joined"]) == metrics(runs["plain"])
 
 
 def test_a_run_that_is_not_there_yet_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(join, "RUN_LOOK_S", 0.01)
-    for wait_s, said in ((0.02, True), (0.0, False)):
+    for wait_s, item in ((0.02, True), (0.0, False)):
         with pytest.raises(ValueError, match=r"config\.json of a run: No such file"):
             join.joining_job(str(tmp_path / "gone"), "dp1", wait_s)
-        assert (f"for {tmp_path / 'gone' / 'config.json'}, which a run writes" in capsys.readouterr().err) is said
+        assert (f"for {tmp_path / 'gone' / 'config.json'}, which a run writes" in capsys.readouterr().err) is item
 
 
 def wait_for(file):

@@ -86,13 +86,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_recipe_model_or_tokenizer_is_refused_before_ranks_start(case, own, monkeypatch, capsys):
-    name, change, said = REFUSED[case]
+    name, change, message = REFUSED[case]
     change(own)
     monkeypatch.setattr(experiments, "_run", lambda *_: pytest.fail("it was started"))
     before = {path: path.read_bytes() for path in (own / "RUN").rglob("*") if path.is_file()}
     assert call(name, own, "--steps=4", "--resume") == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith(f"error: --resume: {own}/RUN/checkpoints/step-2 is of a run with {said}"), line
+    assert line.startswith(f"error: --resume: {own}/RUN/checkpoints/step-2 is of a run with {message}"), line
     assert "another --run_dir" in line
     way = f"funrl export {own}/RUN --to=DIR" if name != "grpo" else f"--model={own}/model has changed, or is another"
     assert way in line
@@ -105,7 +105,7 @@ def test_a_resume_that_the_ranks_refuse_leaves_the_record_of_the_run(own, capsys
     assert "it holds the state of another run" in capsys.readouterr().err
     assert (own / "RUN" / "config.json").read_bytes() == before
     assert call("grpo", own, "--steps=2", "--resume") == 0  # as it was, with nothing of the one that was refused
-    assert [one["step"] for one in config(own)["segments"]] == [0, 2]
+    assert [row["step"] for row in config(own)["segments"]] == [0, 2]
 
 
 @pytest.mark.slow
@@ -114,10 +114,10 @@ def test_other_flags_and_files_are_said_and_each_start_keeps_its_own(own, capsys
         file.write('{"prompt": "9+9="}\n')
     (own / "r.py").write_text(REWARD.replace("12345", "678"))
     assert call("grpo", own, "--steps=3", "--resume", "--lr=3e-5") == 0
-    said = capsys.readouterr()
-    assert "continuing with other flags: " in said.err and f"/model -> {own}/model" in said.err
-    assert "lr none -> 3e-05" in said.err and "steps 2 -> 3" in said.err
-    assert "continuing with other contents of: prompts, reward\n" in said.err
+    captured = capsys.readouterr()
+    assert "continuing with other flags: " in captured.err and f"/model -> {own}/model" in captured.err
+    assert "lr none -> 3e-05" in captured.err and "steps 2 -> 3" in captured.err
+    assert "continuing with other contents of: prompts, reward\n" in captured.err
     first, second = config(own)["segments"]
     assert (first["step"], first["flags"]["lr"], second["step"], second["flags"]["lr"]) == (0, None, 2, 3e-5)
     assert config(own)["flags"] == second["flags"] and config(own)["inputs"] == second["inputs"]
@@ -139,7 +139,7 @@ def test_steps_are_replayed_and_compared_with_the_flags_of_their_start(own, caps
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=3"]) == 0
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=2"]) == 0  # with the flags of its start
     assert "step 2: the same bits" in capsys.readouterr().out
-    assert cli.main(["funrl", "bisect", f"{own}/RUN", f"{own}/AS_IT_WAS"]) == 0
+    assert cli.main(["funrl", "replay", f"{own}/RUN", f"{own}/AS_IT_WAS"]) == 0
     assert "--lr: None, 3e-05 after step 2 and None" in capsys.readouterr().out
     assert cli.main(["funrl", "compare", f"{own}/RUN", f"{own}/AS_IT_WAS", f"--to={own}/c.html"]) == 0
     assert "<tr><th>lr</th><td>None, 3e-05 after step 2</td><td>not set</td></tr>" in (own / "c.html").read_text()
@@ -157,7 +157,7 @@ def test_two_runs_of_one_command_that_read_other_weights_differ_in_a_line(own, c
     hf.save(own / "model", model, model.init(torch.Generator().manual_seed(1)), arithmetic.tokenizer())
     assert call("grpo", own, "--steps=1", run="OTHER") == 0
     capsys.readouterr()
-    assert cli.main(["funrl", "bisect", f"{own}/RUN", f"{own}/OTHER"]) == 1
+    assert cli.main(["funrl", "replay", f"{own}/RUN", f"{own}/OTHER"]) == 1
     assert "digests that differ: model/weights\n" in capsys.readouterr().out
     assert cli.main(["funrl", "compare", f"{own}/RUN", f"{own}/OTHER", f"--to={own}/c.html"]) == 0
     assert "<tr><th>digest of model/weights</th>" in (own / "c.html").read_text()
@@ -220,7 +220,7 @@ def test_a_run_of_an_earlier_version_goes_on(own):
         facts["run"] = {name: facts["run"][name] for name in sizes}
         path.write_text(json.dumps({**facts, "digest": record_digest(facts)}))
     assert call("grpo", own, "--steps=3", "--resume", "--lr=3e-5") == 0
-    assert [(one["step"], one["flags"]["lr"]) for one in config(own)["segments"]] == [(0, None), (2, 3e-5)]
+    assert [(row["step"], row["flags"]["lr"]) for row in config(own)["segments"]] == [(0, None), (2, 3e-5)]
     assert cli.main(["funrl", "replay", f"{own}/RUN", "--step=2"]) == 0
 
 
@@ -249,7 +249,7 @@ def test_a_run_in_python_keeps_and_compares_the_same(own, monkeypatch, capsys):
         train("gspo", steps=2, resume=True)
     train("grpo", steps=2, resume=True, lr=1e-4)
     assert "continuing with other flags: " in capsys.readouterr().err
-    found = json.loads((own / "PYTHON/config.json").read_text())
-    assert [one["step"] for one in found["segments"]] == [0, 1]
-    assert {"prompts", "reward", "model/config.json", "model/tokenizer", "model/weights"} <= set(found["inputs"])
+    record = json.loads((own / "PYTHON/config.json").read_text())
+    assert [row["step"] for row in record["segments"]] == [0, 1]
+    assert {"prompts", "reward", "model/config.json", "model/tokenizer", "model/weights"} <= set(record["inputs"])
     assert Path(own / "PYTHON/model").is_dir()

@@ -1,4 +1,4 @@
-"""`funrl replay` and `funrl bisect`, as one types them."""
+"""`funrl replay`, as one types it."""
 
 import json
 import math
@@ -129,7 +129,7 @@ def test_digests_of_weights_decide_unless_there_is_a_tolerance():
 
 @pytest.mark.slow
 def test_two_runs_of_one_command_do_not_differ(runs, capsys):
-    status, text = said(capsys, "bisect", runs / "one", runs / "same")
+    status, text = said(capsys, "replay", runs / "one", runs / "same")
     assert (status, text.splitlines()[-1]) == (
         0,
         "no difference up to step 2; compared: metrics of 2 steps, rows of 2 steps, checkpoints of 2 steps",
@@ -148,20 +148,21 @@ def test_two_runs_of_one_command_do_not_differ(runs, capsys):
 def test_the_first_difference_is_named(runs, without, first, tmp_path, capsys):
     for name in ("one", "other"):
         shutil.copytree(runs / name, tmp_path / name, ignore=shutil.ignore_patterns(*without))
-    status, text = said(capsys, "bisect", tmp_path / "one", tmp_path / "other")
+    status, text = said(capsys, "replay", tmp_path / "one", tmp_path / "other")
     assert status == 1 and text.startswith("flags that differ: --lr: None and 0.002\n") and first in text
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["replay"], "usage: funrl replay RUN_DIR [--rows] [--step=N]"),
+        (["replay"], "usage: funrl replay RUN_DIR [RUN_DIR] [--rows] [--step=N]"),
+        (["replay", "RUN", "OTHER", "--step=2"], "--step is for repeating a run; two runs are compared as they are"),
         (["replay", "RUN", "--step=0"], "--step=0: it must be at least 1"),
         (["replay", "nowhere", "--step=1"], "nowhere/config.json: not the config.json of a run: No such file"),
         (["replay", "RUN", "--step=7"], "has no rows of step 3, which --save_rollouts keeps; there are: 1, 2"),
         (["replay", "RUN", "--step=1", "--mesh=dp3,tp5"], "--mesh=dp3,tp5: "),
-        (["bisect", "RUN"], "usage: funrl bisect RUN_DIR OTHER_RUN_DIR"),
-        (["bisect", "RUN", "nowhere"], "nowhere/config.json: not the config.json of a run: No such file"),
+        (["bisect", "RUN"], "`funrl replay RUN OTHER_RUN` compares two runs"),
+        (["replay", "RUN", "nowhere"], "nowhere/config.json: not the config.json of a run: No such file"),
     ],
 )
 def test_what_cannot_be_replayed_or_compared(argv, message, runs, capsys):

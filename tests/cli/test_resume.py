@@ -74,7 +74,7 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (("RUN", "--step=3"), "--step=3: RUN has checkpoints of steps 1"),
         (("EMPTY",), "EMPTY has no checkpoint"),
@@ -84,14 +84,14 @@ def test_every_kind_of_run_goes_on_with_the_same_bits(name, lora, tmp_path, caps
         (("RUN", "--step=-1"), "--step=-1: it must be at least 0"),
     ],
 )
-def test_what_cannot_be_exported(argv, said, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_exported(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "RUN/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "RUN/checkpoints/step-1/complete.json").write_text("{}")
     (tmp_path / "ENDED/model").mkdir(parents=True)
     (tmp_path / "ENDED/model/config.json").write_text("{}")
     assert cli.main(["funrl", "export", *argv]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {said}")
+    assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def started(folder, *flags):
@@ -115,8 +115,8 @@ def test_sigterm_saves_the_state_and_the_run_goes_on_from_there(tmp_path):
     _, err = first.communicate(timeout=120)
     assert first.returncode == 143
     stopped = lines(folder)[-1]["step"]
-    said = f"terminated after step {stopped}, which is saved; --resume --run_dir={folder} continues"
-    assert err.strip().splitlines()[-1] == said
+    message = f"terminated after step {stopped}, which is saved; --resume --run_dir={folder} continues"
+    assert err.strip().splitlines()[-1] == message
     steps = f"--steps={stopped + 1}"
     assert run("grpo", folder, *RL, *flags, steps, "--resume", save_every=0) == 0
     assert run("grpo", tmp_path / "whole", *RL, *flags, steps, save_every=0) == 0

@@ -28,8 +28,8 @@ def weights_of(folder):
     return load_file(Path(folder) / "model.safetensors")
 
 
-def equal(one, other):
-    return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+def equal(first, other):
+    return first.keys() == other.keys() and all((first[name] == other[name]).all() for name in first)
 
 
 @pytest.mark.slow
@@ -37,14 +37,14 @@ def test_a_run_is_its_model_and_a_checkpoint_is_exported_once(run_dir):
     settings = settings_of(
         model=str(run_dir), reward_model=f"{run_dir}@0.5", teacher=str(run_dir / "checkpoints/step-1")
     )
-    found = with_model_directories(settings)
-    assert (found.models.model, found.rewards.reward_model) == (str(run_dir / "model"), f"{run_dir / 'model'}@0.5")
-    assert found.models.teacher == str(run_dir / "model-step-1")
-    assert not equal(weights_of(found.models.teacher), weights_of(found.models.model))
+    job = with_model_directories(settings)
+    assert (job.models.model, job.rewards.reward_model) == (str(run_dir / "model"), f"{run_dir / 'model'}@0.5")
+    assert job.models.teacher == str(run_dir / "model-step-1")
+    assert not equal(weights_of(job.models.teacher), weights_of(job.models.model))
     written = (run_dir / "model-step-1/model.safetensors").stat()
-    assert with_model_directories(settings) == found
+    assert with_model_directories(settings) == job
     assert (run_dir / "model-step-1/model.safetensors").stat().st_ino == written.st_ino
-    plain = settings_of(model=found.models.model, dry_run=True)
+    plain = settings_of(model=job.models.model, dry_run=True)
     assert with_model_directories(plain) == plain  # a directory of Hugging Face stays what it is
     of_checkpoint = settings_of(model=str(run_dir / "checkpoints/step-2"), dry_run=True)
     assert with_model_directories(of_checkpoint).models.model == str(run_dir / "checkpoints/model")

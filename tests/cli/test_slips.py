@@ -14,8 +14,8 @@ from funrl.flags.arguments import arguments_of, find_recipe
 from funrl.models import decoder_model
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
+from funrl.trainer.jobs.datasets import remarks_on_template
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.prompts import remarks_on_template
 from funrl.trainer.settings.declaration import RUN_KINDS
 from funrl.trainer.settings.settings import settings_flags, settings_of
 
@@ -46,7 +46,7 @@ REFUSED = [
     ("grpo", ["--fsdp", "--nofsdp"], "--fsdp is given twice"),
     ("grpo", ["--kl_coef=-1"], "--kl_coef=-1: it must be at least 0"),
     ("ppo", ["--gamma=2"], "--gamma=2: it must be at least 0 and at most 1"),
-    ("grpo", ["--critic_lr=5"], "--critic_lr=5.0 does nothing: the algorithm has no critic"),
+    ("grpo", ["--critic_lr=5"], "--critic_lr=5 does nothing: the algorithm has no critic"),
     ("grpo", ["--max_refills=2"], "--max_refills=2 does nothing: the algorithm has no filter"),
     ("grpo", ["--lora_rank=10000"], "--lora_rank=10000: no matrix that has adapters is of a rank above 64"),
     ("grpo", ["--kv_cache_gb=100000"], "--kv_cache_gb=100000: a rank of this machine has "),
@@ -54,12 +54,16 @@ REFUSED = [
     ("grpo", ["--split_residual=off"], "--split_residual=off does nothing: --mesh=dp1 has no tp"),
     ("grpo", [*OWN, "--task=arithmetic"], "--task=arithmetic does nothing together with --prompts="),
     ("sft", ["--model={own}/model", "--warmstart_steps=3"], "--warmstart_steps=3 does nothing together with --model="),
+    ("grpo", ["--model={own}/model", "--prompts={own}/chats.jsonl", OWN[1]], "give --chat_template=FILE.jinja"),
+    (
+        "grpo",
+        ["--model={own}/model", *OWN, "--system_prompt=Add."],
+        "no chat template; give --chat_template=FILE.jinja",
+    ),
     ("grpo", ["--model={own}/model", "--resize_vocab"], "--resize_vocab does nothing: the model has 16 token ids"),
 ]
 EARLY = [  # without the job, which reads models
     ("grpo", [OWN[0], "--reward={own}/r.py:lenght"], "has no 'lenght'; did you mean length? its functions: length"),
-    ("grpo", ["--model={own}/model", "--prompts={own}/chats.jsonl", OWN[1]], "give --chat_template=FILE.jinja"),
-    ("grpo", ["--model={own}/model", *OWN, "--system_prompt=Add."], "(--system_prompt=Add.); give --chat_template="),
 ]
 
 
@@ -69,15 +73,15 @@ def refusal(program, flags, own, tmp_path, capsys):
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("program", "flags", "said"), REFUSED, ids=[flags[-1] for _, flags, _ in REFUSED])
-def test_a_slip_is_refused(program, flags, said, own, tmp_path, capsys):
-    assert said in refusal(program, flags, own, tmp_path, capsys)
+@pytest.mark.parametrize(("program", "flags", "message"), REFUSED, ids=[flags[-1] for _, flags, _ in REFUSED])
+def test_a_slip_is_refused(program, flags, message, own, tmp_path, capsys):
+    assert message in refusal(program, flags, own, tmp_path, capsys)
 
 
-@pytest.mark.parametrize(("program", "flags", "said"), EARLY, ids=[flags[-1] for _, flags, _ in EARLY])
-def test_it_is_refused_before_anything_is_loaded(program, flags, said, own, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("program", "flags", "message"), EARLY, ids=[flags[-1] for _, flags, _ in EARLY])
+def test_it_is_refused_before_anything_is_loaded(program, flags, message, own, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(run, "_job", lambda command: pytest.fail("the job was made"))
-    assert said in refusal(program, flags, own, tmp_path, capsys)
+    assert message in refusal(program, flags, own, tmp_path, capsys)
 
 
 def test_none_is_no_value():
@@ -109,8 +113,8 @@ def remarks(own, file="p.jsonl", **settings):
 def test_flags_that_reach_beyond_the_data_and_the_model_are_said(own):
     assert remarks(own) == ()
     assert remarks(own, eval_prompts=1000) == ("--eval_prompts=1000: there are 2 examples to evaluate on",)
-    (said,) = remarks(own, max_prompt_tokens=600)
-    assert said.startswith("--max_prompt_tokens=600 changes nothing: --max_new_tokens is 32 and the model has 64")
+    (remark,) = remarks(own, max_prompt_tokens=600)
+    assert remark.startswith("--max_prompt_tokens=600 changes nothing: --max_new_tokens is 32 and the model has 64")
 
 
 def test_prompts_that_are_trained_on_and_held_out_are_counted(own, tmp_path):
@@ -128,6 +132,6 @@ def test_prompts_that_are_trained_on_and_held_out_are_counted(own, tmp_path):
 
 
 def test_a_place_of_a_template_that_is_not_filled_is_said():
-    (said,) = remarks_on_template(settings_of(prompt_template="{prompt} {x}"))
-    assert said == "--prompt_template: {x} stays in every prompt as it is written; only {prompt} is replaced"
+    (remark,) = remarks_on_template(settings_of(prompt_template="{prompt} {x}"))
+    assert remark == "--prompt_template: {x} stays in every prompt as it is written; only {prompt} is replaced"
     assert remarks_on_template(settings_of(prompt_template=r"{prompt} Write \boxed{answer}, or {{answer}}.")) == []

@@ -25,10 +25,10 @@ def run(name, *flags):
 @pytest.mark.parametrize("name", quick(NAMES, NAMES[:1]))
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path, capsys):
     assert run(name, "--steps=5", "--lr=1e30", f"--run_dir={tmp_path}") == 1
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     role = "reward_model" if name == "reward_model" else "policy"
-    assert said.err.startswith(f"error: step 4, {role}: the gradient's norm is ") and "lower --lr" in said.err
-    assert "Traceback" not in said.err and str(tmp_path / "report.html") in said.out
+    assert captured.err.startswith(f"error: step 4, {role}: the gradient's norm is ") and "lower --lr" in captured.err
+    assert "Traceback" not in captured.err and str(tmp_path / "report.html") in captured.out
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["update/skipped"] for row in rows] == [0, 1, 1, 1] and math.isfinite(rows[0]["train/loss"])
     tensors = torch.cat([x.flatten() for x in weights(tmp_path / "model").values()])
@@ -56,9 +56,9 @@ def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_trained
     lines = [{"prompt": "1+1=", "completion": "2" * digits} for digits in (1, 59, 60)]
     file.write_text("\n".join(map(json.dumps, lines)))
     assert run("sft", f"--data={file}", "--steps=1", f"--run_dir={tmp_path / 'long'}") == 2
-    said = capsys.readouterr().err
-    assert f"{file}, line 3: the text has 65 tokens, but the model has 64 positions; --long_prompts=drop" in said
-    assert "(it begins '1+1=22" in said and not (tmp_path / "long").exists()
+    errors = capsys.readouterr().err
+    assert f"{file}, line 3: the text has 65 tokens, but the model has 64 positions; --long_prompts=drop" in errors
+    assert "(it begins '1+1=22" in errors and not (tmp_path / "long").exists()
     file.write_text("\n".join(map(json.dumps, lines[:2])))
     assert run("sft", f"--data={file}", "--steps=1", f"--run_dir={tmp_path / 'fits'}") == 0
 

@@ -71,12 +71,12 @@ class Sequences:
 
     def all(self, calls):
         """Logits of each sequence, [T, V], computed in these calls."""
-        found = [[None] * length for length in self.lengths]
+        results = [[None] * length for length in self.lengths]
         for parts in calls:
             logits = iter(self.compute(parts))
             for s, first, end in parts:
-                found[s][first:end] = [next(logits) for _ in range(first, end)]
-        return [torch.stack(one) for one in found]
+                results[s][first:end] = [next(logits) for _ in range(first, end)]
+        return [torch.stack(item) for item in results]
 
     def pages(self, s):
         """Keys and values of one sequence, a page after the other; less what was never written."""

@@ -48,9 +48,9 @@ def test_16_bits_are_summed_in_32():
     wide = [x.detach().float().requires_grad_() for x in inputs[:3]]
     out, expected = blockwise_attention(q, k, v, offsets, block=8), varlen_attention_reference(*wide, offsets)
     assert out.dtype == torch.bfloat16 and (out - expected).abs().max() < 1e-2
-    found = torch.autograd.grad(out, (q, k, v), d_out)
+    grad = torch.autograd.grad(out, (q, k, v), d_out)
     wanted = torch.autograd.grad(expected, wide, d_out.float())
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(grad, wanted, strict=True):
         assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 2e-2 * (1 + want.abs().max())
 
 

@@ -43,10 +43,10 @@ def test_each_draw_has_its_own_temperature(sampler):
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
     source, noise = torch.tensor([1, 0, 1]), torch.tensor([0.3, 0.9, 0.6], dtype=torch.float64)
     temperature = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    found = sampler.sample(logits, source, noise, temperature)
+    result = sampler.sample(logits, source, noise, temperature)
     for i in range(3):
-        one = sampler.sample(logits, source[i : i + 1], noise[i : i + 1], float(temperature[i]))
-        assert all(torch.equal(a[i : i + 1], b) for a, b in zip(found, one, strict=True))
+        first = sampler.sample(logits, source[i : i + 1], noise[i : i + 1], float(temperature[i]))
+        assert all(torch.equal(a[i : i + 1], b) for a, b in zip(result, first, strict=True))
 
 
 def test_the_most_probable_token(sampler):

@@ -92,12 +92,12 @@ def test_the_reference_is_the_model(name):
     cache = PagedKeyValues(torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64))
     tokens = torch.randint(config.vocab, (40,), generator=torch.Generator().manual_seed(3))
     table = torch.tensor([[8, 2, 5]], dtype=torch.int32)
-    found = []
+    results = []
     for first, end in ((0, 33), (33, 34), (34, 40)):
         positions = torch.arange(first, end)
         call = (tokens[first:end], positions, torch.zeros_like(positions), table, torch.arange(end - first))
-        found.append(decode_reference(step_sizes(config), params, cache, *call))
-    gap = (torch.cat(found).log_softmax(-1) - exact_logp(config, params, tokens)).abs().max()
+        results.append(decode_reference(step_sizes(config), params, cache, *call))
+    gap = (torch.cat(results).log_softmax(-1) - exact_logp(config, params, tokens)).abs().max()
     assert gap < 1e-12
 
 
@@ -337,8 +337,8 @@ def test_two_python_threads_compute_at_once():
     decoders = [packed_decoder(step_sizes(config), weights(config), torch.float32, 2) for _ in range(3)]
     expected = Sequences(decoders[0], lengths).all(together(lengths))
     with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda d: Sequences(d, lengths).all(together(lengths)), decoders))
-    assert all(equal(one, expected) for one in found)
+        result = list(pool.map(lambda d: Sequences(d, lengths).all(together(lengths)), decoders))
+    assert all(equal(item, expected) for item in result)
 
 
 @pytest.fixture

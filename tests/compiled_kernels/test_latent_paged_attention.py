@@ -31,9 +31,9 @@ def scene(sequences, rank, value, dtype=torch.float64):
 def test_it_is_the_reference(way, sequences):
     rank, value = WAYS[way]
     q, latent, up, cache, paging = scene(sequences, rank, value)
-    kept, found = cache.clone(), latent_paged_attention(q, latent, up, cache, paging, value, 0.3)
+    kept, tensor = cache.clone(), latent_paged_attention(q, latent, up, cache, paging, value, 0.3)
     expected = latent_paged_attention_reference(q, latent, up, kept, paging, value, 0.3)
-    assert found.shape == (len(q), HEADS, value) and (found - expected).abs().max() < 1e-12
+    assert tensor.shape == (len(q), HEADS, value) and (tensor - expected).abs().max() < 1e-12
     assert torch.equal(cache, kept)
 
 
@@ -42,9 +42,9 @@ def test_it_is_the_reference(way, sequences):
 def test_the_static_form_is_the_reference(way, sequences):
     rank, value = WAYS[way]
     q, latent, up, cache, paging = scene(sequences, rank, value)
-    kept, found = cache.clone(), static_latent_paged_attention(q, latent, up, cache, paging, 0.3)
+    kept, result = cache.clone(), static_latent_paged_attention(q, latent, up, cache, paging, 0.3)
     expected = latent_paged_attention_reference(q, latent, up, kept, paging, value, 0.3)
-    assert (found - expected).abs().max() < 1e-12 and torch.equal(cache, kept)
+    assert (result - expected).abs().max() < 1e-12 and torch.equal(cache, kept)
 
 
 def test_prompts_and_new_tokens_go_the_cheaper_way():

@@ -47,9 +47,9 @@ def test_values_and_gradients_are_those_of_float64(shape, rows, biased):
     inputs = [draw(*shape), weight_of(rows, 96)] + [draw(rows, seed=3)] * biased
     got = with_gradients(linear, *inputs)
     expected = with_gradients(F.linear, *(x.double() for x in inputs))
-    for one, two in zip(got, expected, strict=True):
-        assert one.shape == two.shape and one.is_contiguous()
-        assert (one - two).abs().max() < 1e-5 * (1 + two.abs().max())
+    for tensor, two in zip(got, expected, strict=True):
+        assert tensor.shape == two.shape and tensor.is_contiguous()
+        assert (tensor - two).abs().max() < 1e-5 * (1 + two.abs().max())
 
 
 def test_transposed_operands():
@@ -63,8 +63,8 @@ def test_transposed_operands():
 
 def test_float64_is_torchs_own():
     x, w = draw(5, 96, dtype=torch.float64), weight_of(192, 96, torch.float64)
-    for one, two in zip(with_gradients(linear, x, w), with_gradients(F.linear, x, w), strict=True):
-        assert (one - two).abs().max() < 1e-14 * two.abs().max() * 10
+    for item, two in zip(with_gradients(linear, x, w), with_gradients(F.linear, x, w), strict=True):
+        assert (item - two).abs().max() < 1e-14 * two.abs().max() * 10
     assert torch.equal(product(x, w), x @ w.T) and torch.equal(sum_of_products(x, x), x.T @ x)
 
 
@@ -170,7 +170,7 @@ def test_who_computes_is_told_by_the_weight(monkeypatch):
 def test_tracers_see_operators_of_torchs_core():
     x, w = draw(5, 96), weight_of(192, 96)
     with FakeTensorMode() as fake:
-        fakes = [fake.from_tensor(one) for one in (x, w)]
+        fakes = [fake.from_tensor(item) for item in (x, w)]
         assert seen(lambda: linear(*fakes)) <= {"aten::mm"}
     graphs = []
 

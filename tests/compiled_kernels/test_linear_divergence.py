@@ -66,8 +66,8 @@ def test_vocabulary_parallel(text, beta):
 
         hidden, teacher = (x.detach().clone().requires_grad_() for x in inputs[::2])
         local = hidden, rows(inputs[1]), teacher, rows(inputs[3])
-        found = _with_grads(linear_divergence(*local, beta, mesh, 0.7, chunk=5), local, weight)
-        ranks = [gather(found, rank) for rank in range(mesh.world)]
+        result = _with_grads(linear_divergence(*local, beta, mesh, 0.7, chunk=5), local, weight)
+        ranks = [gather(result, rank) for rank in range(mesh.world)]
     for rank, (got, got_hidden, got_unembed) in enumerate(ranks):
         own = d_unembed.chunk(size)[rank % size]
         for a, b in ((got, value), (got_hidden, d_hidden), (got_unembed, own)):  # hidden's is complete on every rank

@@ -214,10 +214,10 @@ def test_the_topk_of_all_ranks(text):
         shards = unembed.detach().chunk(size)
         local = per_rank(mesh.world, lambda rank: shards[rank % size].clone()).requires_grad_()
         whole = hidden.detach().clone().requires_grad_()
-        found = topk(whole, local, k, mesh, 0.7, chunk=5)
-        scores = linear_logprob(whole, local, targets, mesh, 0.7, chunk=5, want=(), topk_TK=found[0])
+        result = topk(whole, local, k, mesh, 0.7, chunk=5)
+        scores = linear_logprob(whole, local, targets, mesh, 0.7, chunk=5, want=(), topk_TK=result[0])
         grads = torch.autograd.grad((scores.topk_logp * weights).sum(), (whole, local))
-        ranks = [gather((found, grads), rank) for rank in range(mesh.world)]
+        ranks = [gather((result, grads), rank) for rank in range(mesh.world)]
     for rank, ((got_ids, got_logp), (got_hidden, got_unembed)) in enumerate(ranks):
         assert torch.equal(got_ids, ids) and (got_logp - logp).abs().max() < 1e-12
         assert (got_hidden - d_hidden).abs().max() < 1e-9

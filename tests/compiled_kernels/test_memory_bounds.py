@@ -157,8 +157,8 @@ def test_draws(memory, vocab, greedy):
         assert library().funrl_sample(32, *call) == 0
         return outputs
 
-    found, expected = sampled(memory.place, memory.empty), sampled(torch.clone, torch.zeros)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    result, expected = sampled(memory.place, memory.empty), sampled(torch.clone, torch.zeros)
+    assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

@@ -118,9 +118,9 @@ def test_a_forward_pass_of_these_is_that_of_the_engine(name):
 
     for layer in params["layers"]:
         attn, mlp, h = layer["attn"], layer["mlp"], rms_norm(x, layer["attn_norm"], config.norm.eps)
-        q, k, v = (linear(h, attn[one].flatten(0, 1)).unflatten(1, attn[one].shape[:2]) for one in "qkv")
+        q, k, v = (linear(h, attn[item].flatten(0, 1)).unflatten(1, attn[item].shape[:2]) for item in "qkv")
         if config.attention.qk_norm:
-            q, k = (rms_norm(y, attn[f"{one}_norm"], config.norm.eps) for y, one in ((q, "q"), (k, "k")))
+            q, k = (rms_norm(y, attn[f"{element}_norm"], config.norm.eps) for y, element in ((q, "q"), (k, "k")))
         out = packed_attention(*(rotate(y[None], rope)[0] for y in (q, k)), v, offsets)
         x = x + linear(out.flatten(1), attn["o"].flatten(1))
         h = rms_norm(x, layer["mlp_norm"], config.norm.eps)

@@ -147,21 +147,21 @@ def test_places_and_groups_by_hand():
     counts, ends = [1, 1, 1, 3, 3, 2], [3, 4, 9, 7, 8, 17]
     table = torch.tensor([[7, 0, 0], [2, 0, 0], [1, 3, 5], [4, 6, 0], [8, 9, 0], [10, 11, 12]], dtype=torch.int32)
     table = torch.cat((table, torch.tensor([[0, 0, 0]] * 5 + [[13, 14, 0]], dtype=torch.int32)), 1)
-    found = paging_of(counts, ends, table, 4)
-    assert found.positions_N.tolist() == [2, 3, 8, 4, 5, 6, 5, 6, 7, 15, 16]
-    assert found.places_N.tolist() == [30, 11, 20, 24, 25, 26, 37, 38, 39, 55, 56]  # page * 4 + position % 4
-    assert found.offsets_S1.tolist() == [0, 1, 2, 3, 6, 9, 11] and found.ends_S.tolist() == ends
+    paging = paging_of(counts, ends, table, 4)
+    assert paging.positions_N.tolist() == [2, 3, 8, 4, 5, 6, 5, 6, 7, 15, 16]
+    assert paging.places_N.tolist() == [30, 11, 20, 24, 25, 26, 37, 38, 39, 55, 56]  # page * 4 + position % 4
+    assert paging.offsets_S1.tolist() == [0, 1, 2, 3, 6, 9, 11] and paging.ends_S.tolist() == ends
     # first token, first sequence, sequences, new tokens of each, pages
-    assert found.groups_G5.tolist() == [[0, 0, 2, 1, 1], [2, 2, 1, 1, 3], [3, 3, 2, 3, 2], [9, 5, 1, 2, 5]]
-    assert [x.dtype for x in found] == [*[torch.int64] * 3, torch.int32, torch.int32, torch.int64]
+    assert paging.groups_G5.tolist() == [[0, 0, 2, 1, 1], [2, 2, 1, 1, 3], [3, 3, 2, 3, 2], [9, 5, 1, 2, 5]]
+    assert [x.dtype for x in paging] == [*[torch.int64] * 3, torch.int32, torch.int32, torch.int64]
 
 
 def test_pages_that_are_read():
     assert [read_pages(tokens, 16) for tokens in (1, 16, 17, 80, 128, 129, 160, 161)] == [1, 1, 2, 5, 8, 10, 10, 12]
     numbers = [read_pages(tokens, 4) for tokens in range(1, 20001)]
-    assert all(-(-n // 4) <= found <= 1.25 * -(-n // 4) for n, found in enumerate(numbers, 1))
+    assert all(-(-n // 4) <= number <= 1.25 * -(-n // 4) for n, number in enumerate(numbers, 1))
     assert numbers == sorted(numbers) and len(set(numbers)) < 50  # four for each power of two
-    assert [read_pages(found * 4, 4) for found in set(numbers)] == list(set(numbers))
+    assert [read_pages(item * 4, 4) for item in set(numbers)] == list(set(numbers))
 
 
 def test_no_more_pages_are_read_than_the_table_has():
@@ -359,8 +359,8 @@ def test_a_kernel_that_refuses_pages_or_is_wrong_is_passed_over(monkeypatch, cap
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         caplog.clear()
         with caplog.at_level("INFO", kernels.__name__):
-            found = kernels.paged_kernel.__wrapped__()
-        assert (found and found.func) is expected and text in caplog.text and "C++" not in caplog.text
+            wrapped = kernels.paged_kernel.__wrapped__()
+        assert (wrapped and wrapped.func) is expected and text in caplog.text and "C++" not in caplog.text
 
 
 def test_torchs_kernel_takes_pages():

@@ -47,7 +47,7 @@ def test_rows_of_pages_give_the_results_and_the_cells_of_whole_sequences():
     held = tokens >= 0
     filled = (torch.where(held[:, None], x[tokens.clamp(min=0)], 0.5) for x in per_token)
     paging = Paging(positions, positions, table, *[positions[:0]] * 3)
-    found = static_delta_net_pass(DeltaInputs(*filled, filters, K, N), split, rows, paging)
-    assert (found[held] - want).abs().max() < 1e-13 < want.abs().max()
+    result = static_delta_net_pass(DeltaInputs(*filled, filters, K, N), split, rows, paging)
+    assert (result[held] - want).abs().max() < 1e-13 < want.abs().max()
     for x, y in zip(split, whole, strict=True):
         assert (x[:5] - y[:5]).abs().max() < 1e-13

@@ -85,8 +85,8 @@ def test_the_factors_are_read_back_as_they_were_given():
         decoder = packed_decoder(step_sizes(config_of(name)), base, torch.float32)
         for number in range(len(LORAS)):
             layers = factors_of_layers(adapted(name, number)[1])
-            found = [*decoder.adapter(layers, 1.0).factors()]
-            for layer, back in zip(layers, found, strict=True):
+            results = [*decoder.adapter(layers, 1.0).factors()]
+            for layer, back in zip(layers, results, strict=True):
                 assert layer.keys() == back.keys()
                 for which in layer:
                     pairs = zip(layer[which], back[which], strict=True)

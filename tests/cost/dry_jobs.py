@@ -56,8 +56,10 @@ def small(algorithm="ppo", arguments=None, sizes=None, **given):
     job = plain(algorithm, arguments=arguments, **given)
     model = decoder_model(with_fields(job.model.config, **SIZES | (sizes or {})))
     valued = with_value_head(model)
-    own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
-    own |= {n: with_lora(own[n], one.adapters.lora) for n, one in job.models.items() if one.adapters is not None}
+    own = {name: valued if item.unembed is None else model for name, item in job.models.items()}
+    own |= {
+        n: with_lora(own[n], element.adapters.lora) for n, element in job.models.items() if element.adapters is not None
+    }
     return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 

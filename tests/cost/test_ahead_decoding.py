@@ -5,19 +5,20 @@ import math
 import pytest
 
 pytest.importorskip("jax")
+import jax
 import torch
 from dry_jobs import plain, small
 
 from funrl import trees
-from funrl.cost.ahead import decoding, report
-from funrl.cost.ahead.decoding import EnginePasses, decoding_plan, decoding_problem
+from funrl.cost.ahead import report
+from funrl.cost.ahead.report import decoding_plan, decoding_problem, engine_passes
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import SINGLE
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.rollout.native.device.decode_state import DecodeForm, empty_state
-from funrl.trainer.lowered.decoding import XlaBackend
+from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
+from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 from funrl.xla.ahead import AheadProgram, Sent
-from funrl.xla.chains import chains_of
+from funrl.xla.interpret import chains_of
 from funrl.xla.meshes import devices_of_mesh
 
 pytestmark = pytest.mark.xla
@@ -48,7 +49,7 @@ def plan():
 
 def test_the_plan_has_the_rows_and_the_costs_of_the_dry_run(plan):
     assert plan.text == "generation on dp2: each engine decodes 8 rows of 1 page of 256 tokens"
-    assert (plan.sizes.prompts, plan.sizes.prompt_tokens, plan.slots) == (4, 8, 512)
+    assert (plan.sizes.prompts, plan.sizes.prompt_tokens) == (4, 8)
     assert plan.weight_bytes == sum(4 * math.prod(x.shape) for x in trees.leaves(plan.weights))
     assert plan.own_bytes == 0  # they are the trainer's
     page = 2 * 2 * 8 * 256 * 4  # keys and values, heads, their size, tokens, bytes of a number
@@ -65,9 +66,9 @@ def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(
     phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)
     phase = phases["decode"]
     assert phases["prefill"].resident == phase.resident
-    assert phase.memory == 1007 + 100 + (90 - 80 + 5) and phase.flops == 1000
+    assert phase.costs[:2] == (1007 + 100 + (90 - 80 + 5), 1000)
     costs = plan.costs["decode"]
-    assert phase.expected == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
+    assert phase.dry == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
 
 
 def operators(program):
@@ -77,31 +78,28 @@ def operators(program):
 
 
 @pytest.mark.slow
-def test_the_iteration_is_the_engine_s(monkeypatch):
+def test_the_iteration_is_the_engine_s():
     """The pass that is compiled ahead has the operators, one by one, of an engine that runs in JAX.
 
     Every other layer of the model keeps states.
     """
-    ahead = []
-    monkeypatch.setattr(decoding, "compile_program", lambda program, args, *_: (ahead.append((program, args)),))
     sizes = {"layers": 4, "mixers": (GatedDeltaNet(2, 4, 8, 6), None) * 2}
     job = small("grpo", decode_rows=4, batch_prompts=2, sizes=sizes)
     plan = decoding_plan(job, 8, V5E, 0)
-    passes = EnginePasses(plan, devices_of_mesh(plan.job.generate_sizes), print)
-    passes.decode()
-    ((program, args),) = ahead
-    given = tuple(spec for _, spec in trees.named(tuple(program.given(*args))))
-    traced = program._traced(args, given, plan.job.generate_sizes)
+    mesh = devices_of_mesh(plan.job.generate_sizes)
+    ((function, args),) = engine_passes(plan, mesh)["decode"]
+    with jax.enable_x64(True):
+        traced = function.mapped(args, mesh).program
 
-    backend = XlaBackend(job.model, SINGLE, job.dtype, plan.page_tokens)
+    devices = EngineDevices(SINGLE.sizes, SINGLE.sizes)
+    backend = XlaBackend(devices, job.model, SINGLE, job.dtype, plan.page_tokens)
     backend.load(job.model.init(torch.Generator().manual_seed(0)))
-    backend.spare = 1
-    assert passes.spare.cell == 4
-    backend.resize(*passes.spare)
+    backend.resize(4, 4)
     form = DecodeForm(4, 1, ((0, job.sampling),))
     state = empty_state(torch.zeros(5, dtype=torch.int64), len(job.stop), 1)
-    backend.decode(state, torch.arange(4), form, passes.spare)
-    ((own, _),) = next(iter(backend._programs.values()))._programs.values()
+    backend.decode(state, torch.arange(4), form, Spare(4, 4))
+    ((compiled,),) = (program.compiled.values() for program in backend._programs.values())
+    own = compiled.program
     assert operators(traced) == operators(own) and len(operators(own)) > 100
     (layers,) = chains_of(own.graph).values()
     assert len(layers.turns) == 2 and not layers.outputs  # one loop, which keeps no copy

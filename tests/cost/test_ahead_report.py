@@ -21,7 +21,7 @@ AXES = {"0": ("tp2", ("tensor",), {"tensor": 2})}
 def findings(temporary=50, flops=1000, nbytes=100, attention=0):
     """Findings about a phase that the dry run gives 100 bytes, 1000 FLOPs and 100 bytes sent; 50 bytes are resident."""
     costs = Costs(traffic={("all_reduce", "0"): Traffic(1, 100.0)})
-    expected = report.Expected(100.0, 1000.0, report.sent_of(costs, AXES))
+    expected = report.dry_costs(costs, AXES)._replace(memory=100.0, flops=1000.0)
     sent = (Sent("all-reduce", ("tensor",), 1, nbytes),)
     program = AheadProgram("scores", 1.0, 50, 0, 0, temporary, 0, flops, attention, sent)
     return report.differences({"score_policy": report.CompiledPhase((program,), 50, expected)})
@@ -29,8 +29,8 @@ def findings(temporary=50, flops=1000, nbytes=100, attention=0):
 
 @pytest.mark.parametrize("ratio", [0.86, 1.0, 1.14])
 def test_numbers_within_15_percent_are_no_finding(ratio):
-    found = findings(temporary=round(100 * ratio) - 50, flops=round(1000 * ratio), nbytes=round(100 * ratio))
-    assert found == ["the dry run agrees within 15%"]
+    result = findings(temporary=round(100 * ratio) - 50, flops=round(1000 * ratio), nbytes=round(100 * ratio))
+    assert result == ["the dry run agrees within 15%"]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,11 @@ import jax
 from dry_jobs import plain
 
 from funrl.cli import main as cli
-from funrl.cost.ahead.decoding import EnginePasses, decoding_plan
-from funrl.cost.ahead.report import rows_of_chips, short
-from funrl.cost.ahead.steps import compile_steps
+from funrl.cost.ahead.report import compile_steps, decoding_plan, engine_passes, rows_of_chips, short
 from funrl.cost.rows import full_rows
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.text import parse
-from funrl.xla.ahead import topology_mesh
+from funrl.xla.ahead import compile_for_chips, topology_mesh
 from funrl.xla.errors import XlaError
 
 pytestmark = pytest.mark.xla
@@ -98,13 +96,17 @@ def test_a_model_with_experts_is_compiled(tmp_path):
     job = plain("grpo", hardware.memory, model=str(file), max_new_tokens=64, **given)
     rows = rows_of_chips(job, 128)
     chips = topology_mesh("v6e:2x2", job.sizes)
-    steps = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, 64, rows), print)
-    assert list(steps.scores) == ["reference"] and steps.updates["policy"].aliased > 0
-    kinds = [(x.kind, short(x.axes)) for x in steps.gradients["policy"].sent]
+    phases, _ = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, 64, rows), print)
+    assert list(phases) == ["score_reference", "update_policy"]
+    gradient, update = phases["update_policy"]
+    assert update.aliased > 0
+    kinds = [(x.kind, short(x.axes)) for x in gradient.sent]
     assert kinds == [("all-gather", "ep"), ("all-reduce", "dp"), ("all-reduce", "dp,ep"), ("reduce-scatter", "ep")]
 
     plan = decoding_plan(job, 64, hardware, 0)
-    program = EnginePasses(plan, topology_mesh("v6e:2x2", job.generate_sizes), print).decode()
+    chips = topology_mesh("v6e:2x2", job.generate_sizes)
+    ((function, args),) = engine_passes(plan, chips)["decode"]
+    program, _ = compile_for_chips(function, args, chips, print)
     costs = plan.costs["decode"]
     sent = [(x.kind, x.axes, x.count) for x in program.sent]
     assert sent == [("all-gather", ("tensor",), 1), ("all-reduce", ("tensor",), 5)]

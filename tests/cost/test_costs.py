@@ -74,10 +74,10 @@ def test_several_lines_from_one_point():
     first = Costs({"other": {"weights": 10.0}}, 1.0, 1.0, {("all_reduce", "g"): Traffic(1, 8)})
     policy = Costs({"other": {"weights": 12.0}}, 4.0, 2.0, {("all_reduce", "g"): Traffic(2, 16)})
     teacher = Costs({"other": {"weights": 15.0, "cache": 1.0}}, 6.0, 1.0, {("all_gather", "g"): Traffic(1, 4)})
-    found = along(first, (policy, 10), (teacher, 2))
-    assert found.peak == {"weights": 10 + 10 * 2 + 2 * 5, "cache": 2.0}
-    assert found.flops == 1 + 10 * 3 + 2 * 5 and found.seconds == 11
-    assert found.traffic == {("all_reduce", "g"): (9, 72), ("all_gather", "g"): (2, 8)}
+    estimate = along(first, (policy, 10), (teacher, 2))
+    assert estimate.peak == {"weights": 10 + 10 * 2 + 2 * 5, "cache": 2.0}
+    assert estimate.flops == 1 + 10 * 3 + 2 * 5 and estimate.seconds == 11
+    assert estimate.traffic == {("all_reduce", "g"): (9, 72), ("all_gather", "g"): (2, 8)}
     assert along(first) == first
 
 

@@ -11,7 +11,7 @@ from funrl.cost import decoding, dry_run
 from funrl.cost.tracing.hardware import USABLE
 from funrl.mesh.mesh import single
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.trainer.jobs import build as trainer_build
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
@@ -25,9 +25,9 @@ def with_cache(job, gigabytes, rows=512):
 @pytest.mark.slow
 def test_the_cache_has_its_closed_form():
     job = small()
-    found = dry_run.estimate(job, 8, CPU)
+    estimate = dry_run.estimate(job, 8, CPU)
     cache = job.model.init_cache(single(), 16 * 2, 16, job.dtype)  # 16 rows of 32 tokens, two pages each
-    assert found.phases["generate"].peak["cache"] == trees.nbytes(cache)
+    assert estimate.phases["generate"].peak["cache"] == trees.nbytes(cache)
 
 
 @pytest.mark.slow
@@ -40,12 +40,12 @@ def test_the_cache_is_that_of_the_rank_with_most_prompts():
 @pytest.mark.slow
 def test_a_latent_cache_has_its_closed_form_and_latent_attention_its_flops():
     """One vector of 24 + 4 numbers a token, and the products of decoding with it."""
-    sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": Latent(24, None, 8, 4, 6)}
+    sizes = {"family": "deepseek_v3", "kv_heads": 4, "head": 12, "latent": LatentSizes(24, None, 8, 4, 6)}
     short, long = (dry_run.estimate(small("grpo", sizes=sizes, max_new_tokens=n), 8, CPU) for n in (24, 56))
-    found = [one.phases["generate"] for one in (short, long)]
-    assert [one.peak["cache"] for one in found] == [16 * 2 * tokens * (24 + 4) * 4 for tokens in (32, 64)]
+    results = [estimate.phases["generate"] for estimate in (short, long)]
+    assert [element.peak["cache"] for element in results] == [16 * 2 * tokens * (24 + 4) * 4 for tokens in (32, 64)]
     heads, layers, rows = 4, 2, 16
-    more = [one.flops / steps for one, steps in zip(found, (24, 56), strict=True)]
+    more = [item.flops / steps for item, steps in zip(results, (24, 56), strict=True)]
     assert 0.5 < (more[1] - more[0]) / (rows * layers * heads * 4 * (24 + 4) * 16) < 2
 
 
@@ -55,26 +55,26 @@ def test_states_are_in_the_cache_and_do_not_grow():
     mixer = GatedDeltaNet(2, 4, 8, 6)
     sizes = {"family": "qwen3_next", "mixers": (mixer, None)}
     short, long = (small("grpo", sizes=sizes, max_new_tokens=n) for n in (24, 56))
-    found = [dry_run.estimate(job, 8, CPU).phases["generate"] for job in (short, long)]
+    results = [dry_run.estimate(job, 8, CPU).phases["generate"] for job in (short, long)]
     cost = short.model.abilities.cost
     state = 4 * 8 * 6 + 3 * (2 * 2 * 8 + 4 * 6)
     assert cost.state() == state and cost.state(2) == state / 2 and cost.state(4) == state / 2
     assert short.model.cell_bytes(single(), short.dtype) == 4 * state
     pages = [16 * tokens * cost.cached() * 4 for tokens in (32, 64)]
-    assert [one.peak["cache"] for one in found] == [16 * 4 * state + some for some in pages]
+    assert [estimate.peak["cache"] for estimate in results] == [16 * 4 * state + some for some in pages]
 
 
 @pytest.mark.slow
 def test_the_cache_of_a_deep_model_holds_the_rows_that_fit_at_its_own_depth():
     row = 7 * 2 * 1 * 8 * 4 * 32  # layers, keys and values, a tensor rank's heads of 8, float32, two pages of 16
     job = with_cache(small("grpo", sizes={"layers": 7}, mesh="tp2", generate_mesh="tp2"), 5.5 * row / 1e9)
-    found = dry_run.estimate(job, 8, CPU).phases["generate"]
-    assert found.peak["cache"] == 5 * row
+    phase = dry_run.estimate(job, 8, CPU).phases["generate"]
+    assert phase.peak["cache"] == 5 * row
     # 16 rows in 4 waves; each pass gathers the logits once, those over prompts too, and reduces layers twice.
     steps = 4 * 24
-    gathers = [traffic.count for (op, _), traffic in found.traffic.items() if op == "all_gather_into_tensor"]
+    gathers = [traffic.count for (op, _), traffic in phase.traffic.items() if op == "all_gather_into_tensor"]
     assert steps <= gathers[0] <= steps + 16
-    reduces = [traffic.count for (op, _), traffic in found.traffic.items() if op == "all_reduce"]
+    reduces = [traffic.count for (op, _), traffic in phase.traffic.items() if op == "all_reduce"]
     assert reduces[0] >= steps * (1 + 2 * 7)
 
 
@@ -89,11 +89,11 @@ def test_where_no_flag_says_so_the_cache_takes_half_of_what_is_left():
 
 @pytest.mark.slow
 def test_prompts_are_read_once_however_few_rows_fit():
-    one, all_rows = (
+    first, all_rows = (
         dry_run.estimate(with_cache(small("grpo", sizes={"layers": 1}), None, rows), 40, CPU).phases["generate"].flops
         for rows in (1, 16)
     )
-    assert one == pytest.approx(all_rows, rel=0.02)
+    assert first == pytest.approx(all_rows, rel=0.02)
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_the_last_rows_are_decoded_by_themselves():
     parts = trainer_build.build(job, single(), lambda _: None)
     rows = {16: [(1, 16)], 5: [(3, 5), (1, 1)], 1: [(16, 1)], 100: [(1, 16)]}
     for most, expected in rows.items():
-        found = decoding.waves(engine_work(with_cache(job, None, most), parts.generator, 8), job.sampling)
-        assert found == expected
+        waves = decoding.waves(engine_work(with_cache(job, None, most), parts.generator, 8), job.sampling)
+        assert waves == expected
 
 
 @pytest.mark.slow
@@ -140,16 +140,16 @@ def test_a_judge_writes_a_verdict_on_every_completion(tmp_path):
     (tmp_path / "template.txt").write_text("Is {{completion}} right?")  # 10 characters beside it: 3 tokens
     judge = {"prompts": "p.jsonl", "judge": config, "judge_template": str(tmp_path / "template.txt")}
     job = small("grpo", sizes={"layers": 1}, judge_max_new_tokens=8, **judge)
-    found, without = (dry_run.estimate(one, 8, CPU).phases for one in (job, dataclasses.replace(job, judge=None)))
-    assert [name for name in found if name not in without] == ["score_judge"] == list(found)[1:2]
+    record, without = (dry_run.estimate(item, 8, CPU).phases for item in (job, dataclasses.replace(job, judge=None)))
+    assert [name for name in record if name not in without] == ["score_judge"] == list(record)[1:2]
     for name, costs in without.items():
-        assert found[name].peak["weights"] - costs.peak["weights"] == trees.nbytes(job.judge.model.shapes), name
-    one = plain("grpo", model=config, prompts="p.jsonl", batch_prompts=16, samples_per_prompt=1, max_new_tokens=8)
-    generator = trainer_build.build(one, single(), lambda _: None).generator
-    alone = decoding.generation(engine_work(one, generator, 8 + 24 + 3))
-    assert found["score_judge"].flops == pytest.approx(alone.flops)
-    assert found["score_judge"].seconds == pytest.approx(alone.seconds, rel=0.05)  # it draws greedily
-    assert found["score_judge"].peak["cache"] == alone.peak["cache"]
+        assert record[name].peak["weights"] - costs.peak["weights"] == trees.nbytes(job.judge.model.shapes), name
+    first = plain("grpo", model=config, prompts="p.jsonl", batch_prompts=16, samples_per_prompt=1, max_new_tokens=8)
+    generator = trainer_build.build(first, single(), lambda _: None).generator
+    alone = decoding.generation(engine_work(first, generator, 8 + 24 + 3))
+    assert record["score_judge"].flops == pytest.approx(alone.flops)
+    assert record["score_judge"].seconds == pytest.approx(alone.seconds, rel=0.05)  # it draws greedily
+    assert record["score_judge"].peak["cache"] == alone.peak["cache"]
     with pytest.raises(SettingsError, match=r"it reads 35 tokens and may write 4090 .*, but it has 4096 positions"):
         dry_run.estimate(small("grpo", judge_max_new_tokens=4090, **judge), 8, CPU)
 
@@ -173,8 +173,8 @@ def test_agents_hold_weights_and_caches():
 @pytest.mark.slow
 def test_a_second_policy_holds_what_the_first_one_holds():
     plain, two = (small("grpo", task="calculator", agents=agents) for agents in SECOND)
-    one, both = (dry_run.estimate(job, 10, CPU).phases for job in (plain, two))
+    row, both = (dry_run.estimate(job, 10, CPU).phases for job in (plain, two))
     model = trees.count(plain.model.shapes) * plain.dtype.itemsize
-    assert both["generate"].peak["weights"] - one["generate"].peak["weights"] == 2 * model  # its own and its engine's
-    assert both["update_second"].peak["optimizer"] == 2 * one["update_policy"].peak["optimizer"]
-    assert {"score_second", "update_second"} <= both.keys() - one.keys()
+    assert both["generate"].peak["weights"] - row["generate"].peak["weights"] == 2 * model  # its own and its engine's
+    assert both["update_second"].peak["optimizer"] == 2 * row["update_policy"].peak["optimizer"]
+    assert {"score_second", "update_second"} <= both.keys() - row.keys()

@@ -18,19 +18,19 @@ from funrl.trainer.jobs.build import build
 @pytest.mark.slow
 def test_tensor_ranks_hold_a_share_and_talk(tmp_path):
     how = {"model": write_config(tmp_path), "minibatches": 2}
-    one, two, split = (
+    first, two, split = (
         dry_run.estimate(plain("grpo", mesh=mesh, generate_mesh=mesh, **how, **more), 8, CPU)
         for mesh, more in (("dp2", {}), ("dp2,tp2", {}), ("dp2,tp2", {"split_residual": "on"}))
     )
-    assert two.phases["update_policy"].peak["weights"] < 0.6 * one.phases["update_policy"].peak["weights"]
+    assert two.phases["update_policy"].peak["weights"] < 0.6 * first.phases["update_policy"].peak["weights"]
     group = {text: name for name, (text, *_) in two.axes.items()}
     assert {group["dp2"], group["tp2"]} <= {name for _, name in two.phases["update_policy"].traffic}
     # of one micro-batch: the embedding, 2 a layer, and the maximum and the sums of the logits
     assert two.phases["score_policy"].traffic["all_reduce", group["tp2"]].count == 1 + 2 * 2 + 2
     # with a split residual each of the former is scattered, and what each half and the unembedding begin with gathered
     whole, parts = (
-        {kind: sent for (kind, name), sent in found.phases["score_policy"].traffic.items() if name == group["tp2"]}
-        for found in (two, split)
+        {kind: sent for (kind, name), sent in estimate.phases["score_policy"].traffic.items() if name == group["tp2"]}
+        for estimate in (two, split)
     )
     assert parts["all_reduce"].count == 2
     summed = (1 + 2 * 2, whole["all_reduce"].nbytes - parts["all_reduce"].nbytes)
@@ -83,11 +83,13 @@ def test_gradients_that_are_summed_in_bfloat16_are_half_the_bytes(tmp_path):
         for dtype in ("auto", "bfloat16")
     )
     sums = [
-        next(sent for (op, _), sent in found.phases["update_policy"].traffic.items() if op == "reduce_scatter_tensor")
-        for found in (wide, half)
+        next(
+            sent for (op, _), sent in estimate.phases["update_policy"].traffic.items() if op == "reduce_scatter_tensor"
+        )
+        for estimate in (wide, half)
     ]
     assert sums[1] == (sums[0].count, sums[0].nbytes / 2)
-    held = [found.phases["update_policy"].peaks["backward"] for found in (wide, half)]
+    held = [item.phases["update_policy"].peaks["backward"] for item in (wide, half)]
     layer = sum(x.numel() for x in trees.leaves(wide.job.models["policy"].shapes["layers"][0]) if x.ndim > 1)
     saved = sum(held[0].values()) - sum(held[1].values())
     assert 1.5 * layer < saved < 2.5 * layer  # bytes: each gradient of a layer on its way takes 2 instead of 4
@@ -112,15 +114,17 @@ def test_messages_that_layers_share_are_on_a_line_too(monkeypatch):
     layer = 4 * trees.count(job.model.shapes["layers"][0])
     monkeypatch.setattr(message_sizes, "PIECE_BYTES", 3 * layer // (2 * 16))
     monkeypatch.setattr(cost_estimate, "FURTHER", 0)
-    found = []
+    results = []
     for depth in (3, 20):  # by the line, and all of them
         monkeypatch.setattr(cost_estimate, "DEPTH", depth)
         phases = dry_run.estimate(job, 8, CPU).phases
-        found.append({name: {key: one.count for key, one in costs.traffic.items()} for name, costs in phases.items()})
-    assert found[0].keys() == found[1].keys()
-    for name, counts in found[0].items():
-        assert counts == pytest.approx(found[1][name]), name
-    gathers = next(n for (op, _), n in found[0]["score_reference"].items() if op.startswith("all_gather"))
+        results.append(
+            {name: {key: item.count for key, item in costs.traffic.items()} for name, costs in phases.items()}
+        )
+    assert results[0].keys() == results[1].keys()
+    for name, counts in results[0].items():
+        assert counts == pytest.approx(results[1][name]), name
+    gathers = next(n for (op, _), n in results[0]["score_reference"].items() if op.startswith("all_gather"))
     assert gathers == 6 + 2  # the embedding and the unembedding go by themselves
 
 
@@ -131,9 +135,9 @@ def test_no_more_collectives_are_called_on_more_ranks():
         job = small("grpo", mesh=f"dp{data},tp2", fsdp=True, batch_prompts=128)
         with pretended(job.sizes) as mesh:
             parts = build(job, mesh, lambda _: None)
-            found = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 4), tracer_of(job, parts, CPU))
+            trace_step = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 8, 4), tracer_of(job, parts, CPU))
         counts.append(
-            {phase: sum(one.count for one in costs.traffic.values()) for phase, costs in found.phases.items()}
+            {phase: sum(item.count for item in costs.traffic.values()) for phase, costs in trace_step.phases.items()}
         )
     assert counts[0] == counts[1] and sum(counts[0].values()) > 0
     assert all(counts[2][phase] <= count for phase, count in counts[1].items())  # over nodes these layers join
@@ -144,15 +148,15 @@ def test_ranks_that_share_tokens_share_the_work():
     """Twice as many tokens go together, and each of two layers exchanges four times for them: Ulysses twice either
     way, a ring of two keys and values once there and once back, and their gradients twice."""
     given = {"token_budget": 128, "sizes": {"layers": 2}, "batch_prompts": 16}
-    one = dry_run.estimate(small("sft", **given), 32, CPU).phases["update_policy"]
+    phase = dry_run.estimate(small("sft", **given), 32, CPU).phases["update_policy"]
     for form in ("ulysses", "ring"):
         job = small("sft", **given, mesh="sp2", sequence_parallel=form)
         update = dry_run.estimate(job, 32, CPU).phases["update_policy"]
         micro_batches = 16 * 32 / 256
         exchanges = sum(traffic.count for (kind, _), traffic in update.traffic.items() if kind == "all_to_all_single")
         assert exchanges / micro_batches == 8, form
-        assert one.flops / 2 <= update.flops * (1 + 1e-9) and update.flops < 0.75 * one.flops, form
-        assert update.peak["activations"] == pytest.approx(one.peak["activations"], rel=0.4), form
+        assert phase.flops / 2 <= update.flops * (1 + 1e-9) and update.flops < 0.75 * phase.flops, form
+        assert update.peak["activations"] == pytest.approx(phase.peak["activations"], rel=0.4), form
 
 
 @pytest.mark.slow
@@ -162,10 +166,12 @@ def test_ranks_that_share_tokens_gather_states():
     given = {"token_budget": 128, "mesh": "sp2", "batch_prompts": 16}
     job = small("sft", sizes=nets, **given)
     plain_job = small("sft", sizes={"layers": 2}, sequence_parallel="ring", **given)
-    update, other = (dry_run.estimate(one, 32, CPU).phases["update_policy"] for one in (job, plain_job))
+    update, other = (dry_run.estimate(item, 32, CPU).phases["update_policy"] for item in (job, plain_job))
     passed = 4 * 8 * (6 + 8) + 3 * (2 * 2 * 8 + 4 * 6)
     assert [layer.passed for layer in job.model.abilities.cost.layers] == [passed] * 2
     for way in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        sent, before = (sum(t.nbytes for (op, _), t in one.traffic.items() if op == way) for one in (update, other))
+        sent, before = (
+            sum(t.nbytes for (op, _), t in element.traffic.items() if op == way) for element in (update, other)
+        )
         micro_batches = 16 * 32 / 256
         assert sent - before == micro_batches * 2 * 2 * passed * 4

@@ -29,8 +29,8 @@ PHASES = {  # of a step of an experiment of each kind, beside generate, advantag
 TEXTS = ("sft", "dpo", "reward_model")
 
 
-def phases_of(said):
-    rows = said.split("a step of a rank")[1].split("\nall ")[0].splitlines()[2:]
+def phases_of(message):
+    rows = message.split("a step of a rank")[1].split("\nall ")[0].splitlines()[2:]
     return {row.split()[0] for row in rows}
 
 
@@ -39,9 +39,9 @@ def test_every_experiment_is_estimated_by_its_command(name, capsys):
     flags = ["--dry_run", "--hardware=cpu", "--batch_prompts=4"] + ["--minibatches=2"] * (name not in TEXTS)
     assert main(name, [name, *flags], name) == 0
     around = set() if name in TEXTS else {"generate", "advantage", "reshard", "verify"}
-    said = capsys.readouterr().out
-    assert phases_of(said) == PHASES[name] | around
-    assert "fits: the most that a rank holds" in said
+    output = capsys.readouterr().out
+    assert phases_of(output) == PHASES[name] | around
+    assert "fits: the most that a rank holds" in output
 
 
 @pytest.mark.slow
@@ -53,8 +53,8 @@ def test_any_recipe_is_estimated_with_a_teacher_of_another_size(tmp_path, capsys
     flags = ["--algorithm=distillation", f"--teacher={teacher}", f"--model={model}", "--prompt_tokens=8", "--dry_run"]
     flags += ["--hardware=cpu", "--samples_per_prompt=2", "--max_new_tokens=8"]
     assert main("rl", ["rl", *flags, "--batch_prompts=4", "--mesh=dp2,tp2", "--fsdp"]) == 0
-    said = capsys.readouterr().out
-    assert {"score_teacher", "update_policy"} <= phases_of(said) and "score_reference" not in said
+    output = capsys.readouterr().out
+    assert {"score_teacher", "update_policy"} <= phases_of(output) and "score_reference" not in output
     beside = [flag.replace("=distillation", "=gkd") for flag in flags]  # the teacher runs in the update itself
     assert main("rl", ["rl", *beside, "--batch_prompts=4"]) == 0
     assert phases_of(capsys.readouterr().out) == {"generate", "update_policy", "reshard", "verify"}
@@ -69,7 +69,7 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
     flags = [f"--model={model}", "--mesh=dp2,tp2", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=8"]
     monkeypatch.setattr(os, "fork", None)
     assert main("grpo", ["grpo", *flags, "--prompt_tokens=8", "--reward_workers=4", "--dry_run"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in (
         "peak memory of a rank",
         "update_policy",
@@ -77,7 +77,7 @@ def test_the_command_prints_everything_and_starts_nothing(tmp_path, capsys, monk
         "all_reduce",
         "fits: the most that a rank holds",
     ):
-        assert word in said
+        assert word in output
     assert not (tmp_path / "runs").exists()
     for wrong, why in (("--hardware=tpu", "it must be one of a100"), ("--prompt_tokens=5000", "4096 positions")):
         assert main("grpo", ["grpo", *flags, "--dry_run", wrong]) == 2
@@ -94,10 +94,10 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
     model = write_config(tmp_path, num_hidden_layers=2, vocab_size=2048)
     flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--dry_run"]
     assert main(name, [name, *flags, "--hardware=cpu"], name) == 0
-    said = capsys.readouterr().out
-    assert "update_" in said and ("\nscore_reference " in said) == (name == "dpo") and "does not fit: " in said
-    assert "generate" not in said and "reshard" not in said and "not counted: tokenizer, files" in said
-    tried = [line for line in said.splitlines() if line.startswith("  with ")]
+    output = capsys.readouterr().out
+    assert "update_" in output and ("\nscore_reference " in output) == (name == "dpo") and "does not fit: " in output
+    assert "generate" not in output and "reshard" not in output and "not counted: tokenizer, files" in output
+    tried = [line for line in output.splitlines() if line.startswith("  with ")]
     assert tried and set(re.findall(r"--(\w+)", " ".join(tried))) <= {
         name for name, flag in settings_flags().items() if "supervised" in flag.kinds
     }
@@ -121,12 +121,12 @@ def test_texts_have_flags_of_their_own(name, tmp_path, capsys, monkeypatch):
 def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
     flags = ["--dry_run", "--task=calculator", "--batch_prompts=4", "--assume_tool_seconds=0.5"]
     assert main("grpo", ["grpo", *flags], "grpo") == 0
-    said = capsys.readouterr().out
-    assert "32 episodes of 2 replies, 37 tokens each" in said
-    assert "an engine reads 192 tokens of later turns; of 32 unfinished episodes 32 generate at a time" in said
-    assert "environments take 500 ms before each later reply: 500 ms of a step are waited for, 0 s overlap" in said
+    line = capsys.readouterr().out
+    assert "32 episodes of 2 replies, 37 tokens each" in line
+    assert "an engine reads 192 tokens of later turns; of 32 unfinished episodes 32 generate at a time" in line
+    assert "environments take 500 ms before each later reply: 500 ms of a step are waited for, 0 s overlap" in line
     assert (
-        "branches of episodes, replies of frozen agents, and the work of environments" in said.split("not counted: ")[1]
+        "branches of episodes, replies of frozen agents, and the work of environments" in line.split("not counted: ")[1]
     )
     assert main("grpo", ["grpo", *flags, "--json"], "grpo") == 0
     episodes = json.loads(capsys.readouterr().out)["episodes"]
@@ -144,36 +144,36 @@ def test_a_task_of_episodes_is_estimated_with_its_turns(capsys, monkeypatch):
 def test_what_is_left_out_is_said(capsys):
     flags = ["--dry_run", "--batch_prompts=4", "--samples_per_prompt=2", "--offload=optimizer", "--eval_every=7"]
     assert main("dapo", ["dapo", *flags]) == 0
-    said = capsys.readouterr().out
+    line = capsys.readouterr().out
     for words in (
         "rewards, tokenizer, files",
         "evaluation every 7 steps",
         "7 more batches",
         "the time of offloading copies",
     ):
-        assert words in said.split("not counted: ")[1]
+        assert words in line.split("not counted: ")[1]
 
 
 def made_up(job, **phases):
     """An estimate with these bytes by kind in each phase."""
-    found = {name: Costs({"other": held}) for name, held in phases.items()}
-    return Estimate(job, ("policy",), "of a test", 32, found, {}, 1, 1, {}, ())
+    results = {name: Costs({"other": held}) for name, held in phases.items()}
+    return Estimate(job, ("policy",), "of a test", 32, results, {}, 1, 1, {}, ())
 
 
-def verdict(found, flags, costs):
-    return dry_report.verdict(verdict_of(found, flags, H100, costs), H100)
+def verdict(result, flags, costs):
+    return dry_report.verdict(verdict_of(result, flags, H100, costs), H100)
 
 
 def test_hours_and_tokens_a_second_are_those_of_the_steps():
     job = small("grpo", steps=360, mesh="dp4")
-    found = made_up(job, generate={"weights": 1e9}, update_policy={"weights": 2e9})
-    for costs, seconds in zip(found.phases.values(), (3.0, 5.0), strict=True):
+    estimate = made_up(job, generate={"weights": 1e9}, update_policy={"weights": 2e9})
+    for costs, seconds in zip(estimate.phases.values(), (3.0, 5.0), strict=True):
         costs.seconds = seconds
-    rates = rates_of(found, H100)
+    rates = rates_of(estimate, H100)
     assert (rates.seconds, rates.hours, rates.tokens) == (8.0, 0.8, 8 * 2 * 32)
     assert (rates.tokens_per_second, rates.tokens_per_second_per_device) == (64.0, 16.0)
-    said = dry_report.rate(found, H100)
-    assert said == "a step takes 8 s, --steps=360 take 48 min: 64 tokens a second, 16 of each device"
+    rate = dry_report.rate(estimate, H100)
+    assert rate == "a step takes 8 s, --steps=360 take 48 min: 64 tokens a second, 16 of each device"
 
 
 def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, monkeypatch):
@@ -181,8 +181,8 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
     model = write_config(tmp_path, num_hidden_layers=1, vocab_size=2048)
     flags = [f"--model={model}", "--mesh=dp4", "--batch_prompts=64", "--text_tokens=100", "--hardware=cpu", "--steps=9"]
     assert main("sft", ["sft", *flags, "--dry_run", "--json"], "sft") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found) == {
+    record = json.loads(capsys.readouterr().out)
+    assert set(record) == {
         "model",
         "hardware",
         "devices",
@@ -198,16 +198,16 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
         "not_counted",
         "episodes",
     }
-    assert (found["devices"], found["mesh"], found["generate_mesh"], found["fits"]) == (4, "dp4", None, False)
-    phase = found["phases"]["update_policy"]
+    assert (record["devices"], record["mesh"], record["generate_mesh"], record["fits"]) == (4, "dp4", None, False)
+    phase = record["phases"]["update_policy"]
     kinds = {kind: nbytes for kind, nbytes in phase["peak_bytes"].items() if kind != "total"}
     assert sum(kinds.values()) == pytest.approx(phase["peak_bytes"]["total"], abs=9)
-    assert found["peak"]["bytes"] == math.ceil(phase["peak_bytes"]["total"]) > found["hardware"]["usable_bytes"]
-    phases = found["phases"].values()
-    seconds = sum(one["kernel_seconds"] + one["collective_seconds"] - one["hidden_seconds"] for one in phases)
-    assert found["step"]["seconds"] == pytest.approx(seconds) and found["step"]["tokens"] == 6400
-    assert found["run"]["hours"] == pytest.approx(9 * seconds / 3600)
-    first = found["suggestions"][0]
+    assert record["peak"]["bytes"] == math.ceil(phase["peak_bytes"]["total"]) > record["hardware"]["usable_bytes"]
+    phases = record["phases"].values()
+    seconds = sum(row["kernel_seconds"] + row["collective_seconds"] - row["hidden_seconds"] for row in phases)
+    assert record["step"]["seconds"] == pytest.approx(seconds) and record["step"]["tokens"] == 6400
+    assert record["run"]["hours"] == pytest.approx(9 * seconds / 3600)
+    first = record["suggestions"][0]
     assert first["flags"] == {"remat": "full"} and first["seconds"] > 0 and {"axes", "bytes"} < set(phase["traffic"][0])
     assert main("sft", ["sft", "--json"], "sft") == 2
     assert "--json does nothing without --dry_run" in capsys.readouterr().err
@@ -216,8 +216,8 @@ def test_json_is_one_object_with_the_numbers_of_the_tables(tmp_path, capsys, mon
 def test_what_does_not_fit_is_said_with_the_flag_that_helps():
     job = small("grpo", sizes={"layers": 1})
     job = dataclasses.replace(job, sizes=job.sizes | {"data": 4})
-    found = made_up(job, update_policy={"weights": 60e9, "optimizer": 40e9, "activations": 2e9})
-    found.phases["update_policy"].seconds = 10.0
+    estimate = made_up(job, update_policy={"weights": 60e9, "optimizer": 40e9, "activations": 2e9})
+    estimate.phases["update_policy"].seconds = 10.0
     helped = made_up(job, update_policy={"weights": 20e9})
     helped.phases["update_policy"].seconds = 15.0
     tried = []
@@ -226,9 +226,9 @@ def test_what_does_not_fit_is_said_with_the_flag_that_helps():
         tried.append(changed)
         return helped
 
-    said = verdict(found, settings(mesh="dp4"), costs)
-    assert "does not fit: a rank needs 102 GB" in said
-    assert "with --fsdp: 20 GB, in update_policy (fits); a step takes 15 s, 50% longer" in said
+    message = verdict(estimate, settings(mesh="dp4"), costs)
+    assert "does not fit: a rank needs 102 GB" in message
+    assert "with --fsdp: 20 GB, in update_policy (fits); a step takes 15 s, 50% longer" in message
     assert len(tried) == 1 and tried[0].sharding.fsdp
     assert verdict(helped, settings(), costs).startswith("fits: ")
 
@@ -236,22 +236,22 @@ def test_what_does_not_fit_is_said_with_the_flag_that_helps():
 def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
     job = small("grpo", sizes={"layers": 1})
     job = dataclasses.replace(job, sizes=job.sizes | {"data": 4})
-    found = made_up(job, update_policy={"weights": 40e9, "activations": 60e9})
+    result = made_up(job, update_policy={"weights": 40e9, "activations": 60e9})
     tried = []
 
     def costs(changed):
         tried.append(changed)
         if changed.devices.remat == "full":
             raise ValueError("not with this model")
-        return found
+        return result
 
-    said = verdict(found, settings(mesh="dp4", token_budget=4096), costs)
-    assert [(one.sharding.fsdp, one.devices.remat, one.updates.token_budget) for one in tried] == [
+    message = verdict(result, settings(mesh="dp4", token_budget=4096), costs)
+    assert [(item.sharding.fsdp, item.devices.remat, item.updates.token_budget) for item in tried] == [
         (True, "none", 4096),
         (True, "full", 4096),
         (True, "none", 1024),
     ]
-    assert [line for line in said.splitlines() if line.startswith("  with ")] == [
+    assert [line for line in message.splitlines() if line.startswith("  with ")] == [
         "  with --fsdp: 100 GB, in update_policy; a step takes 0 s",
         "  with --fsdp --token_budget=1024: 100 GB, in update_policy; a step takes 0 s",
     ]
@@ -259,18 +259,18 @@ def test_flags_are_tried_together_and_one_that_cannot_work_is_left_out():
 
 def test_the_budget_of_the_phase_that_is_too_large_is_lowered():
     job = small("grpo", sizes={"layers": 1})
-    found = made_up(
+    estimate = made_up(
         job, score_policy={"activations": 90e9}, update_policy={"activations": 90e9}, generate={"activations": 90e9}
     )
     given = settings(token_budget=4096)
-    asked = {name: remedies(found, given, H100, name) for name in found.phases}
+    asked = {name: remedies(estimate, given, H100, name) for name in estimate.phases}
     assert {"score_token_budget": 4096} in asked["score_policy"] and {"token_budget": 1024} in asked["update_policy"]
     assert not any("token_budget" in flag for changes in asked["generate"] for flag in changes)
 
 
 def test_a_cache_that_is_too_large_asks_for_fewer_samples():
     job = small("grpo", sizes={"layers": 1})
-    found = made_up(job, generate={"cache": 90e9})
-    asked = remedies(found, settings(samples_per_prompt=8), H100, "generate")
+    result = made_up(job, generate={"cache": 90e9})
+    asked = remedies(result, settings(samples_per_prompt=8), H100, "generate")
     assert {"samples_per_prompt": 4} in asked
     assert with_flags(settings(), **asked[0]).sampling.samples_per_prompt == 4

@@ -15,12 +15,12 @@ from funrl.cost.dry_run import left_out
 from funrl.cost.tracing.estimate import at_rows, pretended, traced_layers, tracer_of
 from funrl.data.packing import pack, packed_sizes
 from funrl.mesh.mesh import single
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.build import build
-from funrl.trainer.jobs.models import compute_dtype
+from funrl.trainer.jobs.job import compute_dtype
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import scoring_budget, with_flags
 from funrl.trainer.steps.micro import SCORE_PARTS
@@ -52,11 +52,11 @@ def trace(job, tokens, rows, real=False):
     return dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, tokens, rows), tracer_of(job, parts, CPU, real))
 
 
-def assert_alike(found, exact, flops=1e-6):
-    assert set(found) == set(exact)
+def assert_alike(result, exact, flops=1e-6):
+    assert set(result) == set(exact)
     for name, costs in exact.items():
-        assert found[name].total == pytest.approx(costs.total, rel=0.1), name
-        assert found[name].flops == pytest.approx(costs.flops, rel=flops), name
+        assert result[name].total == pytest.approx(costs.total, rel=0.1), name
+        assert result[name].flops == pytest.approx(costs.flops, rel=flops), name
 
 
 def params(job, role):
@@ -122,7 +122,7 @@ SWITCHES = {
         "family": "deepseek_v3",
         "kv_heads": 4,
         "head": 12,
-        "latent": Latent(24, 16, 8, 4, 6),
+        "latent": LatentSizes(24, 16, 8, 4, 6),
         "experts": Experts(8, 2, 32, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=32),
     },
 }
@@ -139,8 +139,8 @@ def test_so_it_does_whatever_the_family(family, tmp_path):
         changes = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 32}
         changes |= {"q_lora_rank": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
     model = write_config(tmp_path, model_type=family, **changes)
-    found = dry_run.estimate(plain("grpo", model=model, mesh="dp2,tp2", generate_mesh="dp2,tp2"), 8, CPU)
-    assert {"generate", "score_reference", "update_policy", "reshard"} <= set(found.phases)
+    estimate = dry_run.estimate(plain("grpo", model=model, mesh="dp2,tp2", generate_mesh="dp2,tp2"), 8, CPU)
+    assert {"generate", "score_reference", "update_policy", "reshard"} <= set(estimate.phases)
 
 
 @pytest.mark.slow
@@ -150,9 +150,9 @@ def test_layers_without_experts_before_those_with_some_do_not_stand_for_them(mon
     job = small("sft", sizes=SWITCHES["deepseek_v3"] | {"layers": 10, "experts": experts})
     few, more = traced_layers(job.model)
     assert few.layers == (0, 1, 2, 3, 4, 5) and [(deep.layers, count) for deep, count in more] == [((*range(7),), 4)]
-    found = dry_run.estimate(job, 8, CPU).phases
+    phases = dry_run.estimate(job, 8, CPU).phases
     monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
-    assert_alike(found, dry_run.estimate(job, 8, CPU).phases)
+    assert_alike(phases, dry_run.estimate(job, 8, CPU).phases)
 
 
 def gemma4_e2b(folder):
@@ -182,8 +182,8 @@ def test_layers_of_each_kind_are_on_a_line_of_their_own(tmp_path):
     job = plain("sft", model=gemma4_e2b(tmp_path))
     traced = traced_layers(job.model)
     assert len(traced.few.layers) == 12 and [count for _, count in traced.more] == [4]
-    found = dry_run.estimate(job, 8, CPU).phases
-    assert_alike(found, trace(job, 8, 8).phases)
+    phases = dry_run.estimate(job, 8, CPU).phases
+    assert_alike(phases, trace(job, 8, 8).phases)
 
 
 @pytest.mark.slow
@@ -192,10 +192,10 @@ def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
     rows, budget = 64, 256
     job = small("grpo", sizes={"layers": 1}, token_budget=budget, minibatches=minibatches, batch_prompts=32)
     exact = trace(job, 8, rows).phases
-    found = dry_run.estimate(job, 8, CPU).phases
-    assert_alike({name: found[name] for name in exact}, exact)
+    phases = dry_run.estimate(job, 8, CPU).phases
+    assert_alike({name: phases[name] for name in exact}, exact)
     for name in ("update_policy", "score_reference"):
-        assert found[name].peak["batch"] == pytest.approx(exact[name].peak["batch"], rel=0.05), name
+        assert phases[name].peak["batch"] == pytest.approx(exact[name].peak["batch"], rel=0.05), name
     if minibatches == 1:
         line = at_rows(lambda n: trace(job, 8, n), rows, budget // 32)
         assert_alike({"update_policy": line["update_policy"]}, {"update_policy": exact["update_policy"]})
@@ -205,14 +205,14 @@ def test_many_micro_batches_and_mini_batches_are_on_the_line(minibatches):
 def test_scoring_and_learning_are_on_lines_of_their_own():
     given = {"sizes": {"layers": 1}, "token_budget": 256, "batch_prompts": 24, "minibatches": 2}
     few, many = (small("grpo", score_token_budget=n, **given) for n in (64, 512))
-    found = [dry_run.estimate(job, 8, CPU).phases for job in (few, many)]
-    for phases, job in zip(found, (few, many), strict=True):
+    result = [dry_run.estimate(job, 8, CPU).phases for job in (few, many)]
+    for phases, job in zip(result, (few, many), strict=True):
         exact = trace(job, 8, 48).phases
         assert_alike({name: phases[name] for name in exact}, exact)
-    held = [phases["score_policy"].peak["activations"] for phases in found]
+    held = [phases["score_policy"].peak["activations"] for phases in result]
     assert held[1] > 5.9 * held[0]
-    assert found[0]["update_policy"].peak["activations"] == pytest.approx(
-        found[1]["update_policy"].peak["activations"], rel=0.01
+    assert result[0]["update_policy"].peak["activations"] == pytest.approx(
+        result[1]["update_policy"].peak["activations"], rel=0.01
     )
 
 
@@ -233,8 +233,8 @@ def test_deep_sharded_models_are_on_the_line():
         parts = build(job, mesh, lambda _: None)
         exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 32, 4), tracer_of(job, parts, CPU)).phases
     for kind in ("optimizer", "gradients", "activations", "staging"):
-        found, whole = (phases["update_policy"].peak[kind] for phases in (shallow, exact))
-        assert found == pytest.approx(whole, rel=0.02), kind
+        result, whole = (phases["update_policy"].peak[kind] for phases in (shallow, exact))
+        assert result == pytest.approx(whole, rel=0.02), kind
 
 
 @pytest.mark.slow
@@ -249,9 +249,9 @@ def test_a_teacher_has_a_line_of_its_own(tmp_path):
 
 def test_states_have_their_closed_forms_in_every_phase():
     job = small()
-    found = dry_run.estimate(job, 8, CPU).phases
+    phases = dry_run.estimate(job, 8, CPU).phases
     policy, critic = (4 * params(job, name) for name in ("policy", "critic"))
-    for name, costs in found.items():
+    for name, costs in phases.items():
         assert costs.peak["weights"] == 2 * policy + critic, name  # of policy, reference and critic
         assert costs.peak["optimizer"] == pytest.approx(2 * (policy + critic), rel=1e-2), name
 
@@ -267,9 +267,7 @@ def test_the_reference_has_its_own_table_and_dtype(tmp_path):
     for name in ("generate", "advantage"):
         difference = policy[name].peak["weights"] - both[name].peak["weights"]
         assert difference == pytest.approx(2 * split * 3 / 4)  # bytes that three other ranks held
-    gathers = [
-        "all_gather_into_tensor" in {op for op, _ in found["score_reference"].traffic} for found in (both, policy)
-    ]
+    gathers = ["all_gather_into_tensor" in {op for op, _ in row["score_reference"].traffic} for row in (both, policy)]
     assert gathers == [True, False]
 
 
@@ -312,9 +310,11 @@ def test_what_is_offloaded_is_away_where_it_is_not_needed():
 
 
 def test_flops_of_training_are_three_times_those_of_scoring():
-    found = dry_run.estimate(small(token_budget=4096, minibatches=2), 8, CPU).phases
-    assert found["update_critic"].flops == pytest.approx(3 * found["score_critic"].flops, rel=0.05)
-    assert found["update_policy"].flops == pytest.approx(3 * found["score_policy"].flops, rel=0.25)  # logits once more
+    phases = dry_run.estimate(small(token_budget=4096, minibatches=2), 8, CPU).phases
+    assert phases["update_critic"].flops == pytest.approx(3 * phases["score_critic"].flops, rel=0.05)
+    assert phases["update_policy"].flops == pytest.approx(
+        3 * phases["score_policy"].flops, rel=0.25
+    )  # logits once more
 
 
 def test_a_single_update_reads_its_own_forward_pass():

@@ -34,12 +34,12 @@ def test_rows_are_those_of_the_trainer():
 )
 def test_phases_are_scores_of_what_is_frozen_and_updates(name, phases):
     job = small(name)
-    found = dry_run.estimate(job, 30, CPU)
-    assert list(found.phases) == phases
+    estimate = dry_run.estimate(job, 30, CPU)
+    assert list(estimate.phases) == phases
     learns = next(iter(job.algorithm.losses))
-    assert found.parameters == trees.count(job.models[learns].shapes)
-    states = 4 * found.parameters
-    for costs in found.phases.values():
+    assert estimate.parameters == trees.count(job.models[learns].shapes)
+    states = 4 * estimate.parameters
+    for costs in estimate.phases.values():
         assert costs.peak["weights"] == states * (1 + (name == "dpo"))
         assert costs.peak["optimizer"] == pytest.approx(2 * states, rel=1e-2)
 
@@ -49,10 +49,10 @@ def test_deep_models_and_many_micro_batches_are_on_the_line():
     job = small("dpo", sizes={"layers": 7}, batch_prompts=12)  # three micro-batches of four rows
     parts = build(job, single(), lambda _: None)
     exact = dry_run.trace_step(job, parts, dry_run.full_rows(job, parts, 30, 12), tracer_of(job, parts, CPU))
-    found = dry_run.estimate(job, 30, CPU)
+    estimate = dry_run.estimate(job, 30, CPU)
     for phase, costs in exact.phases.items():
-        assert found.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase
-        assert found.phases[phase].flops == pytest.approx(costs.flops, rel=1e-6), phase
+        assert estimate.phases[phase].total == pytest.approx(costs.total, rel=0.1), phase
+        assert estimate.phases[phase].flops == pytest.approx(costs.flops, rel=1e-6), phase
 
 
 @pytest.mark.slow
@@ -66,13 +66,13 @@ def test_any_mesh_and_a_table_for_each_model(tmp_path):
     job = plain("dpo", model=model)
     share = trees.count(job.model.shapes) / 2  # of a tensor rank, norms apart
     norms = 2 * 64 * job.model.config.layers + 64
-    for found, reference in ((whole, 1), (both, 4), (policy, 1)):
-        trained = 1 if found is whole else 4
+    for item, reference in ((whole, 1), (both, 4), (policy, 1)):
+        trained = 1 if item is whole else 4
         least = 4 * share / trained + 2 * share / reference
-        held = found["score_reference"].peak["weights"]
-        assert least <= held + 0.1 * least and (found is both or held <= least + 8 * norms + 2 * share)
+        held = item["score_reference"].peak["weights"]
+        assert least <= held + 0.1 * least and (item is both or held <= least + 8 * norms + 2 * share)
     assert policy["score_reference"].peak["weights"] > both["score_reference"].peak["weights"]
-    messages = [found["score_reference"].traffic for found in (whole, both, policy)]
+    messages = [row["score_reference"].traffic for row in (whole, both, policy)]
     gathers = [sum(op == "all_gather_into_tensor" for op, _ in those) for those in messages]
     assert gathers == [1, 2, 1]  # of tokens over tensor ranks; where the reference is sharded, of weights too
     assert not torch.distributed.is_initialized()

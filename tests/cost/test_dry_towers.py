@@ -20,13 +20,13 @@ def test_the_tower_is_counted_with_its_optimizer_if_it_learns_and_shared_with_fs
         "learning": plain("grpo", task="shapes", freeze="none"),
         "shared": plain("grpo", task="shapes", freeze="none", mesh="dp2", generate_mesh="dp2", fsdp=True),
     }
-    found = {name: dry_run.estimate(job, 32, CPU) for name, job in jobs.items()}
+    results = {name: dry_run.estimate(job, 32, CPU) for name, job in jobs.items()}
     shapes = jobs["frozen"].model.shapes
-    assert {x.parameters for x in found.values()} == {trees.count(shapes)}
-    weights = {name: x.phases["advantage"].peak["weights"] for name, x in found.items()}
+    assert {x.parameters for x in results.values()} == {trees.count(shapes)}
+    weights = {name: x.phases["advantage"].peak["weights"] for name, x in results.items()}
     assert all(nbytes >= 4 * trees.count(shapes) for nbytes in weights.values())
     assert len(set(weights.values())) == 1  # of two roles, or of halves of both and of the engine
-    peaks = {name: x.phases["update_policy"].peak for name, x in found.items()}
+    peaks = {name: x.phases["update_policy"].peak for name, x in results.items()}
     held = trees.count((shapes["vision"]["embed"], shapes["vision"]["layers"]))
     more = peaks["learning"]["optimizer"] - peaks["frozen"]["optimizer"]
     assert more == pytest.approx(2 * 4 * held, rel=1e-2)  # two float32 moments of each weight
@@ -68,13 +68,13 @@ def test_a_few_layers_of_each_kind_stand_for_a_tower(monkeypatch):
     )
     layers = tuple(range(job.model.config.layers))
     assert traced_layers(job.model).few == Depth(layers, tower=4, whole=2)
-    found = dry_run.estimate(job, 32, CPU).phases
+    phases = dry_run.estimate(job, 32, CPU).phases
     whole = TracedLayers(Depth(layers, 14, 6), ())
     monkeypatch.setattr(cost_estimate, "traced_layers", lambda *_: whole)
     exact = dry_run.estimate(job, 32, CPU).phases
-    assert found.keys() == exact.keys() and exact["update_policy"].traffic
+    assert phases.keys() == exact.keys() and exact["update_policy"].traffic
     for name, costs in exact.items():
-        assert numbers(found[name]) == pytest.approx(numbers(costs), rel=1e-9), name
+        assert numbers(phases[name]) == pytest.approx(numbers(costs), rel=1e-9), name
 
 
 def test_a_shallow_tower_has_the_last_layers_of_each_kind():

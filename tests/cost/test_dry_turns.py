@@ -41,7 +41,7 @@ def work_of(job, turns, room=1e9):
 
 @pytest.mark.slow
 def test_later_turns_read_their_context_and_lengthen_the_cache():
-    one, three = (
+    first, three = (
         dry_run.estimate(
             small("grpo", task="calculator", dry_run=True, assume_turns=turns, assume_turn_tokens=8, max_new_tokens=8),
             8,
@@ -51,14 +51,14 @@ def test_later_turns_read_their_context_and_lengthen_the_cache():
     )
     page = 16
     row = lambda tokens: trees.nbytes(  # noqa: E731
-        one.job.model.init_cache(single(), -(-tokens // page), page, one.job.dtype)
+        first.job.model.init_cache(single(), -(-tokens // page), page, first.job.dtype)
     )
-    found = [estimate.phases["generate"] for estimate in (one, three)]
-    assert [costs.peak["cache"] for costs in found] == [16 * row(16), 16 * row(8 + 3 * 8 + 2 * 8)]
+    results = [estimate.phases["generate"] for estimate in (first, three)]
+    assert [costs.peak["cache"] for costs in results] == [16 * row(16), 16 * row(8 + 3 * 8 + 2 * 8)]
     # Three times the decoding iterations, and a pass over 16 tokens more a row.
-    assert 3 < found[1].flops / found[0].flops < 6
-    assert one.episodes is None and three.episodes.read == 16 * 2 * 8
-    assert three.phases["update_policy"].flops > 2.5 * one.phases["update_policy"].flops
+    assert 3 < results[1].flops / results[0].flops < 6
+    assert first.episodes is None and three.episodes.read == 16 * 2 * 8
+    assert three.phases["update_policy"].flops > 2.5 * first.phases["update_policy"].flops
 
 
 def test_waiting_is_overlapped_by_other_episodes_up_to_what_may_be_unfinished():

@@ -137,8 +137,8 @@ def test_the_command_answers_first_and_lists_what_was_tried(tmp_path, capsys):
 
 def test_a_command_line_keeps_the_flags_that_a_search_does_not_replace():
     line = ["funrl grpo", "--mesh=auto:8", "--dry_run", "--prompts=a b.jsonl", "--hardware=h200", "--remat=none"]
-    found = command_text(line, {"mesh": "dp8", "fsdp": True, "remat": "full"})
-    assert found == "funrl grpo '--prompts=a b.jsonl' --mesh=dp8 --fsdp --remat=full"
+    result = command_text(line, {"mesh": "dp8", "fsdp": True, "remat": "full"})
+    assert result == "funrl grpo '--prompts=a b.jsonl' --mesh=dp8 --fsdp --remat=full"
     assert command_text([], {"mesh": "dp8"}) == "--mesh=dp8"
 
 

@@ -30,8 +30,8 @@ CROWDED = H100._replace(memory=1e6)
     ],
 )
 def test_data_is_across_nodes_and_the_rest_inside_of_one(mesh, node, experts, expected):
-    found = node_mesh(parse(mesh), node, experts)
-    assert (found and text(found)) == expected
+    result = node_mesh(parse(mesh), node, experts)
+    assert (result and text(result)) == expected
 
 
 def test_a_shard_that_fits_stays_in_its_node_and_a_line_says_so(tmp_path):

@@ -14,7 +14,7 @@ from funrl.cost.tracing.estimate import pretended
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to
 from funrl.mesh.pools.placement import read_placement
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.sources.generation import generating_ranks
@@ -36,7 +36,7 @@ def test_tokens_of_rows_are_those_of_the_messages(place):
         parts = build(job, mesh, lambda _: None)
         sent, received, messages = row_traffic(job, parts, placement, width)
         lengths = np.full(16, width)
-        to = loop.scoring_ranks(job, parts, lengths, None, step=1)[0]
+        to = phases.scoring_ranks(job, parts, lengths, None, step=1)[0]
     training, generating = meshes_of(placement.train), meshes_of(placement.generate)
     owner = generating_ranks(8, 2, generating[0].size(generating[0].row_axes))
     leaving = [list(messages_to(Handover(lengths, owner, to, mesh, training[0]))) for mesh in generating]

@@ -1,4 +1,4 @@
-"""The dry run of ranks that train or generate."""
+"""The dry run of trainer or generator ranks."""
 
 import functools
 import json
@@ -24,13 +24,13 @@ def tables(**flags):
 
 @pytest.mark.slow
 def test_each_pool_has_the_phases_and_the_memory_of_what_it_does():
-    found = tables(fsdp=True)
-    assert found["place"] == "train:dp2@0-1 generate:tp2@2-3"
-    assert "generate" not in found["train"]["phases"] and "update_policy" in found["train"]["phases"]
-    assert list(found["generate"]["phases"]) == ["generate"]
-    held = found["generate"]["phases"]["generate"]["peak_bytes"]
+    record = tables(fsdp=True)
+    assert record["place"] == "train:dp2@0-1 generate:tp2@2-3"
+    assert "generate" not in record["train"]["phases"] and "update_policy" in record["train"]["phases"]
+    assert list(record["generate"]["phases"]) == ["generate"]
+    held = record["generate"]["phases"]["generate"]["peak_bytes"]
     assert held["weights"] > 0 and held.get("optimizer", 0) == 0 == held.get("gradients", 0)
-    assert found["train"]["mesh"] == "dp2" and found["generate"]["generate_mesh"] == "tp2"
+    assert record["train"]["mesh"] == "dp2" and record["generate"]["generate_mesh"] == "tp2"
 
 
 @functools.cache
@@ -50,19 +50,19 @@ def test_the_text_names_the_pools():
 def test_a_role_s_ranks_hold_its_weights_and_the_trainer_does_not():
     compose = functools.partial(grpo, kl_coef=0.1)
     flags = {"device": "cpu", "dry_run": True, "json": True}
-    found, without = (
+    record, without = (
         json.loads(dry_run(settings_of(place=place, **flags), compose))
         for place in ("generate:1 reference:1", "generate:1")
     )
-    assert list(found["reference"]["phases"]) == ["score_reference"]
-    held = found["reference"]["phases"]["score_reference"]["peak_bytes"]
-    assert "score_reference" not in found["train"]["phases"] and "score_reference" in without["train"]["phases"]
+    assert list(record["reference"]["phases"]) == ["score_reference"]
+    held = record["reference"]["phases"]["score_reference"]["peak_bytes"]
+    assert "score_reference" not in record["train"]["phases"] and "score_reference" in without["train"]["phases"]
     assert held.get("optimizer", 0) == 0 < held["weights"]
-    for phase, costs in found["train"]["phases"].items():
+    for phase, costs in record["train"]["phases"].items():
         before = without["train"]["phases"][phase]["peak_bytes"]["weights"]
         assert before - costs["peak_bytes"]["weights"] == held["weights"]
-    assert found["step"]["reference"] > 0
-    assert found["step"]["seconds"] == pytest.approx(without["step"]["seconds"], rel=1e-6)
+    assert record["step"]["reference"] > 0
+    assert record["step"]["seconds"] == pytest.approx(without["step"]["seconds"], rel=1e-6)
 
 
 def test_a_step_is_as_long_as_the_longer_side_where_both_work_at_once():
@@ -106,7 +106,7 @@ def test_a_judge_is_estimated_where_it_writes(tmp_path):
     whole = 2 * apart["judge"]["phases"]["score_judge"]["peak_bytes"]["weights"]  # but for the norms, which tp2 copies
     for name, held in weights.items():
         assert beside["train"]["phases"][name]["peak_bytes"]["weights"] - held == pytest.approx(whole, rel=0.01)
-    split, alone = (next(x for x in found["schedules"]["splits"] if not x["shared"]) for found in (apart, beside))
+    split, alone = (next(x for x in row["schedules"]["splits"] if not x["shared"]) for row in (apart, beside))
     assert split["scoring"] == [["judge", 2]] and alone["scoring"] == []
 
 

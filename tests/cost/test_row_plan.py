@@ -15,12 +15,13 @@ from funrl.data.packing import UNIT
 from funrl.mesh import rows as mesh_rows
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import build, sync
+from funrl.trainer import phases, startup
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.micro import row_cost
+from funrl.trainer.steps.sync import sync
 
 
 class Silent:
@@ -50,29 +51,29 @@ def real_job(name, tokens, **given):
     if isinstance(job, RLJob):
         prompts = [p for p in job.task.prompts if len(p.tokens) == tokens]
         return dataclasses.replace(job, task=job.task._replace(prompts=prompts))
-    examples = [one for one in job.task.examples if {len(text.tokens) for text in one.texts} == {tokens}]
+    examples = [example for example in job.task.examples if {len(text.tokens) for text in example.texts} == {tokens}]
     return dataclasses.replace(job, task=job.task._replace(examples=examples))
 
 
 def sends(job, mesh):
     """Bytes and messages to other ranks in each exchange of a step, of every rank."""
-    found, exchange = [], mesh_rows.ragged_all_to_all
+    results, exchange = [], mesh_rows.ragged_all_to_all
 
     def watched(flat, send, receive, mesh, axes):
         others = [n for peer, n in enumerate(send) if peer != mesh.index(axes)]
         come = [n for peer, n in enumerate(receive) if peer != mesh.index(axes)]
-        found.append((sum(others) * flat.shape[1], sum(come) * flat.shape[1], np.count_nonzero(others)))
+        results.append((sum(others) * flat.shape[1], sum(come) * flat.shape[1], np.count_nonzero(others)))
         return exchange(flat, send, receive, mesh, axes)
 
     mesh_rows.ragged_all_to_all = watched  # in a process that ends with this
-    run, state = loop.begin_run(job, mesh, Silent())
+    run, state = startup.begin_run(job, mesh, Silent())
     state = sync(run.parts, state)
-    rows, state, _ = loop.draw_batch(run, state)
+    rows, state, _ = phases.draw_batch(run, state)
     assert len(set(rows.lengths.tolist())) == 1
-    drawn = len(found)
-    rows, state, _ = loop.score_batch(run, state, rows)
-    loop.learn_batch(run, state, rows)
-    return gather_objects((found[:drawn], found[drawn:]), mesh)
+    drawn = len(results)
+    rows, state, _ = phases.score_batch(run, state, rows)
+    phases.learn_batch(run, state, rows)
+    return gather_objects((results[:drawn], results[drawn:]), mesh)
 
 
 RUNS = [
@@ -108,34 +109,34 @@ def test_the_bytes_that_are_counted_are_those_that_are_sent(name, tokens, given)
 def test_shares_of_useful_work_have_their_closed_forms():
     """Five rows of 33 tokens on four ranks: alone in 40 tokens each when they learn, and two micro-batches deep."""
     job = small("ppo", mesh="dp4", batch_prompts=5, samples_per_prompt=1, max_new_tokens=25, token_budget=32)
-    found = dry_run.estimate(job, 8, CPU)
+    estimate = dry_run.estimate(job, 8, CPU)
     with pretended(job.sizes) as mesh:
         role = build(job, mesh, lambda _: None).roles["policy"]
     cost = row_cost(role.placed)
     row = int(cost.work(np.array(33)))
-    assert found.useful["update_policy"] == pytest.approx(5 * row / (4 * 2 * (row + 7 * UNIT)))
+    assert estimate.useful["update_policy"] == pytest.approx(5 * row / (4 * 2 * (row + 7 * UNIT)))
     # With 128 tokens of scoring one rank has two rows, in 72, and the others wait for it.
-    assert found.useful["score_policy"] == pytest.approx(5 * row / (4 * (2 * row + 6 * UNIT)))
-    assert set(found.useful) == {name for name in found.phases if name.startswith(("score_", "update_"))}
-    said = work(found, CPU)
-    assert f"{100 * found.useful['update_policy']:.1f}%" in said and "useful" in said.splitlines()[0]
+    assert estimate.useful["score_policy"] == pytest.approx(5 * row / (4 * (2 * row + 6 * UNIT)))
+    assert set(estimate.useful) == {name for name in estimate.phases if name.startswith(("score_", "update_"))}
+    line = work(estimate, CPU)
+    assert f"{100 * estimate.useful['update_policy']:.1f}%" in line and "useful" in line.splitlines()[0]
 
 
 @pytest.mark.slow
 def test_a_move_takes_its_bytes_and_its_messages_and_memory_for_both_sides():
     job = small("grpo", mesh="dp4", batch_prompts=64, epochs=2)
-    found = dry_run.estimate(job, 8, CPU)
-    moves = found.phases[MOVES[0]]
-    ((_, one),) = [item for item in moves.traffic.items() if item[0][0] == MOVE]
+    estimate = dry_run.estimate(job, 8, CPU)
+    moves = estimate.phases[MOVES[0]]
+    ((_, result),) = [item for item in moves.traffic.items() if item[0][0] == MOVE]
     row = 32 * (4 + 1 + 4)  # tokens of 4 bytes, a mask, log-probabilities in float32
-    assert one.count == 3 and one.nbytes <= 32 * row and one.nbytes % row == 0
+    assert result.count == 3 and result.nbytes <= 32 * row and result.nbytes % row == 0
     table = next(t for (op, _), t in moves.traffic.items() if op == "all_reduce")
     assert table.nbytes == 128 * 8 * 3  # of each row its length, its end and its reward
     latency, speed = CPU.latency, CPU.link * CPU.efficiency[1]
-    seconds = 4 * latency + one.nbytes / speed + 2 * 3 / 4 * table.nbytes / speed
-    assert communication(found, moves, CPU) == pytest.approx(seconds)
+    seconds = 4 * latency + result.nbytes / speed + 2 * 3 / 4 * table.nbytes / speed
+    assert communication(estimate, moves, CPU) == pytest.approx(seconds)
     assert moves.peak["batch"] > 4 * 32 * row  # rows before and after, a copy of what is sent and one of what comes
-    assert "move_rows" in traffic(found) and "rows" not in found.left_out
+    assert "move_rows" in traffic(estimate) and "rows" not in estimate.left_out
 
 
 @pytest.mark.slow
@@ -144,15 +145,15 @@ def test_far_ranks_move_rows_over_the_network():
         dry_run.estimate(small("grpo", mesh=mesh, batch_prompts=64, epochs=1), 8, H100) for mesh in ("dp8", "dp16")
     )
     seconds = []
-    for found, speed in ((near, H100.link), (far, H100.network)):
-        costs = found.phases[MOVES[0]]
+    for estimate, speed in ((near, H100.link), (far, H100.network)):
+        costs = estimate.phases[MOVES[0]]
         only = {key: t for key, t in costs.traffic.items() if key[0] == MOVE}
-        (one,) = only.values()
-        seconds.append(communication(found, dataclasses.replace(costs, traffic=only), H100))
-        assert seconds[-1] == pytest.approx(one.count * H100.latency + one.nbytes / (speed * H100.efficiency[1]))
+        (first,) = only.values()
+        seconds.append(communication(estimate, dataclasses.replace(costs, traffic=only), H100))
+        assert seconds[-1] == pytest.approx(first.count * H100.latency + first.nbytes / (speed * H100.efficiency[1]))
 
 
 @pytest.mark.slow
 def test_one_rank_moves_nothing():
-    found = dry_run.estimate(small("ppo", epochs=2), 8, CPU)
-    assert not set(MOVES) & set(found.phases)
+    estimate = dry_run.estimate(small("ppo", epochs=2), 8, CPU)
+    assert not set(MOVES) & set(estimate.phases)

@@ -58,19 +58,19 @@ def test_the_text_and_the_object_say_the_same():
     head = text.splitlines()[0]
     assert head.startswith("asynchronous, S=1, W=1: no group is more than 1 version behind; completions of 8 tokens")
     assert "4 shared" in text and "by staleness and window:" in text
-    found = json.loads(json.dumps(schedule_report.schedules_object(schedules)))
-    assert found["most_age"] == 1 and found["length_mean"] == pytest.approx(8)
-    assert [x["train"] for x in found["splits"]] == [x.train for x in schedules.splits]
+    record = json.loads(json.dumps(schedule_report.schedules_object(schedules)))
+    assert record["most_age"] == 1 and record["length_mean"] == pytest.approx(8)
+    assert [x["train"] for x in record["splits"]] == [x.train for x in schedules.splits]
     best = schedules.splits[0]
-    assert found["splits"][0]["result"]["step"] == best.result.step
+    assert record["splits"][0]["result"]["step"] == best.result.step
     assert f"{best.train} shared" in text if best.shared else f"train {best.train}, generate {best.generate}" in text
 
 
 @pytest.mark.slow
 def test_the_dry_run_prints_it():
     settings = settings_of(**SMALL, task="arithmetic", dry_run=True, staleness=1, lengths=LENGTHS, json=True)
-    found = json.loads(dry_report.dry_run(settings, recipe("rollout_is")))
-    assert found["fits"] and found["schedules"]["staleness"] == 1
+    record = json.loads(dry_report.dry_run(settings, recipe("rollout_is")))
+    assert record["fits"] and record["schedules"]["staleness"] == 1
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_the_law_of_a_run_is_that_of_its_lengths(tmp_path, law):
                 "response_length/clip_ratio": (lengths == law.most).mean(),
             }
         )
-    found = law_of_run(metrics(tmp_path, rows))
-    assert found.mean == pytest.approx(law.mean, rel=0.05)
-    assert found.spread == pytest.approx(law.spread, rel=0.2)
+    result = law_of_run(metrics(tmp_path, rows))
+    assert result.mean == pytest.approx(law.mean, rel=0.05)
+    assert result.spread == pytest.approx(law.spread, rel=0.2)
 
 
 def test_a_run_without_lengths_has_no_law(tmp_path):

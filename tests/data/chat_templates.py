@@ -178,10 +178,10 @@ def template_text(name: str) -> str:
     form = TEMPLATES[name]
     folder = form.folder
     if folder is None:
-        found = importlib.util.find_spec("trl")
-        if found is None or not found.submodule_search_locations:
+        spec = importlib.util.find_spec("trl")
+        if spec is None or not spec.submodule_search_locations:
             import pytest  # here, as programs that compare other libraries read this file too
 
             pytest.skip(f"trl is not installed, which has the template {form.file}: pip install trl")
-        folder = Path(found.submodule_search_locations[0]) / "chat_templates"
+        folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
     return (folder / f"{form.file}.jinja").read_text(encoding="utf-8")

@@ -61,7 +61,7 @@ def test_names_are_looked_up_in_the_cache(tmp_path, monkeypatch):
 
 def test_a_prepared_dataset_is_mapped_and_its_rows_are_named():
     prompts = load_prompts("me/gsmSmall:main:train")
-    assert [one.prompt for one in prompts] == [row["question"] for row in ROWS["train"]]
+    assert [prompt.prompt for prompt in prompts] == [row["question"] for row in ROWS["train"]]
     assert prompts[3].source == "me/gsmSmall:main:train, row 4" and prompts[3].fields == {"answer": "3"}
     records = open_records("me/gsmSmall:socratic:test", lambda record: None)
     assert records[0] == ROWS["test"][0] and records.where(0) == "me/gsmSmall:socratic:test, row 1"
@@ -69,7 +69,7 @@ def test_a_prepared_dataset_is_mapped_and_its_rows_are_named():
 
 def test_a_downloaded_dataset_is_prepared_first(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    assert [one.prompt for one in load_prompts("me/raw:test")] == ["!"]
+    assert [prompt.prompt for prompt in load_prompts("me/raw:test")] == ["!"]
 
 
 @pytest.mark.parametrize(

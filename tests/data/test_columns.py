@@ -46,7 +46,7 @@ def test_the_prompt_of_conversations_is_their_common_beginning(prompt):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"),
+    ("record", "message"),
     [
         ({"chosen": [GOOD], "rejected": [BAD]}, "no common first message"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER]}, "must differ only in their last message"),
@@ -55,8 +55,8 @@ def test_the_prompt_of_conversations_is_their_common_beginning(prompt):
         ({"chosen": "a", "rejected": "b"}, "there is no field 'prompt', and 'chosen' is not a list of messages"),
     ],
 )
-def test_pairs_without_a_prompt_are_refused(record, said):
-    with pytest.raises(DataError, match=said):
+def test_pairs_without_a_prompt_are_refused(record, message):
+    with pytest.raises(DataError, match=message):
         text_columns(record, "preferences")
 
 
@@ -66,8 +66,8 @@ def test_raw_questions_and_whole_texts_are_trained():
     assert tokenizer.decode(text.tokens) == "abcd</s>" and text.trained == [False, False, True, True, True]
     (text,) = text_example({"text": "abcd", "prompt": None}, "demonstrations", tokenizer).texts
     assert tokenizer.decode(text.tokens) == "abcd</s>" and text.trained == [False, True, True, True, True]
-    for record, said in (({"text": 3}, "'text' must be text"), ({"text": ""}, "at least two tokens")):
-        with pytest.raises(DataError, match=said):
+    for record, item in (({"text": 3}, "'text' must be text"), ({"text": ""}, "at least two tokens")):
+        with pytest.raises(DataError, match=item):
             text_example(record, "demonstrations", tokenizer)
     assert (
         json.dumps(text_columns({"prompt": "a", "margin": "1"}, "demonstrations")) == '{"prompt": "a", "margin": 1.0}'

@@ -94,8 +94,8 @@ def test_a_template_refuses_or_loses_what_the_table_says(name):
             text = rendering(tokenizer, messages, [] if refusal == "in_a_row" else TOOLS)
         except Exception:  # templates raise anything
             text = ""
-        said = all(word in text for word in words if word not in lost)
-        assert said == (refusal not in form.refuses), (refusal, text)
+        message = all(word in text for word in words if word not in lost)
+        assert message == (refusal not in form.refuses), (refusal, text)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -190,11 +190,11 @@ def test_what_a_template_refuses_is_not_drawn(refusal):
     conversations = [drawn.messages for drawn in drawn_conversations(without=[refusal])]
     messages = [message for messages in conversations for message in messages]
     pairs = [pair for messages in conversations for pair in itertools.pairwise(m["role"] for m in messages)]
-    found = {
+    results = {
         "tools": any("tool_calls" in message for message in messages),
         "parallel": any(len(message.get("tool_calls", ())) > 1 for message in messages),
         "all_beside_calls": any({"tool_calls", "reasoning_content"} <= set(m) and bool(m["content"]) for m in messages),
         "in_a_row": ("assistant", "assistant") in pairs,
     }
-    assert not found.pop(refusal)
-    assert all(found.values()) or refusal == "tools"
+    assert not results.pop(refusal)
+    assert all(results.values()) or refusal == "tools"

@@ -18,13 +18,13 @@ def test_files_have_weights_or_none_has(tmp_path):
     odd = tmp_path / "a,b@1"
     odd.touch()
     assert weighted_files(str(odd)) == [(str(odd), None)]
-    for text, said in (
+    for text, item in (
         ("a@1,b", "give each file a weight"),
         (",", "give each file a weight"),
         ("a@1,b@0", "the weight 0 is less than a thousandth"),
         ("a@1,b@0.0005", "the weight 0.0005 is less"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=item):
             weighted_files(text)
 
 

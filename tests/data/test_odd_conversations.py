@@ -26,8 +26,8 @@ def answered(content, **fields):
     return {"messages": [ASK, {"role": "assistant", "content": content, **fields}]}
 
 
-def refused(record, tokenizer, said, kind="demonstrations"):
-    with pytest.raises((DataError, TokenizerError), match=said):
+def refused(record, tokenizer, message, kind="demonstrations"):
+    with pytest.raises((DataError, TokenizerError), match=message):
         text_example(record, kind, tokenizer)
 
 
@@ -219,7 +219,7 @@ def test_thoughts_that_a_template_does_not_know_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "messages, said",
+    "messages, message",
     [
         (
             [{"from": "human", "value": "x"}],
@@ -236,8 +236,8 @@ def test_thoughts_that_a_template_does_not_know_are_named(tmp_path):
         ([{"role": "user", "content": [["x"]]}], r"the content of the user is \[\[\"x\"\]\]; a text, or a list"),
     ],
 )
-def test_what_is_no_conversation_is_named(messages, said):
-    refused({"messages": messages}, chatml(), said)
+def test_what_is_no_conversation_is_named(messages, message):
+    refused({"messages": messages}, chatml(), message)
 
 
 def test_a_template_that_refuses_says_why():

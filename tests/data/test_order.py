@@ -54,6 +54,6 @@ def test_a_joined_sequence_is_drawn_as_one():
 
 
 def test_orders_are_told_apart():
-    found = {order_digest(items, seed) for items in (ITEMS, ITEMS[1:], MIXED, JOINED) for seed in (0, 1)}
-    assert len(found) == 8 and all(0 <= one < 2**63 for one in found)
+    result = {order_digest(items, seed) for items in (ITEMS, ITEMS[1:], MIXED, JOINED) for seed in (0, 1)}
+    assert len(result) == 8 and all(0 <= item < 2**63 for item in result)
     assert order_digest(ITEMS, 0, [3, 4]) != order_digest(ITEMS, 0, [4, 3])

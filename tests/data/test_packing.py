@@ -62,7 +62,7 @@ def test_every_row_has_its_place(lengths, ranks, budget, example, cost):
     plan = pack(lengths, ranks, sizes, most_rows, example, cost)
     check(plan, lengths, ranks, sizes, most_rows, example)
     again = pack(lengths.tolist(), ranks, list(sizes), most_rows, None if example is None else example.tolist(), cost)
-    assert all(np.array_equal(one, two) for one, two in zip(plan, again, strict=True))
+    assert all(np.array_equal(item, two) for item, two in zip(plan, again, strict=True))
     owner = np.arange(len(lengths)) % ranks
     stay = pack_owned(lengths, owner, ranks, sizes, most_rows, cost)
     check(stay, lengths, ranks, sizes, most_rows, None)

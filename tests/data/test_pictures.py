@@ -14,7 +14,7 @@ from PIL import Image
 from tiny_pictures import FORM, PLACEHOLDER, TEMPLATE, TOWER, picture, png, tokenizer
 
 from funrl.data.json_lines import DataError
-from funrl.data.order import Reordered
+from funrl.data.order import ReorderedItems
 from funrl.data.pictures import (
     PROCESSOR,
     PROCESSOR_CLASSES,
@@ -27,7 +27,7 @@ from funrl.data.pictures import (
     with_picture_form,
 )
 from funrl.data.processors.form import fitting_size
-from funrl.data.processors.reading import Reading, read_ahead
+from funrl.data.processors.reading import PictureReading, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS
 from funrl.data.prompts import Prompt, PromptError, check_prompts, encode, encode_prompts
 from funrl.data.supervised import join_files, load_examples, text_example
@@ -169,7 +169,7 @@ def test_threads_read_each_picture_once_ahead_of_its_use():
         return np.zeros((4, 1), np.uint8), (2, 2)
 
     items = ["a", "b", "a", "absent", *"bca" * 30]
-    for item, ready in read_ahead(items, lambda item: [item], Reading(read, lambda count: count == 1)):
+    for item, ready in read_ahead(items, lambda item: [item], PictureReading(read, lambda count: count == 1)):
         with pytest.raises(DataError, match="not there") if item == "absent" else contextlib.nullcontext():
             assert ready is not None and ready(item, True)[1] == (2, 2)
     assert sorted(reads) == [(name, "pictures") for name in ("a", "absent", "b", "c")]
@@ -184,7 +184,7 @@ def test_pictures_that_are_objects_are_read_when_they_are_used():
         return np.full((4, 1), given.size[0], np.uint8), (2, 2)
 
     sizes = [8 + n % 5 for n in range(100)]
-    reading = Reading(read, lambda count: True)
+    reading = PictureReading(read, lambda count: True)
     for size, ready in read_ahead(sizes, lambda size: [picture((size, 8))], reading):
         assert ready is not None and ready(picture((size, 8)), True)[0][0, 0] == size
     assert threads == {threading.main_thread()}
@@ -205,7 +205,7 @@ def test_prompts_and_demonstrations_share_the_pictures_of_a_file(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(f"{json.dumps({'prompt': p.prompt, 'completion': 'c', **p.fields})}\n" for p in prompts))
     texts = [load_examples(file, "demonstrations", tokenizer()) for _ in range(2)]
-    mixed = list(examples_ahead(Reordered(join_files(texts, [500, 500]), [7, 0, 8, 9]), range(4)))
+    mixed = list(examples_ahead(ReorderedItems(join_files(texts, [500, 500]), [7, 0, 8, 9]), range(4)))
     assert [x.owned[0].digest for x in mixed] == [alone[n].owned.digest for n in (1, 0, 2, 3)]
     assert mixed[0].owned[0].values["patches"].data_ptr() == mixed[3].owned[0].values["patches"].data_ptr()
 

@@ -82,14 +82,14 @@ def test_solved_examples_are_the_first_records_of_a_file(tmp_path):
     rows = [{"question": "a", "answer": "b"}, {"prompt": "c", "completion": "d", "answer": 3}, {"prompt": "e"}]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert read_shots(f"{path}:2", {}) == (Shot("a", "b"), Shot("c", "d"))
-    for text, said in (
+    for text, item in (
         (f"{path}:3", "line 3: an example has a prompt, and a text or messages as its completion, answer, solution"),
         (f"{path}:9", "line 3: an example"),
         (str(path), "write FILE:n, such as examples.jsonl:4"),
         (f"{path}:0", "write FILE:n"),
         ("nowhere.jsonl:2", "nowhere.jsonl: no such file"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=item):
             read_shots(text, {})
     path.write_text(json.dumps(rows[0]))
     with pytest.raises(DataError, match="the file has 1 records"):

@@ -18,9 +18,9 @@ def test_prompts_are_text_or_messages_with_fields(tmp_path):
     lines = [{"prompt": "1+1=", "answer": 2}, {"prompt": chat, "level": "easy", "tags": [1]}, {"prompt": "\u00e9"}]
     path = write(tmp_path, "\ufeff" + "\n\n".join(map(json.dumps, lines)) + "\n \n")
     expected = [Prompt("1+1=", {"answer": 2}), Prompt(chat, {"level": "easy", "tags": [1]}), Prompt("\u00e9", {})]
-    found = load_prompts(path)
-    assert [one._replace(source="") for one in found] == expected
-    assert [one.source for one in found] == [f"{path}, line {n}" for n in (1, 3, 5)]
+    prompts = load_prompts(path)
+    assert [item._replace(source="") for item in prompts] == expected
+    assert [element.source for element in prompts] == [f"{path}, line {n}" for n in (1, 3, 5)]
 
 
 GOOD = '{"prompt": "a"}\n'

@@ -49,7 +49,7 @@ FORMATS = ["rows.jsonl", "rows.json", "rows.parquet", "saved"]
 def test_every_format_gives_the_same_records(tmp_path, name):
     path = written(tmp_path / name, ROWS)
     assert [record for _, record in read_records(path)] == ROWS
-    assert [(one.prompt, one.fields["extra_info"]["index"]) for one in load_prompts(path)] == [
+    assert [(prompt.prompt, prompt.fields["extra_info"]["index"]) for prompt in load_prompts(path)] == [
         (row["prompt"], n) for n, row in enumerate(ROWS)
     ]
     records = open_records(path, lambda record: None)
@@ -129,7 +129,10 @@ def test_values_of_json_lines_are_what_json_says(tmp_path):
     rows = [{"prompt": "a", "x": x} for x in (1, 1.0, "1", None, True, [1, "b", {"c": None}], {"d": 2**200}, {})]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     records = open_records(tmp_path / "a.jsonl", lambda record: None)
-    for values in ([one.fields["x"] for one in load_prompts(tmp_path / "a.jsonl")], [row["x"] for row in records]):
+    for values in (
+        [prompt.fields["x"] for prompt in load_prompts(tmp_path / "a.jsonl")],
+        [row["x"] for row in records],
+    ):
         assert [(type(x), x) for x in values] == [(type(row["x"]), row["x"]) for row in rows]
     assert records.where(2) == f"{tmp_path}/a.jsonl, line 5"
 
@@ -185,5 +188,5 @@ def test_a_parquet_file_without_rows_is_empty_like_other_files(tmp_path, capfd):
         parquet.write_table(arrow.table(columns), tmp_path / f"{name}.parquet")
         with pytest.raises(PromptError, match=f"{name}.parquet: the file is empty; prompts are"):
             load_prompts(tmp_path / f"{name}.parquet")
-    said = capfd.readouterr()
-    assert said.out == said.err == ""
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""

@@ -83,8 +83,8 @@ def test_pairs_lie_side_by_side_in_one_row():
 
 def test_a_reader_stands_behind_every_text():
     tokens = arithmetic.tokenizer()
-    one = text_example({"prompt": "1+2=", "chosen": "3", "rejected": "45"}, "preferences", tokens)
-    batch = text_batch([one], 0, reader=True)
+    first = text_example({"prompt": "1+2=", "chosen": "3", "rejected": "45"}, "preferences", tokens)
+    batch = text_batch([first], 0, reader=True)
     assert batch.mask[0].nonzero().flatten().tolist() == [6, 14]  # 4 + 1 + end, and 7 + 4 + 2 + end
     assert (batch.tokens[batch.mask] == 0).all() and batch.length.tolist() == [15]
     assert batch.positions[0, :15].tolist() == [*range(7), *range(8)]
@@ -119,9 +119,9 @@ def test_a_prompt_loses_its_beginning_before_what_is_trained_its_end():
         return Text([*range(prompt + rest)], [False] * prompt + [True] * rest)
 
     def cut(most, *texts, labels=()):
-        found = shortened(TextExample(texts, labels=labels), most)
-        assert found.labels == labels[: sum(found.texts[0].trained)]
-        return [(one.tokens, sum(one.trained)) for one in found.texts]
+        result = shortened(TextExample(texts, labels=labels), most)
+        assert result.labels == labels[: sum(result.texts[0].trained)]
+        return [(completion.tokens, sum(completion.trained)) for completion in result.texts]
 
     assert cut(8, text(5, 3)) == [([*range(8)], 3)]
     assert cut(5, text(5, 3)) == [([3, 4, 5, 6, 7], 3)]
@@ -139,7 +139,7 @@ def test_texts_that_are_too_long_are_left_out_or_shortened(kind, tmp_path):
     examples = load_examples(file, "demonstrations", tokens)
     if kind != "file":
         examples = list(examples) if kind == "list" else Mixture([examples[:2], examples[2:]], (500, 500))
-    lengths = lambda found: [len(one.texts[0].tokens) for one in found]  # noqa: E731
+    lengths = lambda found: [len(item.texts[0].tokens) for item in found]  # noqa: E731
     left, remark = fit_examples(examples, 8, "drop", "why", tokens)
     assert lengths(left) == [6, 7] and remark == f"2 of 4 are left out, as why: {file}, line 2, 4"
     cut, remark = fit_examples(examples, 8, "truncate", "why", tokens)
@@ -160,15 +160,15 @@ def test_pairs_are_ratings_of_two_texts(tokenizer, tmp_path):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     examples = load_examples(file, "ratings", tokenizer)
-    found = [(tokenizer.decode(one.texts[0].tokens), one.labels, one.source) for one in examples]
+    results = [(tokenizer.decode(example.texts[0].tokens), example.labels, example.source) for example in examples]
     first, second = (f"{file}, line {n}" for n in (1, 2))
-    assert found == [
+    assert results == [
         ("ab</s>", (1.0,), first),
         ("acd</s>", (0.0,), first),
         ("u:q;a:c</s>", (1.0,), second),
         ("u:q;a:r</s>", (0.0,), second),
     ]
-    assert [one.labels for one in pickle.loads(pickle.dumps(examples))[1:3]] == [(0.0,), (1.0,)]
+    assert [item.labels for item in pickle.loads(pickle.dumps(examples))[1:3]] == [(0.0,), (1.0,)]
     file.write_text(json.dumps(rows[0]) + '\n{"prompt": "a", "completion": "b", "label": true}\n')
     with pytest.raises(DataError, match="line 2: there is no field 'chosen'"):
         load_examples(file, "ratings", tokenizer)
@@ -182,7 +182,7 @@ def test_the_embedded_preferences_are_right_and_wrong_sums():
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("[1]", "line 2: a JSON object is needed"),
         ('{"prompt": "a"', "line 2: "),
@@ -192,11 +192,11 @@ def test_the_embedded_preferences_are_right_and_wrong_sums():
         ('{"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}', "line 2: 'margin' is 'x'"),
     ],
 )
-def test_a_line_that_cannot_be_trained_from_is_named(line, said, tokenizer, tmp_path):
+def test_a_line_that_cannot_be_trained_from_is_named(line, message, tokenizer, tmp_path):
     file = tmp_path / "pairs.jsonl"
     good = {"prompt": "a", "chosen": "b", "rejected": "c"}
     file.write_text(json.dumps(good) + "\n" + line + "\n")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_examples(file, "preferences", tokenizer)
     file.write_text("\n" + json.dumps(good) + "\n\n")
     assert len(load_examples(file, "preferences", tokenizer)) == 1
@@ -230,10 +230,10 @@ def test_examples_of_a_file_are_a_sequence_of_views(tokenizer, tmp_path):
     file = tmp_path / "d.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": "a", "completion": "b" * n}) for n in range(1, 9)))
     examples = load_examples(file, "demonstrations", tokenizer)
-    whole = [len(one.texts[0].tokens) for one in examples]
+    whole = [len(item.texts[0].tokens) for item in examples]
     assert whole == [n + 2 for n in range(1, 9)]
     train, heldout = examples[:-3], examples[-3:]
-    assert len(train) == 5 and [len(one.texts[0].tokens) for one in heldout] == whole[-3:]
+    assert len(train) == 5 and [len(element.texts[0].tokens) for element in heldout] == whole[-3:]
     assert heldout[1:][0] == examples[6] and examples[-1] == examples[7]
     with pytest.raises(IndexError):
         examples[8]
@@ -267,10 +267,10 @@ def test_a_margin_is_of_all_lines_or_of_none(tokenizer, tmp_path):
     lines = [{"prompt": "a", "chosen": "b", "rejected": "c", "margin": m} for m in (1, 2.5)]
     file.write_text("\n".join(map(json.dumps, lines)))
     examples = load_examples(file, "preferences", tokenizer)
-    assert examples.has_margin and [one.margin for one in examples] == [1, 2.5]
+    assert examples.has_margin and [example.margin for example in examples] == [1, 2.5]
     file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "a", "chosen": "b", "rejected": "c"}])))
     examples = load_examples(file, "preferences", tokenizer)
-    assert not examples.has_margin and [one.margin for one in examples] == [None] * 3
+    assert not examples.has_margin and [item.margin for item in examples] == [None] * 3
 
 
 def test_of_a_large_file_those_texts_are_tokenized_that_may_be_too_long(tokenizer, tmp_path, monkeypatch):

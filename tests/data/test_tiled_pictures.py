@@ -116,9 +116,9 @@ def test_a_conversation_has_the_tokens_of_its_turns(tokenizer):
 
 
 def test_tokens_of_prompts_are_those_of_transformers(tokenizer, theirs):
-    one, two = {"images": [picture((61, 50))]}, {"images": [picture((9, 5)), picture((24, 24), 1)]}
+    row, two = {"images": [picture((61, 50))]}, {"images": [picture((9, 5)), picture((24, 24), 1)]}
     chat = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]
-    for prompt, given, images in ((chat, one, one["images"]), ("<image>a<image>", two, [two["images"]])):
+    for prompt, given, images in ((chat, row, row["images"]), ("<image>a<image>", two, [two["images"]])):
         seen = theirs.image_processor(images, return_tensors="pt")
         text = "a<image>:" if prompt is chat else prompt
         for number in range(text.count(MARKS[0])):

@@ -135,8 +135,8 @@ def test_a_turn_is_trained_as_a_policy_samples_it(name, count):
         messages, tools = normal_messages(record["messages"]), normal_tools(record.get("tools"))
         assert messages == conversation.messages
         turns = sampled_turns(text_example(record, "demonstrations", tokenizer).texts, tokenizer, form.ends)
-        said = [message for message in messages if message["role"] == "assistant"]
-        expected = [without_drops(message, form, opens_thoughts) for message in said]
+        results = [message for message in messages if message["role"] == "assistant"]
+        expected = [without_drops(message, form, opens_thoughts) for message in results]
         assert [read(chat, turn) for turn in turns] == expected
         contexts = contexts_in_an_environment(chat, messages, tools, turns)
         places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]

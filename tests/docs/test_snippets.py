@@ -12,6 +12,7 @@ import shutil
 import signal
 import string
 import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,7 +60,7 @@ PAGES = [
     "docs/environments.md",
     "docs/serve.md",
     "docs/write_an_environment.md",
-    "docs/built_in_environments.md",
+    "docs/example_environments.md",
     "docs/foreign_environments.md",
     "docs/placement.md",
     "docs/asynchrony.md",
@@ -72,7 +73,9 @@ ELSEWHERE = {
     "docs/resharding.md": "tests/mesh/test_resharding_docs.py",
 }
 LINKED = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS}  # this checkout, whichever is installed
+# This checkout, whichever is installed, with its examples, also in forks.
+sys.path.append(str(ROOT / "examples"))
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}", "XLA_FLAGS": XLA_FLAGS}
 PROGRAMS = {*NAMES, *(file.stem for file in (ROOT / "funrl" / "experiments").glob("*.py"))}
 TIMEOUT_S = 900
 TEXT_PROGRAMS = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
@@ -94,6 +97,12 @@ def run(words: list[str], folder: Path) -> tuple[int, str]:
     Raises:
       TimeoutError: it takes longer than `TIMEOUT_S`.
     """
+    if "/" in words[0]:  # a program of examples/, which imports its neighbours
+        program = [sys.executable, *words]
+        done = subprocess.run(
+            program, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return done.returncode, done.stdout
     if words[0] == "-m":
         module, arguments = words[1], words[2:]
     else:
@@ -185,7 +194,6 @@ def commands(page: str) -> list[list[str]]:
 
 BLOCKS = [(page, lines) for page in PAGES for lines in commands(page)]
 PREPARED = {  # how commands begin that are read and checked, but not run here: what runs the like
-    "funrl bisect": "tests/cli/test_replay_command.py",
     "funrl dr_grpo --mesh=dp2": "tests/cli/test_experiments.py",
     "funrl gigpo --task=calculator": "tests/trainer/test_episode_recipes.py",
     "funrl grpo --backend=xla": "tests/trainer/test_lowered_runs.py",
@@ -212,7 +220,7 @@ def run_here(line: str) -> bool:
     return "torchrun" not in line and not line.startswith((*PREPARED,))
 
 
-CASES = [(page, found) for page, lines in BLOCKS if (found := [line for line in lines if run_here(line)])]
+CASES = [(page, results) for page, lines in BLOCKS if (results := [line for line in lines if run_here(line)])]
 
 
 def words_of(line: str) -> list[str]:
@@ -257,6 +265,7 @@ def models(tmp_path_factory):
 def write_inputs(page: str, folder: Path, models: Path) -> None:
     """Write the files that commands of a page read."""
     write_files(page, folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
     for model in models.iterdir():
         (folder / model.name).symlink_to(model)
     config = json.loads((models / "MODEL_DIR/config.json").read_text())
@@ -312,7 +321,7 @@ def test_commands_run(page, lines, models, tmp_path):
         pytest.skip("orbax is not installed")
     if any("--reward=math" in line for line in lines) and find_spec("math_verify") is None:
         pytest.skip("math-verify is not installed")
-    if any("--task=search" in line for line in lines) and find_spec("bm25s") is None:
+    if any("env_search" in line for line in lines) and find_spec("bm25s") is None:
         pytest.skip("bm25s is not installed")
     write_inputs(page, tmp_path, models)
     for line in lines:

@@ -103,15 +103,15 @@ def test_the_dry_run_of_the_largest_preset_is_current(capsys, monkeypatch):
 
     monkeypatch.chdir(ROOT)
     assert main("grpo", ["grpo", *recipes.arguments(preset)]) == 0
-    found = facts(capsys.readouterr().out)
+    result = facts(capsys.readouterr().out)
     shown = facts(recipes.shown(recipes.PAGE.read_text(), preset))
-    assert len(found) == 2 and found == shown, "python tools/recipes.py makes them"
+    assert len(result) == 2 and result == shown, "python tools/recipes.py makes them"
 
 
 def defined():
     """Names of the glossary as patterns: NAME stands for any text, k for a number."""
-    found = [name for line in GLOSSARY.read_text().splitlines() for name in re.findall(r"`([a-z_]+/[^`]+)`", line)]
-    return [re.compile(re.escape(one).replace("NAME", ".+").replace("@k", r"@\d+") + r"\Z") for one in found]
+    results = [name for line in GLOSSARY.read_text().splitlines() for name in re.findall(r"`([a-z_]+/[^`]+)`", line)]
+    return [re.compile(re.escape(item).replace("NAME", ".+").replace("@k", r"@\d+") + r"\Z") for item in results]
 
 
 def is_defined(name, patterns):
@@ -120,7 +120,7 @@ def is_defined(name, patterns):
 
 def metrics_of_the_source():
     """Every text of the package that is the name of a metric; what an f-string fills in is "1"."""
-    found = set()
+    result = set()
     sources = [file.read_text() for file in (ROOT / "funrl").rglob("*.py")]
     for source in (source for source in sources if re.search(rf"(?:{'|'.join(GROUPS)})/", source)):
         for node in ast.walk(ast.parse(source)):
@@ -131,15 +131,15 @@ def metrics_of_the_source():
             else:
                 continue
             if re.fullmatch(rf"({'|'.join(GROUPS)})/[\w@/]+", text):
-                found.add(text)
-    return {name for name in found - NOT_METRICS if not name.endswith("/")}
+                result.add(text)
+    return {name for name in result - NOT_METRICS if not name.endswith("/")}
 
 
 def test_the_glossary_has_every_metric_that_the_source_names():
     patterns = defined()
-    found = metrics_of_the_source()
-    assert len(found) > 90
-    assert sorted(name for name in found if not is_defined(name, patterns)) == []
+    metrics = metrics_of_the_source()
+    assert len(metrics) > 90
+    assert sorted(name for name in metrics if not is_defined(name, patterns)) == []
 
 
 @pytest.mark.parametrize("recipe", ["ppo", "dpo"])

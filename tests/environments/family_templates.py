@@ -139,10 +139,10 @@ def tokenizer_of(name):
 
 def real_templates():
     """Texts of the chat templates that trl has, where it is installed."""
-    found = importlib.util.find_spec("trl")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
         return {}
-    folder = Path(found.submodule_search_locations[0]) / "chat_templates"
+    folder = Path(spec.submodule_search_locations[0]) / "chat_templates"
     return {name: (folder / f"{name}.jinja").read_text() for name in REAL if (folder / f"{name}.jinja").is_file()}
 
 

@@ -151,11 +151,13 @@ def test_a_tool_needs_types_and_a_docstring():
 
 def test_a_function_answers_until_it_gives_a_reward():
     def answer(messages, goal):
-        said = [message["content"] for message in messages if message["role"] == "assistant"]
-        if said[-1] == goal:
-            return 1 / len(said)
+        results = [message["content"] for message in messages if message["role"] == "assistant"]
+        if results[-1] == goal:
+            return 1 / len(results)
         return (
-            "higher" if len(said) == 1 else [{"role": "tool", "content": "log"}, {"role": "user", "content": "lower"}]
+            "higher"
+            if len(results) == 1
+            else [{"role": "tool", "content": "log"}, {"role": "user", "content": "lower"}]
         )
 
     engine = ScriptedEngine(lambda prompt: {1: "1", 2: "9", 3: "5"}[prompt.count("a>")])

@@ -117,7 +117,7 @@ def test_no_turn_begins_with_the_space_that_a_tokenizer_puts_before_a_text():
 def test_calls_are_read_and_what_is_wrong_with_them_is_said(written, content, calls, problem):
     reading = read_reply("hermes", written)
     assert (reading.message["content"], list(reading.tool_calls)) == (content, calls)
-    assert len(reading.problems) == bool(problem) and all(problem in one for one in reading.problems)
+    assert len(reading.problems) == bool(problem) and all(problem in item for item in reading.problems)
     assert [call["function"]["name"] for call in reading.message.get("tool_calls", ())] == [name for name, _ in calls]
     ids = TOKENIZER.encode(written[:3000])
     without = CHAT.read(TOKENIZER.encode("a>"), ids)  # without tools nothing is a call

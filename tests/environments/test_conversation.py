@@ -43,16 +43,16 @@ def test_branches_are_whole_and_say_what_an_earlier_one_has():
     )
     conversation = json.loads(json.dumps(conversation_of(episode, decode)))
     assert conversation["status"] == "turns" and conversation["parts"] == {"right": 1.0}
-    one, two, other = conversation["branches"]
-    assert [branch["agent"] for branch in (one, two, other)] == ["policy", "policy", "other"]
-    assert [branch["reward"] for branch in (one, two, other)] == [0.5, 0.5, None]
-    assert one["says"][0] == {"role": "user", "text": "add"}
+    row, two, other = conversation["branches"]
+    assert [branch["agent"] for branch in (row, two, other)] == ["policy", "policy", "other"]
+    assert [branch["reward"] for branch in (row, two, other)] == [0.5, 0.5, None]
+    assert row["says"][0] == {"role": "user", "text": "add"}
     calls = [["add", '{"a": 1}']]
-    said = {"role": "assistant", "text": "2 3", "sampled": True, "calls": calls, "content": "well", "reward": 0.25}
-    assert one["says"][1] == said and two["says"][1] == said | {"before": True}
-    tool = one["says"][2]
+    results = {"role": "assistant", "text": "2 3", "sampled": True, "calls": calls, "content": "well", "reward": 0.25}
+    assert row["says"][1] == results and two["says"][1] == results | {"before": True}
+    tool = row["says"][2]
     assert tool["role"] == "tool add" and tool["text"] == "x" * LONGEST_TEXT + " (1000 more characters)"
-    assert one["says"][3] == {"role": "assistant", "text": "5", "sampled": True}
+    assert row["says"][3] == {"role": "assistant", "text": "5", "sampled": True}
     assert two["says"][3] == {"role": "assistant", "text": "6", "sampled": True, "finish": "length"}
     assert other["says"][0] == {"role": "context", "text": "7 8"}
     assert short_text(conversation)[:2] == [(False, "add"), (True, "2 3")] and "forked" not in conversation
@@ -62,11 +62,11 @@ def test_branches_are_whole_and_say_what_an_earlier_one_has():
 
 def test_parts_are_shown_and_other_lists_are_json():
     parts = [{"type": "image", "image": object()}, {"type": "text", "text": "how many?"}]
-    found = [{"title": "a"}, "b"]
+    results = [{"title": "a"}, "b"]
     root = Node(None, [1], sampled=False, messages=({"role": "user", "content": parts},))
-    leaf = Node(root, [2], sampled=False, messages=({"role": "tool", "content": found},))
+    leaf = Node(root, [2], sampled=False, messages=({"role": "tool", "content": results},))
     conversation = conversation_of(Episode([Trajectory("policy", leaf)], {}), decode)
-    assert short_text(conversation) == [(False, "[image]how many?"), (False, json.dumps(found))]
+    assert short_text(conversation) == [(False, "[image]how many?"), (False, json.dumps(results))]
 
 
 def test_an_episode_that_failed_says_why():

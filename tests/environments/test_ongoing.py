@@ -34,9 +34,9 @@ class Branches:
         _, start = await policy.sample(policy.start(example.tokens))
 
         async def chain(token):
-            _, one = await policy.sample(policy.extend(start, [token]))
+            _, first = await policy.sample(policy.extend(start, [token]))
             await asyncio.sleep(0.03 * (token == 41))
-            _, two = await policy.sample(policy.extend(one, [token, token]))
+            _, two = await policy.sample(policy.extend(first, [token, token]))
             return two
 
         return Episode(await asyncio.gather(*map(chain, (40, 41))), {"policy": float(seed % 3)})
@@ -64,9 +64,9 @@ def told(episode):
 
 
 def assert_equal_episodes(some, others, tolerance=0.0):
-    for one, other in zip(some, others, strict=True):
-        assert told(one)[:3] == told(other)[:3]
-        assert (told(one)[3] - told(other)[3]).abs().max() <= tolerance
+    for item, other in zip(some, others, strict=True):
+        assert told(item)[:3] == told(other)[:3]
+        assert (told(item)[3] - told(other)[3]).abs().max() <= tolerance
 
 
 def rounds(

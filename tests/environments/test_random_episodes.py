@@ -44,7 +44,7 @@ class Anything:
                 for end in picked
             ]
             await asyncio.sleep(self.wait_s * random.random())
-            ends += await asyncio.gather(*(self.sampled(policy, *one) for one in asked))
+            ends += await asyncio.gather(*(self.sampled(policy, *item) for item in asked))
         ends = [end for end in ends if end.leaf.sampled]
         if not ends:
             ends = [(await policy.sample(policy.start(example.tokens)))[1]]
@@ -78,11 +78,11 @@ def test_random_episodes_are_what_the_engine_sampled():
     """In few slots, with drafts and a small cache, however long environments take: the same, and again from nodes."""
     engine, count = engine_of(), 16
     small = engine_of(max_rows=7, speculate=2, cache_bytes=60 * engine._backend.page_bytes)
-    one, other = run(engine, count, 0.0), run(small, count, 0.01)
-    nodes = [list(dict.fromkeys(n for end in x.ends for n in end.nodes() if n.sampled)) for x in one]
+    first, other = run(engine, count, 0.0), run(small, count, 0.01)
+    nodes = [list(dict.fromkeys(n for end in x.ends for n in end.nodes() if n.sampled)) for x in first]
     others = [list(dict.fromkeys(n for end in x.ends for n in end.nodes() if n.sampled)) for x in other]
-    assert {x.status for x in one} == {"done"} and sum(map(len, nodes)) > 4 * count
-    assert max(len(x.agents()) for x in one) == 2 and {n.finish for x in nodes for n in x} == {
+    assert {x.status for x in first} == {"done"} and sum(map(len, nodes)) > 4 * count
+    assert max(len(x.agents()) for x in first) == 2 and {n.finish for x in nodes for n in x} == {
         "stop",
         "length",
         "string",
@@ -90,8 +90,8 @@ def test_random_episodes_are_what_the_engine_sampled():
     for x, y in zip(nodes, others, strict=True):
         assert [n.tokens for n in x] == [n.tokens for n in y]
         assert all(torch.equal(a.raw_logp, b.raw_logp) for a, b in zip(x, y, strict=True))
-    assert differing_turns(engine_of(), one) == [] and small.cost().recomputed > 0
-    for episode in one[:5]:  # also where it is computed from nothing
+    assert differing_turns(engine_of(), first) == [] and small.cost().recomputed > 0
+    for episode in first[:5]:  # also where it is computed from nothing
         for end in episode.ends:
             ids = end.token_ids()
             begin = len(ids) - len(end.leaf.tokens)

@@ -97,7 +97,7 @@ def test_a_turn_continues_what_the_engine_has_seen():
         for node in end.nodes():
             if node.sampled:
                 same = [request for request in seen if request.prompt == ids]
-                again = {tuple(one.tokens.tolist()): one for one in complete(engine_of(), same)}
+                again = {tuple(completion.tokens.tolist()): completion for completion in complete(engine_of(), same)}
                 assert torch.equal(again[tuple(node.tokens)].raw_logp, node.raw_logp)
             ids += node.tokens
         assert ids == end.token_ids() and sum(episode.turn_rewards.values()) == pytest.approx(episode.rewards["policy"])
@@ -187,17 +187,17 @@ def test_ranks_run_the_episodes_of_one_process(mesh):
         assert_equal(sorted(itertools.chain(*(rank[n] for rank in ranks)), key=lambda pair: pair[0]), expected)
 
 
-def assert_equal(one, other, path=()):
+def assert_equal(first, other, path=()):
     """Equal values, numbers up to 1e-9. pytest's own comparison takes minutes to explain a difference."""
-    assert type(one) is type(other), path
-    if isinstance(one, list | tuple):
-        assert len(one) == len(other), path
-        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+    assert type(first) is type(other), path
+    if isinstance(first, list | tuple):
+        assert len(first) == len(other), path
+        for i, (a, b) in enumerate(zip(first, other, strict=True)):
             assert_equal(a, b, (*path, i))
-    elif isinstance(one, float):
-        assert abs(one - other) < 1e-9, path
+    elif isinstance(first, float):
+        assert abs(first - other) < 1e-9, path
     else:
-        assert bool(one == other), path
+        assert bool(first == other), path
 
 
 class Faulty:

@@ -69,7 +69,7 @@ def test_what_a_template_does_not_allow_is_said_in_a_line():
     thinking = "the chat template leaves out what the policy thought once a user's message follows: what was sampled "
     assert {name for name, lines in limits.items() if lines} == {"qwen3", "glm_4_5", "harmony", "mistral_v3"}
     assert limits["qwen3"] == [thinking + "stays all the same; --history=template forks there"]
-    assert "renders the begin of a conversation anew" in limits["mistral_v3"][0]
+    assert "renders the start of a conversation anew" in limits["mistral_v3"][0]
     forks = TemplateChat(tokenizer_of("qwen3"), options=ChatOptions(history="template"))
     assert "the trajectory forks there; --history=append keeps" in template_limits(forks, tools=True)[0]
 
@@ -98,7 +98,7 @@ def test_what_a_template_does_not_allow_is_said_in_a_line():
 def test_each_limit_has_a_way_out(template, line):
     chat = TemplateChat(byte_tokenizer(template, FAMILIES["qwen2_5"]))
     lines = template_limits(chat, tools=True)
-    assert any(found.startswith("the chat template " + line) for found in lines), lines
+    assert any(item.startswith("the chat template " + line) for item in lines), lines
 
 
 def test_the_form_of_calls_is_that_of_the_template_or_the_one_that_is_named():
@@ -119,10 +119,10 @@ def test_the_form_of_calls_is_that_of_the_template_or_the_one_that_is_named():
 
 def qwen_tokenizer():
     """Qwen's own vocabulary, which the package dashscope has, with the marks of Qwen3."""
-    found = importlib.util.find_spec("dashscope")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("dashscope")
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip("dashscope is not installed, which has Qwen's vocabulary: pip install dashscope")
-    lines = (Path(found.submodule_search_locations[0]) / "resources" / "qwen.tiktoken").read_text().splitlines()
+    lines = (Path(spec.submodule_search_locations[0]) / "resources" / "qwen.tiktoken").read_text().splitlines()
     ranks = {base64.b64decode(word): int(rank) for word, rank in map(str.split, lines)}
     return tiktoken_tokenizer(ranks, FAMILIES["qwen3"].special, TAGS, (FOLDER / "qwen3.jinja").read_text())
 
@@ -131,10 +131,10 @@ def mistral_tokenizer():
     """Mistral's own vocabulary, which the package mistral-common has."""
     import json
 
-    found = importlib.util.find_spec("mistral_common")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or not spec.submodule_search_locations:
         pytest.skip("mistral-common is not installed, which has Mistral's vocabulary: pip install mistral-common")
-    data = json.loads((Path(found.submodule_search_locations[0]) / "data" / "tekken_240911.json").read_text())
+    data = json.loads((Path(spec.submodule_search_locations[0]) / "data" / "tekken_240911.json").read_text())
     words = data["vocab"][: data["config"]["default_vocab_size"] - data["config"]["default_num_special_tokens"]]
     ranks = {base64.b64decode(word["token_bytes"]): word["rank"] for word in words}
     return tiktoken_tokenizer(ranks, FAMILIES["mistral_v3"].special, (), (FOLDER / "mistral_v3.jinja").read_text())

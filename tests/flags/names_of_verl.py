@@ -1,6 +1,6 @@
 """The meaning that is expected of each name of verl."""
 
-from funrl.flags.foreign import verl
+from funrl.flags.foreign.verl import VERL
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 GROUPS = {"algorithm.adv_estimator": "grpo", f"{R}.n": 4, "trainer.total_training_steps": 12}
@@ -221,6 +221,11 @@ OF_VERL = {
     "trainer.experiment_name": (GROUPS, {"trainer.experiment_name": "p"}, {}),
     "trainer.resume_mode": (GROUPS, {"trainer.resume_mode": "disable"}, {}),
     "trainer.val_before_train": (GROUPS, {"trainer.val_before_train": False}, {}),
-    f"{verl.ACTOR}.freeze_vision_tower": (GROUPS, {f"{verl.ACTOR}.freeze_vision_tower": False}, {"freeze": "none"}),
-    **{name: (GROUPS, {name: "another"}, STOPS) for name in verl.FIXED},
+    f"{A}.freeze_vision_tower": (GROUPS, {f"{A}.freeze_vision_tower": False}, {"freeze": "none"}),
+    "critic.optim.lr_warmup_steps_ratio": (CRITIC, {"critic.optim.lr_warmup_steps_ratio": 0.1}, STOPS),
+}
+OF_VERL |= {  # names with one possible value
+    name: (GROUPS, {name: "another"}, STOPS)
+    for name, rows in VERL.rows.items()
+    if rows[0].flags.startswith("only ") and name not in OF_VERL
 }

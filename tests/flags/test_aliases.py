@@ -1,4 +1,4 @@
-"""Names of TRL and verl: what an error says of them, on the command line and in Python, and `funrl import`."""
+"""Names of TRL and verl: their errors on the command line and in Python, and `funrl import`."""
 
 import ast
 import json
@@ -15,8 +15,9 @@ from funrl.cli.command import Experiment, read_command
 from funrl.cli.import_config import imported
 from funrl.flags import foreign
 from funrl.flags.config_file import read_config
-from funrl.flags.foreign import verl
-from funrl.flags.foreign.meaning import TEXT_RECIPES, NameContext
+from funrl.flags.foreign.meaning import NameContext
+from funrl.flags.foreign.trl import TEXT_RECIPES
+from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import SettingsError, kinds_of
 from funrl.trainer.settings.settings import flag_values
 
@@ -104,7 +105,7 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keywords", "says"),
+    ("keywords", "message"),
     [
         ({"num_generations": 4}, "num_generations is TRL's name: write samples_per_prompt=4"),
         ({"bf16": True}, "bf16 is TRL's name: write dtype='bfloat16'"),
@@ -124,9 +125,9 @@ def test_a_file_with_names_of_trl_is_to_be_imported(tmp_path):
         ({"zzzz": 1}, "zzzz=1: there is no such setting; `funrl grpo --help` lists all"),
     ],
 )
-def test_python_answers_as_the_command_line_does(keywords, says, tmp_path, monkeypatch):
+def test_python_answers_as_the_command_line_does(keywords, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SettingsError, match=says):
+    with pytest.raises(SettingsError, match=message):
         funrl.train("grpo", **keywords)
     assert not list(tmp_path.iterdir())
 
@@ -139,11 +140,11 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "flag", "says"),
+    ("name", "flag", "message"),
     [
         ("grpo", "--num_train_epochs=3", "--num_train_epochs=3 is TRL's name: the length of a run is --steps here"),
         ("grpo", "--logging_steps=10", "written after every step; leave it out"),
-        ("grpo", "--loss_type=dr_grpo", "its dapo and bnpo `funrl grpo --noper_sequence`.*this is grpo"),
+        ("grpo", "--loss_type=dr_grpo", "dapo and bnpo are `funrl grpo --noper_sequence`.*this is grpo"),
         ("grpo", "--max_length=9", "the limits are --max_prompt_tokens and --max_new_tokens"),
         ("sft", "--max_prompt_length=9", "together is --max_text_tokens"),
         ("grpo", "--per_device_train_batch_size=3", r"--batch_prompts \(3 completions / 8\) would be 0.375"),
@@ -156,7 +157,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ("grpo", "--lora_r=4 --lora_alpha=8", r"write --lora_rank=4 \(TRL's"),
         ("grpo", "--lora_target_modules=['q_proj','v_proj']", "write --lora_targets=q_proj,v_proj"),
         ("grpo", "--dataset_test_split=test", "a split is a part of the dataset's name: --eval_data=NAME:test"),
-        ("sft", "--dataset_name=tests --dataset_train_split=t", "write --data=tests:t"),
+        ("sft", "--dataset_train_split=t", "a split is a part of the dataset's name: --data=NAME:t"),
         ("grpo", "--load_in_4bit", "weights are not quantized; --lora_rank"),
         ("grpo", "--trust_remote_code=true", "is never run; --model_code=hf"),
         (
@@ -166,7 +167,7 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ),
         ("grpo", "--numerics=exact", "--numerics is not a flag; --help"),
         ("grpo", "--learnign_rate=fast", "--learnign_rate is not a flag; --help"),
-        ("grpo", "--num_iterations=exact", "TRL's name, and its value is none of ours: --epochs=exact: a whole number"),
+        ("grpo", "--num_iterations=exact", "TRL's name: its value is none of ours: --epochs=exact: a whole number"),
         ("grpo", "--top_entropy_quantile=0.2", "`keep_highest_entropy\\(\\)` of docs/pieces.md does it"),
         ("grpo", "--reward_funcs=own_file.py:f,it's.py:g", r"write --reward='own_file.py:f,it'\"'\"'s.py:g'"),
         ("grpo", "--LR=3", r"--LR is not a flag; did you mean --lr\?"),
@@ -179,8 +180,8 @@ def test_commands_without_a_run_answer_with_their_own_flags(tmp_path, capsys):
         ("grpo", "a.b=3", "flags have no dots; `funrl import FILE`"),
     ],
 )
-def test_what_has_no_equal_is_answered_with_what_there_is(name, flag, says):
-    with pytest.raises(SettingsError, match=says):
+def test_what_has_no_equal_is_answered_with_what_there_is(name, flag, message):
+    with pytest.raises(SettingsError, match=message):
         read(name, *flag.split())
 
 
@@ -215,7 +216,7 @@ max_prompt_length: 512
 logging_steps: 10
 unheard_of: 3
 """
-VERL = """
+VERL_FILE = """
 defaults: [actor]
 data: {train_files: [a.parquet, b.parquet], train_batch_size: 64, max_response_length: 100}
 actor_rollout_ref:
@@ -242,7 +243,7 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "flags", "said"),
+    ("file", "text", "flags", "differences"),
     [
         (
             "t.yaml",
@@ -282,7 +283,7 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
         ),
         (
             "v.yaml",
-            VERL,
+            VERL_FILE,
             {
                 "experiment": "grpo",
                 "mesh": "dp16",
@@ -321,20 +322,20 @@ python3 -m verl.trainer.main_ppo data.train_batch_size=64 \\
         ),
     ],
 )
-def test_a_configuration_of_theirs_is_a_file_of_flags_and_a_table(file, text, flags, said, tmp_path, capsys):
+def test_a_configuration_of_theirs_is_a_file_of_flags_and_a_table(file, text, flags, differences, tmp_path, capsys):
     (tmp_path / file).write_text(text.replace("{model}", "m"))
-    found = imported(str(tmp_path / file))
-    assert {name: found.flags.get(name) for name in flags} == flags
-    for theirs, difference in said.items():
-        (row,) = [row for row in found.rows if theirs in row.theirs.split(", ")]
+    translation = imported(str(tmp_path / file))
+    assert {name: translation.flags.get(name) for name in flags} == flags
+    for theirs, difference in differences.items():
+        (row,) = [row for row in translation.rows if theirs in row.theirs.split(", ")]
         assert difference in row.difference
     assert cli.main(["funrl", "import", str(tmp_path / file), "--partial", f"--to={tmp_path / 'ours.yaml'}"]) == 0
     assert "--config=" in capsys.readouterr().out
     assert read_config(str(tmp_path / "ours.yaml")).flags() == [
-        f"--{k}={v}" for k, v in found.flags.items() if k != "experiment"
+        f"--{k}={v}" for k, v in translation.flags.items() if k != "experiment"
     ]
-    more = [f"--{name}=none" for name in ("model", "prompts") if name in found.flags]
-    command = read(found.flags["experiment"], f"--config={tmp_path / 'ours.yaml'}", *more)
+    more = [f"--{name}=none" for name in ("model", "prompts") if name in translation.flags]
+    command = read(translation.flags["experiment"], f"--config={tmp_path / 'ours.yaml'}", *more)
     assert command.settings.devices.remat in ("full", "none")
     assert all(dict(command.arguments)[name] is None for name, text in flags.items() if text == "none")
 
@@ -358,5 +359,5 @@ def test_a_preset_is_a_command(preset, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["custom_reward_function", "reward.custom_reward_function"])
 def test_a_reward_of_verl_is_found_in_either_place(place):
-    context = NameContext({f"{place}.path": "r.py", f"{place}.name": "f"}, {}, frozenset(), "grpo")
-    assert verl.VERL[f"{place}.path"]("r.py", context).flags == {"reward": "r.py:f"}
+    context = NameContext({f"{place}.path": "r.py", f"{place}.name": "f"}, {"reward": None}, frozenset(), "grpo")
+    assert VERL.meaning(f"{place}.path", "r.py", context).flags == {"reward": "r.py:f"}

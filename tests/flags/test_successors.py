@@ -13,7 +13,7 @@ from funrl.trainer.settings import successors
 
 @pytest.fixture(autouse=True)
 def table_of_removed(monkeypatch):
-    monkeypatch.setitem(successors.REMOVED_FLAGS, "clock", successors.RemovedFlag("time", "use --staleness alone"))
+    monkeypatch.setitem(successors.REMOVED_FLAGS, "sundial", successors.RemovedFlag("time", "use --staleness alone"))
     monkeypatch.setitem(successors.REMOVED_COMMANDS, "shrink", "use `funrl export`")
     monkeypatch.setitem(successors.REMOVED_VALUES, "engine", {"steam": "use --engine=native"})
 
@@ -29,8 +29,8 @@ def exit_status(words):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["grpo", "--clock=tokens"], "--clock is not a flag any more; use --staleness alone"),
-        (["grpo", "--noclock"], "--noclock is not a flag any more; use --staleness alone"),
+        (["grpo", "--sundial=tokens"], "--sundial is not a flag any more; use --staleness alone"),
+        (["grpo", "--nosundial"], "--nosundial is not a flag any more; use --staleness alone"),
         (["shrink", "runs/a"], "`funrl shrink` is not a command any more; use `funrl export`"),
         (["grpo", "--engine=steam"], "not a value any more; use --engine=native"),
     ],
@@ -42,10 +42,23 @@ def test_a_removed_name_gives_its_successor(words, expected, capsys):
 
 def test_a_recorded_config_skips_removed_flags_without_effect_and_refuses_others(tmp_path, capsys):
     path = tmp_path / "config.json"
-    record = {"command": "grpo", "experiment": "grpo", "flags": {"clock": "time", "steps": 1}}
+    record = {"command": "grpo", "experiment": "grpo", "flags": {"sundial": "time", "steps": 1}}
     path.write_text(json.dumps(record))
     assert read_config(str(path)).values == {"steps": "1"}
-    record["flags"]["clock"] = "tokens"
+    record["flags"]["sundial"] = "tokens"
     path.write_text(json.dumps(record))
     assert exit_status([f"--config={path}"]) == 2
-    assert "clock is not a flag any more; use --staleness alone" in capsys.readouterr().err
+    assert "sundial is not a flag any more; use --staleness alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["grpo", "--task=retry"], "--task=retry: not a value any more; docs/example_environments.md trains it with"),
+        (["grpo", "--env=textarena:TicTacToe-v0"], "use --env=examples/env_textarena.py:textarena_game --env_args="),
+        (["grpo", "--env=funrl.environments.builtin.retry:retry"], "use --env=examples/env_retry.py:retry"),
+    ],
+)
+def test_a_task_that_is_an_example_now_names_it(words, expected, capsys):
+    assert exit_status(words) == 2
+    assert expected in capsys.readouterr().err

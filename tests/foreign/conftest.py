@@ -4,3 +4,4 @@ import sys
 from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("environments", "serve")]
+sys.path.append(str(Path(__file__).parents[2] / "examples"))

@@ -12,19 +12,20 @@ small_model = page_module("small_model")
 @pytest.mark.parametrize(
     "env,arguments",
     [
-        ("textarena:GuessTheNumber-v0", {"games": 8}),
-        ("textarena:KuhnPoker-v0", {"players": 2, "games": 8}),
-        ("reasoning_gym:chain_sum", {"size": 8, "max_terms": 2, "attempts": 2}),
+        ("env_textarena.py:textarena_game", {"name": "GuessTheNumber-v0", "games": 8}),
+        ("env_textarena.py:textarena_game", {"name": "KuhnPoker-v0", "players": 2, "games": 8}),
+        ("env_reasoning_gym.py:reasoning_task", {"name": "chain_sum", "size": 8, "max_terms": 2, "attempts": 2}),
     ],
 )
 def test_a_random_model_is_trained_on_a_game(env, arguments, tmp_path, monkeypatch):
-    pytest.importorskip(env.partition(":")[0], reason="it is not installed: .ci/setup_environments")
+    package = env.removeprefix("env_").partition(".py:")[0]
+    pytest.importorskip(package, reason="it is not installed: .ci/setup_environments")
     monkeypatch.chdir(tmp_path)
     small_model.save_small_model()
     run = funrl.train(
         "grpo",
         model="MODEL_DIR",
-        env=env,
+        env=f"examples/{env}",
         env_args=arguments,
         run_dir="game",
         episode_turns=3,

@@ -1,12 +1,16 @@
 """Environments of NeMo-Gym: a server that speaks as its agent, model and resources servers do."""
 
+import contextlib
 import http.server
 import json
 import socket
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -15,13 +19,13 @@ from free_ports import free_port
 from small_chats import SETUP, engine_of, text
 
 import funrl
-from funrl.foreign.key_relay import open_relay
 from funrl.foreign.load import named_environment
 from funrl.loading import LoadError
 
 pytest.importorskip("starlette", reason="pip install 'funrl[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'funrl[serve]'")
 
+RELAY = Path(__file__).parents[2] / "examples" / "nemo_gym_relay.py"
 TOOL = {
     "type": "function",
     "name": "get_weather",
@@ -53,8 +57,8 @@ class Gym(http.server.BaseHTTPRequestHandler):
 
     def run(self, row):
         given = row["responses_create_params"]
-        said = given["input"]
-        items = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        prompt = given["input"]
+        items = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         while True:
             response = self.respond({**given, "input": items})
             items += response["output"]
@@ -85,27 +89,36 @@ class Gym(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+@contextlib.contextmanager
+def running_relay():
+    """Run the relay of examples/; gives its port."""
+    port = free_port(20_000, 32_000)
+    with subprocess.Popen([sys.executable, RELAY, str(port)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert f"127.0.0.1:{port}" in process.stdout.readline()
+            yield port
+        finally:
+            process.kill()
+
+
 @pytest.fixture(scope="module")
 def gym():
-    port = free_port(20_000, 32_000)
-    Gym.model_url = f"http://127.0.0.1:{port}/v1"
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gym) as server:
+    with running_relay() as port, http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gym) as server:
+        Gym.model_url = f"http://127.0.0.1:{port}/v1"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"nemo_gym:http://127.0.0.1:{server.server_port}", {"port": port}
+        yield f"nemo_gym:http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
 @pytest.fixture
 def endpoint():
     """A socket that listens as an endpoint does, and the port of a relay."""
-    relay = free_port(20_000, 32_000)
-    open_relay(relay)
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with running_relay() as relay, socket.create_server(("127.0.0.1", 0)) as server:
         yield server, relay
 
 
 def test_an_episode_of_an_agent_server(gym):
-    environment = named_environment(*gym)
+    environment = named_environment(gym)
     episode = run(environment, call_text("get_weather", city="sf"), "cold", **ROW)
     assert (episode.status, episode.rewards) == ("done", {"policy": 1.0}) and episode.parts["calls"] == 1.0
     (end,) = episode.ends
@@ -124,12 +137,12 @@ def test_an_episode_of_an_agent_server(gym):
 
 
 def test_tokens_are_those_of_the_engine(gym):
-    for node in run(named_environment(*gym), engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes():
+    for node in run(named_environment(gym), engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes():
         assert not node.sampled or len(node.sampling_logp) == len(node.tokens) == len(node.versions)
 
 
 def test_errors_and_limits(gym):
-    environment = named_environment(*gym)
+    environment = named_environment(gym)
     broken = run(environment, "x", responses_create_params={"input": "hi", "background": True}, city="sf")
     assert broken.status == "failed" and "answers with status 500" in broken.problem
     assert "background=true is not served" in broken.problem
@@ -140,17 +153,16 @@ def test_errors_and_limits(gym):
 
 
 def test_rows_of_a_file_are_prompts(gym, tmp_path):
-    name, arguments = gym
     developer = {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]}
     rows = [ROW, {"responses_create_params": developer, "city": "rome"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = named_environment(name, {**arguments, "data": str(tmp_path / "rows.jsonl")})
+    environment = named_environment(gym, {"data": str(tmp_path / "rows.jsonl")})
     first, second = environment.prompts(0)
     assert first == {"prompt": [{"role": "user", "content": "what's it like in sf?"}], **ROW}
     assert [message["role"] for message in second["prompt"]] == ["system", "user"] and second["city"] == "rome"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(LoadError, match="line 1 has no responses_create_params"):
-        named_environment(name, {**arguments, "data": str(tmp_path / "rows.jsonl")})
+        named_environment(gym, {"data": str(tmp_path / "rows.jsonl")})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +176,7 @@ def test_rows_of_a_file_are_prompts(gym, tmp_path):
     ],
 )
 def test_a_request_without_an_episode_is_refused(gym, body, status):
-    run(named_environment(*gym), "hot", **ROW)
+    run(named_environment(gym), "hot", **ROW)
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
     with closing(refused.value) as answer:
@@ -209,7 +221,7 @@ def test_a_client_that_goes_away_ends_its_request_at_the_endpoint(endpoint):
 
 
 def test_a_key_ends_with_its_episode(gym):
-    run(named_environment(*gym), "hot", **ROW)
+    run(named_environment(gym), "hot", **ROW)
     body = json.dumps({**Gym.asked[-1], "model": "policy"}).encode()
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
@@ -228,15 +240,14 @@ def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
     (tmp_path / "letters.jsonl").write_text(page_text("letters.jsonl", "json"))
     small_model, page = page_module("small_model"), page_module("agent_server")
     small_model.save_small_model()
-    port = free_port(20_000, 32_000)
-    page.POLICY_URL = f"http://127.0.0.1:{port}/v1"
-    with page.ThreadingHTTPServer(("127.0.0.1", 0), page.Agent) as server:
+    with running_relay() as port, page.ThreadingHTTPServer(("127.0.0.1", 0), page.Agent) as server:
+        page.POLICY_URL = f"http://127.0.0.1:{port}/v1"
         threading.Thread(target=server.serve_forever, daemon=True).start()
         run = funrl.train(
             "grpo",
             model="MODEL_DIR",
             env=f"nemo_gym:http://127.0.0.1:{server.server_port}",
-            env_args={"data": "letters.jsonl", "port": port},
+            env_args={"data": "letters.jsonl"},
             run_dir="letters",
             mesh="dp2",
             generate_mesh="dp2",

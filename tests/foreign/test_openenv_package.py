@@ -12,11 +12,11 @@ from small_chats import SETUP, engine_of, text
 
 import funrl
 from funrl.foreign.load import named_environment
-from funrl.foreign.websocket import connect_websocket
 from funrl.loading import LoadError
 from funrl.testing import check_environment
 
 HERE = Path(__file__).parent
+connect = pytest.importorskip("websockets.asyncio.client", reason="pip install 'funrl[environments]'").connect
 START_S = 120
 PYTHON = HERE.parents[1] / ".venv-openenv/bin/python"
 pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="openenv is not installed: .ci/setup_environments")
@@ -106,11 +106,11 @@ def test_large_messages_pass(servers):
     assert "x" * 700 in text(episode.ends[0].token_ids())
 
     async def talk(size):
-        async with connect_websocket(servers("say") + "/ws") as connection:
+        async with connect(servers("say").replace("http", "ws") + "/ws") as connection:
             await connection.send('{"type": "reset"}')
-            await connection.receive()
+            await connection.recv()
             await connection.send('{"type": "step", "data": {"message": "%s"}}' % ("x" * size))
-            return len(await connection.receive())
+            return len(await connection.recv())
 
     for size in (10, 200, 70_000):
         assert asyncio.run(talk(size)) > size
@@ -120,9 +120,9 @@ def test_a_server_that_is_full_or_absent_is_named(servers):
     environment = named_environment(f"openenv:{servers('crowded')}", {"reply": "message"})
 
     async def crowd():
-        async with connect_websocket(servers("crowded") + "/ws") as connection:
+        async with connect(servers("crowded").replace("http", "ws") + "/ws") as connection:
             await connection.send('{"type": "reset"}')
-            await connection.receive()
+            await connection.recv()
             return await asyncio.to_thread(run, environment, "hello")
 
     episode = asyncio.run(crowd())

@@ -6,9 +6,8 @@ import pytest
 from foreign_runs import LIMITS, call_text, heard, run
 from small_chats import SETUP, engine_of, text
 
-from funrl.foreign.gym_text import load_gymnasium
+from funrl.foreign.gym_text import load_gymnasium, skyrl_environment
 from funrl.foreign.load import named_environment
-from funrl.foreign.skyrl import skyrl_environment
 from funrl.loading import LoadError
 from funrl.testing import check_environment
 

@@ -57,8 +57,8 @@ class Builder:
 
     async def compute_group_rewards(self, trajectory_group, env_group):
         longest = max(trajectory_group, key=lambda one: sum(len(step.ac.tokens) for step in one.transitions))
-        assert [env.turns for env in env_group] == [len(one.transitions) for one in trajectory_group]
-        return [(0.5 if one is longest else 0.0, {}) for one in trajectory_group]
+        assert [env.turns for env in env_group] == [len(element.transitions) for element in trajectory_group]
+        return [(0.5 if item is longest else 0.0, {}) for item in trajectory_group]
 
     async def cleanup(self):
         EVENTS.append("cleaned up")

@@ -59,9 +59,9 @@ def test_group_rewards_get_the_records_of_the_package():
             return await problems("2+2?", "4", TOKENIZER).make_envs()
 
         async def compute_group_rewards(self, trajectory_group, env_group):
-            assert all(isinstance(one, types.Trajectory) for one in trajectory_group)
-            seen.extend(one.transitions[0].ac.logprobs for one in trajectory_group)
-            return [(float(len(one.transitions[0].ac.tokens)), {}) for one in trajectory_group]
+            assert all(isinstance(element, types.Trajectory) for element in trajectory_group)
+            seen.extend(entry.transitions[0].ac.logprobs for entry in trajectory_group)
+            return [(float(len(item.transitions[0].ac.tokens)), {}) for item in trajectory_group]
 
     _, second = group_of(tinker_environment([Compared()]), "4", "55", group=0)
     assert second.rewards["policy"] - second.turn_rewards[second.ends[0].leaf] == 3.0

@@ -1,6 +1,7 @@
 """Tools and agent loops of verl, whose files import verl."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ TOOLS = """
 from typing import Any, Optional
 from uuid import uuid4
 
+import verl_modules
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import function_tool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -23,11 +25,13 @@ from verl.utils.rollout_trace import rollout_trace_op
 
 
 class Accumulator(BaseTool):
+    objects = []
     released = []
 
     def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
         super().__init__(config, tool_schema)
         self.totals = {}
+        self.objects.append(self)
 
     async def create(self, instance_id: Optional[str] = None, **kwargs):
         instance_id = instance_id or str(uuid4())
@@ -90,6 +94,7 @@ SCHEMA = {
     },
 }
 LOOP = """
+import verl_modules
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 
@@ -141,7 +146,7 @@ def test_a_tool_of_yaml_is_created_executed_scored_and_released(files, monkeypat
     assert episode.status == "done" and episode.rewards["policy"] == pytest.approx(1.2)
     assert heard(episode) == ["total 6", "total 7", "Error executing tool 'accumulate': ValueError: negative"]
     assert [round(reward, 6) for reward in episode.turn_rewards.values()] == [0.1, 0.1]
-    (tool,) = environment._tools.values()
+    (tool,) = sys.modules[Path(files[1]).stem].Accumulator.objects
     assert not tool.totals and len(tool.released) == 1
     cut = run(environment, *calls, limits=LIMITS._replace(turns=1), tools_kwargs=kwargs)
     assert (cut.status, cut.rewards["policy"]) == ("turns", 0.1) and len(tool.released) == 2
@@ -158,7 +163,8 @@ def test_a_release_that_fails_keeps_no_other_from_its_own(files, monkeypatch):
     environment = of_yaml(files, monkeypatch)
     episode = run(environment, "done")
     assert episode.status == "failed" and "it does not let go" in episode.problem
-    assert not any(tool.totals for tool in environment._tools.values())
+    tools = sys.modules[Path(file).stem].Accumulator.objects
+    assert len(tools) == 3 and not any(tool.totals for tool in tools)
 
 
 def test_a_reward_function_replaces_what_tools_give(files, monkeypatch):

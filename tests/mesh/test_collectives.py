@@ -139,9 +139,9 @@ def test_an_operator_in_the_simulator_is_that_of_each_rank():
         return [*torch.where(top > 12, top, -bottom).sort(descending=True), x]
 
     with simulate("dp2"):
-        found = compute(per_rank(2, lambda r: torch.arange(6.0) + 5 * r))
+        result = compute(per_rank(2, lambda r: torch.arange(6.0) + 5 * r))
         drawn = torch.rand(3)
-        ranks = [[gather(y, r) for y in (*found, drawn)] for r in range(2)]
+        ranks = [[gather(y, r) for y in (*result, drawn)] for r in range(2)]
     for r, (*got, _) in enumerate(ranks):
         assert all(map(torch.equal, got, compute(torch.arange(6.0) + 5 * r)))
     assert torch.equal(ranks[0][-1], ranks[1][-1])
@@ -162,5 +162,5 @@ def test_simulated_ranks_have_sizes_of_their_own():
     with simulate("tp2"):
         x = per_rank(2, lambda rank: torch.arange(3.0 + rank))
         row = (2 * x).view(1, x.shape[0])
-        found = [gather(row, rank) for rank in range(2)]
-    assert [out.tolist() for out in found] == [[[0, 2, 4]], [[0, 2, 4, 6]]]
+        gathers = [gather(row, rank) for rank in range(2)]
+    assert [out.tolist() for out in gathers] == [[[0, 2, 4]], [[0, 2, 4, 6]]]

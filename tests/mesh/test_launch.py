@@ -19,7 +19,7 @@ from forked_python import run_with_python
 
 from funrl.mesh import collectives
 from funrl.mesh import launch as launching
-from funrl.mesh.launch import Waiting, WorkerError, launch, submesh, view
+from funrl.mesh.launch import WaitLimits, WorkerError, launch, submesh, view
 from funrl.mesh.mesh import MeshError, parse
 from funrl.processes import heartbeat
 from funrl.processes import workers as processes
@@ -104,20 +104,20 @@ def test_a_rank_that_is_killed_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [
         (lambda: os.kill(os.getpid(), signal.SIGTERM), "rank 1 was ended by SIGTERM"),
         (lambda: os._exit(3), "rank 1 ended with status 3 and left no traceback"),
     ],
 )
-def test_a_rank_that_ends_is_named_and_not_the_one_that_waits_for_it(end, said):
+def test_a_rank_that_ends_is_named_and_not_the_one_that_waits_for_it(end, message):
     def program(m):
         if m.rank == 1:
             end()
             time.sleep(5)
         time.sleep(0.1)
 
-    with pytest.raises(WorkerError, match=said):
+    with pytest.raises(WorkerError, match=message):
         launch(program, parse("dp2"), "cpu")
 
 
@@ -149,7 +149,7 @@ def _raises(error):
 
 
 @pytest.mark.parametrize(
-    ("fail", "said"),
+    ("fail", "message"),
     [
         (_closes, r"rank 1 failed:(.|\n)*the cause"),
         (lambda: _raises(asyncio.CancelledError()), r"rank 1 failed:(.|\n)*CancelledError"),
@@ -159,7 +159,7 @@ def _raises(error):
         (lambda: _raises(Unspeakable()), r"rank 1 failed:(.|\n)*Unspeakable"),
     ],
 )
-def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
+def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, message):
     """Nor does a forked rank run its parent's cleanup, which ends the others: rank 0 is not blamed."""
 
     def program(m):
@@ -168,7 +168,7 @@ def test_a_failure_of_any_kind_ends_all_ranks_with_its_traceback(fail, said):
         collectives.psum(torch.ones(1), m, "data")
 
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=said):
+    with pytest.raises(WorkerError, match=message):
         launch(program, parse("dp2"), "cpu")
     assert time.monotonic() - start < SOON_S
 
@@ -251,7 +251,7 @@ def test_the_time_that_a_rank_waits_is_that_of_every_group():
 
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 0 ended before the program did"):
-        launch(program, parse("dp2,tp2"), "cpu", waiting=Waiting(timeout=timedelta(seconds=1)))
+        launch(program, parse("dp2,tp2"), "cpu", waiting=WaitLimits(timeout=timedelta(seconds=1)))
     assert time.monotonic() - start < 15
 
 

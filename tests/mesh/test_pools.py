@@ -147,12 +147,12 @@ def test_rows_go_from_one_rank_to_two():
 
 def check_rows(text):
     placement = read_placement(text, ONE)
-    found = launch(functools.partial(everyone, functools.partial(hand_over_rows, text)), placement.launched, "cpu")
-    assert all(right for *_, right in found)
-    sent = sum(nbytes for rank, nbytes, *_ in found if rank in placement.generate.ranks)
-    assert all(beyond == 0 for rank, beyond, *_ in found if rank in placement.train.ranks)
+    result = launch(functools.partial(everyone, functools.partial(hand_over_rows, text)), placement.launched, "cpu")
+    assert all(right for *_, right in result)
+    sent = sum(nbytes for rank, nbytes, *_ in result if rank in placement.generate.ranks)
+    assert all(beyond == 0 for rank, beyond, *_ in result if rank in placement.train.ranks)
     assert sent > 0
-    messages = [count for rank, _, count, _ in found if rank in placement.train.ranks]
+    messages = [count for rank, _, count, _ in result if rank in placement.train.ranks]
     assert max(messages) <= len(placement.generate.ranks)
 
 
@@ -166,18 +166,18 @@ def ask_twice(mesh):
             answers.answer(len(request))
         return request.result
     requests = Requests(asking)
-    found = [requests.ask(b"x" * size, "an answer") for size in (9 << 20, *range(12))]
+    asks = [requests.ask(b"x" * size, "an answer") for size in (9 << 20, *range(12))]
     numbers = [requests.post(bytes(size)) for size in range(2 * channel.KEPT_REQUESTS)]
-    found += [requests.answer(number, "an answer") for number in numbers]  # long after they were posted
+    asks += [requests.answer(number, "an answer") for number in numbers]  # long after they were posted
     end_requests(asking, "ended")
-    return found
+    return asks
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_requests_and_answers_cross_in_order():
-    found = launch(functools.partial(everyone, ask_twice), parse("dp4"), "cpu")
-    assert found == [[9 << 20, *range(12), *range(16)]] * 2 + ["ended"] * 2
+    result = launch(functools.partial(everyone, ask_twice), parse("dp4"), "cpu")
+    assert result == [[9 << 20, *range(12), *range(16)]] * 2 + ["ended"] * 2
 
 
 class Clock:

@@ -157,9 +157,9 @@ def peak_beyond(run):
 
     def status(key):
         with open("/proc/self/status") as file:
-            found = re.search(rf"{key}:\s+(\d+) kB", file.read())
-        assert found is not None
-        return int(found[1]) << 10
+            match = re.search(rf"{key}:\s+(\d+) kB", file.read())
+        assert match is not None
+        return int(match[1]) << 10
 
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")

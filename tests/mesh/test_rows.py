@@ -81,11 +81,11 @@ def test_the_kth_largest_of_one_rank_is_that_of_a_sort(dtype):
 
 def test_on_one_rank_it_is_what_a_prompt_has():
     _, x, _ = drawn()
-    one = across(np.zeros(len(x), dtype=np.int64), SINGLE, ROWS)
+    first = across(np.zeros(len(x), dtype=np.int64), SINGLE, ROWS)
     column = torch.arange(len(x))
-    assert torch.equal(one.sums(x), ALONE.sums(x)) and torch.equal(one.own(column), column)
+    assert torch.equal(first.sums(x), ALONE.sums(x)) and torch.equal(first.own(column), column)
     for k in (1, 40, 3000):
-        assert torch.equal(one.kth_largest(x, torch.tensor(k)), ALONE.kth_largest(x, torch.tensor(k)))
+        assert torch.equal(first.kth_largest(x, torch.tensor(k)), ALONE.kth_largest(x, torch.tensor(k)))
 
 
 def share(x, lengths, own):

@@ -94,7 +94,7 @@ def inputs(mesh, config):
         models = {"policy": decoder_model(config), "critic": with_value_head(decoder_model(config))}
         placed = {name: place(model, mesh) for name, model in models.items()}
         whole = {name: model.init(torch.Generator().manual_seed(0)) for name, model in models.items()}
-        lays = {name: one.stored for name, one in placed.items()}
+        lays = {name: item.stored for name, item in placed.items()}
         local = trees.map(lambda x: x.clone().requires_grad_(), shard(whole, lays, mesh))
         tokens = torch.arange(10).view(2, 5) % config.vocab
         positions = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 0]])

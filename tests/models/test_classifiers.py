@@ -11,6 +11,7 @@ from test_qwen3_next import NEXT
 from funrl.batch import Batch
 from funrl.models import ModelError, place
 from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.configs.hf_family import class_name
 from funrl.models.huggingface.families import FAMILIES
 
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -30,8 +31,9 @@ MODULES = {
     "opt": {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 48},
     "falcon": {"model_type": "falcon"},
 }
-SEQUENCES = [name for name, family in FAMILIES.items() if family.classifier]
-TOKENS = [name for name, family in FAMILIES.items() if family.token_classifier]
+TEXT_FAMILIES = [name for name, family in FAMILIES.items() if family.vision is None]
+SEQUENCES = [name for name in TEXT_FAMILIES if class_name(name, "SEQUENCE_CLASSIFICATION")]
+TOKENS = [name for name in TEXT_FAMILIES if class_name(name, "TOKEN_CLASSIFICATION")]
 OF_STEPS = ("llama", "qwen3", "gemma2", "qwen3_moe")  # one of each kind: the others differ by what is below the head
 
 

@@ -41,16 +41,16 @@ def padded(rows):
 
 def gradients_of(peer, names):
     """Its gradients by our names and in the shapes of files."""
-    theirs, found = {name: x.grad for name, x in peer.named_parameters()}, {}
+    theirs, results = {name: x.grad for name, x in peer.named_parameters()}, {}
     for ours, (name, _) in names.items():
         layer, is_expert, last = name.partition(".experts.")
         if is_expert and last.startswith("down"):
-            found[ours] = theirs[layer + ".experts.down_proj"]
+            results[ours] = theirs[layer + ".experts.down_proj"]
         elif is_expert:
-            found[ours] = theirs[layer + ".experts.gate_up_proj"].chunk(2, 1)[last.startswith("up")]
+            results[ours] = theirs[layer + ".experts.gate_up_proj"].chunk(2, 1)[last.startswith("up")]
         elif name in theirs:
-            found[ours] = theirs[name]
-    return found
+            results[ours] = theirs[name]
+    return results
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3 stretched"])
@@ -72,9 +72,9 @@ def test_packed_and_padded_rows_have_transformers_logits_and_gradients(name, tmp
         assert (logits - expected).abs().max() < 2e-5
         grads = dict(trees.named(grads))
         assert grads.keys() - wanted.keys() == {n for n in grads if n.endswith("router_bias")}
-        for one, x in wanted.items():
-            gap = (grads[one].reshape(x.shape) - x).abs().max()
-            assert x.abs().max() > 1e-4 and gap < 2e-5 * max(1, x.abs().max()), one
+        for item, x in wanted.items():
+            gap = (grads[item].reshape(x.shape) - x).abs().max()
+            assert x.abs().max() > 1e-4 and gap < 2e-5 * max(1, x.abs().max()), item
 
 
 def test_another_size_of_the_rotating_part_is_refused_by_name():

@@ -163,7 +163,7 @@ def test_a_collective_at_fault_is_found(monkeypatch, fault, k, name, call):
 
     monkeypatch.setattr(module, name, wrong)
     assert worst("ep2,tp2", k, split=name == "all_tokens") > 1e-3
-    assert len(seen) == next(calls for ways, one, calls in CALLS if (ways, one) == (k, name))
+    assert len(seen) == next(calls for ways, item, calls in CALLS if (ways, item) == (k, name))
 
 
 @pytest.mark.parametrize("k,name", [(2, "all_gather"), (1, "all_to_all")])

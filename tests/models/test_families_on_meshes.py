@@ -66,8 +66,8 @@ def place_on(mesh, config, lora, table=rules.STORED, splits=False):
 def outputs(placed, params, batch):
     """A number of which every output of the model has a part, and the outputs."""
     scores = placed.token_scores(params, batch, ("logp", "entropy"), 0.7)
-    found = torch.stack([scores.logp, scores.entropy])
-    return (WEIGHTS[:2] * found).sum(), found
+    result = torch.stack([scores.logp, scores.entropy])
+    return (WEIGHTS[:2] * result).sum(), result
 
 
 @functools.cache

@@ -119,8 +119,8 @@ def _shared(folder, model, mesh):
     """Whether this rank has what it would read alone, and the dtypes of its weights."""
     placed = layouts(model.shapes, model.axes, fully_sharded(STORED) | {"vocab": None}, mesh.sizes)
     alone = own_part(folder, model, torch.bfloat16, placed, mesh.rank)
-    _, found = hf.load(folder, torch.bfloat16, mesh, layouts=placed, model=model)
-    return gather_objects(same(found, alone), mesh)
+    _, result = hf.load(folder, torch.bfloat16, mesh, layouts=placed, model=model)
+    return gather_objects(same(result, alone), mesh)
 
 
 @pytest.mark.gloo

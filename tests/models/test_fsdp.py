@@ -98,8 +98,8 @@ def _loss(placed, params):
 def _program(config, over, remat, dtype, params, mesh, reduce_dtype=None):
     """Loss and whole gradients, summed over all rows."""
     placed = _placed(config, mesh, over, remat, dtype)
-    placed = {name: dataclasses.replace(one, reduce_dtype=reduce_dtype) for name, one in placed.items()}
-    stored, compute = ({name: getattr(one, at) for name, one in placed.items()} for at in ("stored", "compute"))
+    placed = {name: dataclasses.replace(item, reduce_dtype=reduce_dtype) for name, item in placed.items()}
+    stored, compute = ({name: getattr(element, at) for name, element in placed.items()} for at in ("stored", "compute"))
     mine = shard(params, stored, mesh)
     (loss, _), grads = trees.value_and_grad(functools.partial(_loss, placed))(mine)
     for x, own in zip(trees.leaves(grads), trees.leaves(mine), strict=True):
@@ -178,7 +178,7 @@ def test_gradients_may_be_summed_in_bfloat16():
     )
     assert loss == same
     placed = _placed(CONFIG, Mesh(parse("dp2")), "data", "none", torch.float64)
-    stored = {name: one.stored for name, one in placed.items()}
+    stored = {name: item.stored for name, item in placed.items()}
     whole = {name for name, layout in trees.named(stored) if not layout.axes}
     for (name, x), y in zip(trees.named(rounded), trees.leaves(exact), strict=True):
         assert x.dtype == torch.float64

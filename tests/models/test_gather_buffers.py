@@ -277,10 +277,10 @@ def test_sums_in_bfloat16_are_those_of_float64_within_their_rounding(elements):
     for rank in range(mesh.world):
         for i, (have, want) in enumerate(zip(trees.leaves(stored), trees.leaves(compute), strict=True)):
             exact, sizes, ranks = _summed(have, want, rank, [parts[i] for parts in own])
-            found = gather(grads[i], rank)
-            assert found.dtype == torch.float64
+            tensor = gather(grads[i], rank)
+            assert tensor.dtype == torch.float64
             # Each term and each partial sum is rounded to 8 bits once: a term at most as often as there are ranks.
             bound = (1 + 2**-8) ** ranks - 1 if have != want else 0.0
-            assert ((found - exact).abs() <= bound * sizes).all()
-            rounded += int((found != exact).sum())
+            assert ((tensor - exact).abs() <= bound * sizes).all()
+            rounded += int((tensor != exact).sum())
     assert rounded > 0

@@ -194,11 +194,11 @@ def test_full_sharding_gives_the_gradients_of_one_device(tmp_path):
     alone = place(model, dtype=torch.float64)
 
     def loss(p):
-        return sum(alone.token_scores(p, one).logp.square().sum() for one in batches), ()
+        return sum(alone.token_scores(p, batch).logp.square().sum() for batch in batches), ()
 
     (expected, _), whole = trees.value_and_grad(loss)(params)
-    found, grads, split = launch(functools.partial(_sharded, tmp_path, params, batches), parse("dp2"), "cpu")
-    assert split > 3 * 4 and abs(found - expected) < 1e-12 * abs(expected)
+    result, grads, split = launch(functools.partial(_sharded, tmp_path, params, batches), parse("dp2"), "cpu")
+    assert split > 3 * 4 and abs(result - expected) < 1e-12 * abs(expected)
     assert all((a - b).abs().max() < 1e-10 for a, b in zip(trees.leaves(grads), trees.leaves(whole), strict=True))
 
 

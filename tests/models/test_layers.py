@@ -10,7 +10,7 @@ import torch
 from funrl import trees
 from funrl.batch import Batch
 from funrl.models import Inputs, ModelError, decoder_config, decoder_model, place, with_value_head
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
@@ -99,7 +99,7 @@ def test_equal_layers_are_one_record_that_a_layer_is_given():
     [
         {"qk_norm": True, "windows": (None, 4, None, 4)},
         {"experts": Experts(6, 2, 5, biased=True, shared=7, dense=(0,))},
-        {"kv_heads": 4, "head": 6, "latent": Latent(8, 6, 4, 2, 5)},
+        {"kv_heads": 4, "head": 6, "latent": LatentSizes(8, 6, 4, 2, 5)},
     ],
     ids=["windows", "experts", "latent"],
 )

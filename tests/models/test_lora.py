@@ -33,7 +33,7 @@ def random_like(tree, seed=5):
 
 def test_a_model_begins_as_the_one_without_adapters():
     model, generator = with_lora(MODEL, Lora(3, 6.0, PROJECTIONS)), torch.Generator()
-    params, base = (one.init(generator.manual_seed(0), WIDE) for one in (model, MODEL))
+    params, base = (item.init(generator.manual_seed(0), WIDE) for item in (model, MODEL))
     inputs = Inputs(tokens_of(CONFIG))
     assert torch.equal(model.apply(params, inputs).hidden, MODEL.apply(base, inputs).hidden)
     own = dict(trees.named(trained_part(model, params)))
@@ -72,12 +72,12 @@ def test_merged_weights_compute_what_adapters_do(case):
     plain, base = decoder_model(config), _params(config)
     model = with_lora(plain, Lora(2, 3.0, PROJECTIONS))
     params = on_base(model, base, random_like(trained_part(model, model.shapes)))
-    found, inputs = deployed(place(model, dtype=WIDE), params), Inputs(_tokens(config))
-    assert found.model is plain and len(found.merged) == 7 * config.layers
+    result, inputs = deployed(place(model, dtype=WIDE), params), Inputs(_tokens(config))
+    assert result.model is plain and len(result.merged) == 7 * config.layers
     hidden = model.apply(params, inputs).hidden
-    assert (plain.apply(found.tree(), inputs).hidden - hidden).abs().max() < 1e-12
+    assert (plain.apply(result.tree(), inputs).hidden - hidden).abs().max() < 1e-12
     assert (plain.apply(base, inputs).hidden - hidden).abs().max() > 0.1
-    named = dict(found.exported(names_of(plain)))
+    named = dict(result.exported(names_of(plain)))
     assert {name: tuple(x.shape) for name, x in named.items()} == dict(names_of(plain).values())
     q = params["layers"][1]["attn"]["q"] + 1.5 * torch.einsum(
         "hnr,rd->hnd", params["layers"][1]["attn"]["q_lora_b"], params["layers"][1]["attn"]["q_lora_a"]
@@ -91,7 +91,7 @@ def _loss(placed, base, weights, tokens_BT):
     batch = Batch(tokens=tokens_BT, mask=None, positions=POSITIONS, segments=SEGMENTS)
 
     def loss(own):
-        whole = {name: on_base(one.model, base, own[name]) for name, one in placed.items()}
+        whole = {name: on_base(item.model, base, own[name]) for name, item in placed.items()}
         scores = placed["policy"].token_scores(whole["policy"], batch, ("logp", "entropy"), 0.7)
         outputs = torch.stack([*trees.leaves(scores), placed["critic"].values(whole["critic"], batch)])
         return (weights * outputs).sum(), outputs
@@ -116,10 +116,10 @@ def test_tensor_parallel_gradients_are_those_of_one_device(case):
     assert all(g.abs().max() > 1e-4 for g in trees.leaves(grads))
     with simulate(text) as mesh:
         placed = {name: place(model, mesh, dtype=WIDE) for name, model in models.items()}
-        layouts = {name: trained_part(one.model, one.stored) for name, one in placed.items()}
+        layouts = {name: trained_part(item.model, item.stored) for name, item in placed.items()}
         local = scatter(base, place(plain, mesh).stored)
-        found = _loss(placed, local, weights, tokens_BT)(scatter(own, layouts))
-        ranks = [gather(found, rank) for rank in range(mesh.world)]
+        result = _loss(placed, local, weights, tokens_BT)(scatter(own, layouts))
+        ranks = [gather(result, rank) for rank in range(mesh.world)]
     for rank, ((got, got_outputs), got_grads) in enumerate(ranks):
         assert (got - expected).abs() < 1e-9 and (got_outputs - outputs).abs().max() < 1e-9
         wanted = trees.map(lambda x, layout, r=rank: x[tuple(slice(*edge) for edge in layout.box(r))], grads, layouts)
@@ -132,13 +132,13 @@ def test_projections_are_named_as_in_peft():
     assert targets_of("v_proj, q_proj", with_value_head(MODEL)) == ("q", "v")
     phi = decoder_model(config_from_hf(SMALL | {"model_type": "phi3"}))
     assert targets_of("qkv_proj,down_proj", phi) == ("q", "k", "v", "down")
-    for text, said in (
+    for text, item in (
         ("q_proj,wq", "'wq' is not one of its projections: all-linear, or some of q_proj, k_proj, v_proj, o_proj"),
         ("q_proj,q_proj", "a projection is named twice"),
         ("lm_head", "'lm_head' is not one of"),
         ("", "'' is not one of"),
     ):
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=item):
             targets_of(text, MODEL)
     with pytest.raises(ModelError, match="a projection is named twice"):
         targets_of("qkv_proj,k_proj", phi)

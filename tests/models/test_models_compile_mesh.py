@@ -78,7 +78,7 @@ def test_a_compiled_layer_on_ranks(case, results):
 
 if __name__ == "__main__":
     importlib.import_module("torch._dynamo")  # what compiles: once here, and not in each rank
-    found = {
+    result = {
         case: launch.launch(functools.partial(_program, case), meshes.parse(mesh)) for case, (mesh, *_) in CASES.items()
     }
-    print("\n" + json.dumps(found))
+    print("\n" + json.dumps(result))

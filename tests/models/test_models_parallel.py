@@ -12,7 +12,7 @@ from funrl.mesh.mesh import SINGLE
 from funrl.mesh.simulate import gather, scatter, simulate
 from funrl.models import Config, Inputs, decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 
 WANT = ("logp", "entropy", "sum_pi_squared")
@@ -56,7 +56,7 @@ CASES = {
         _config(8, 2, qk_norm_over="projection", norms="post", rotates=(True, False)),
     ),
     "tp2 gemma": ("tp2", _config(4, 2, **GEMMA)),
-    "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=Latent(40, None, 4, 2, 7), attention_scale=0.7)),
+    "tp4 latent": ("tp4", _config(4, 4, **LATENT, latent=LatentSizes(40, None, 4, 2, 7), attention_scale=0.7)),
     "tp2 gated delta nets": ("tp2", _config(4, 1, layers=3, **NEXT)),
 }
 
@@ -116,7 +116,7 @@ def test_tensor_parallel_equals_one_device(case):
 
     with simulate(text) as mesh:
         placed = _placed(config, mesh)
-        layouts = {name: one.stored for name, one in placed.items()}
+        layouts = {name: item.stored for name, item in placed.items()}
         local = scatter(params, layouts)
         (got, got_outputs), got_grads = trees.value_and_grad(_loss(placed, packed))(local, *inputs)
         ranks = [gather((got, got_outputs, got_grads), rank) for rank in range(mesh.world)]
@@ -143,11 +143,11 @@ def test_decode_over_pages_equals_forward(case):
     with simulate(text) as mesh, torch.no_grad():
         local = scatter(params, rules.layouts(model.shapes, model.axes, rules.GENERATE, mesh.sizes))
         rows = Rows(model, local, tokens_BT, mesh)
-        found, parts = [], []
+        results, parts = [], []
         for counts in ([4, 3], [1, 2], [1, 1], [1, 1]):
             parts += [expected[r, at : at + n] for r, (at, n) in enumerate(zip(rows.ends, counts, strict=True))]
-            found.append(rows.pass_of(counts))
-        ranks = [gather(torch.cat(found), rank) for rank in range(mesh.world)]
+            results.append(rows.pass_of(counts))
+        ranks = [gather(torch.cat(results), rank) for rank in range(mesh.world)]
     assert all((got - torch.cat(parts)).abs().max() < 1e-9 for got in ranks)
 
 

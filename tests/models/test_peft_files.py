@@ -112,10 +112,10 @@ def test_what_is_in_the_files(tmp_path):
     assert raw["rank_pattern"] == raw["alpha_pattern"] == {} and raw["base_model_name_or_path"] == str(
         tmp_path / "base"
     )
-    found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    file = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     begin = "base_model.model.model.layers.0.self_attn."
-    assert len(found) == 4 * model.config.layers
-    b = found[begin + "qkv_proj.lora_B.weight"]  # 6 heads of queries, 2 of keys and 2 of values, of 8 each
+    assert len(file) == 4 * model.config.layers
+    b = file[begin + "qkv_proj.lora_B.weight"]  # 6 heads of queries, 2 of keys and 2 of values, of 8 each
     assert b.shape == (80, 3) and not b[:48].any() and not b[64:].any()
     assert torch.equal(b[48:64], own["layers"][0]["attn"]["k_lora_b"].flatten(0, 1))
     adapted(tmp_path, "all-linear")
@@ -137,12 +137,12 @@ def test_adapters_are_read_back(case, tmp_path):
     assert (described.base, described.rank, described.alpha) == (str(tmp_path / "base"), 3, 5.0)
     plain = hf.check_directory(tmp_path / "base")
     again = with_lora(plain, Lora(3, 5.0, targets_of(",".join(described.modules), plain)))
-    found = read_adapter(tmp_path / "adapter", again)
+    adapter = read_adapter(tmp_path / "adapter", again)
     expected = dict(trees.named(own))
-    assert expected.keys() <= found.keys()
-    assert (expected.keys() == found.keys()) == (case not in ("phi3 in part", "phi3 two of three"))
-    assert all(torch.equal(found[name], x) for name, x in expected.items())
-    more = {name: x for name, x in found.items() if name not in expected}
+    assert expected.keys() <= adapter.keys()
+    assert (expected.keys() == adapter.keys()) == (case not in ("phi3 in part", "phi3 two of three"))
+    assert all(torch.equal(adapter[name], x) for name, x in expected.items())
+    more = {name: x for name, x in adapter.items() if name not in expected}
     assert not any(x.any() for name, x in more.items() if name.endswith("_lora_b"))
 
 

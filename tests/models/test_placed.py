@@ -46,7 +46,7 @@ def test_a_model_of_fewer_layers_is_the_beginning_of_it(make):
 def test_a_model_can_be_sent_to_another_process(model):
     again, params = pickle.loads(pickle.dumps(model)), _params(model)
     assert again.config == model.config
-    hidden, expected = (one.apply(params, Inputs(BATCH.tokens)).hidden for one in (again, model))
+    hidden, expected = (item.apply(params, Inputs(BATCH.tokens)).hidden for item in (again, model))
     assert torch.equal(hidden, expected)
 
 

@@ -81,12 +81,12 @@ def test_greedy_completions_are_those_of_transformers(name, tmp_path):
     engine.load(engine.weights.named(params), 0)
     prompts = [[1, 2, 3], [7, 9], tokens_of(model.config)[0].tolist()]  # of one token its cache has another state
     done = complete(engine, requests_of(prompts, Sampling(greedy=True, max_new_tokens=12), seed=0))
-    for prompt, one in zip(prompts, done, strict=True):
+    for prompt, completion in zip(prompts, done, strict=True):
         with torch.no_grad():
             theirs = peer.generate(
                 torch.tensor([prompt]), do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=0
             )
-        assert one.tokens.tolist() == theirs[0, len(prompt) :].tolist()
+        assert completion.tokens.tolist() == theirs[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -78,15 +78,15 @@ def test_products_by_onednn_are_kept_too():
     """They are in float32, of weights that are large enough."""
     model = decoder_model(with_fields(CONFIG, embed=128, kv_heads=4, head=32, mlp=128))
     params, batch = model.init(torch.Generator().manual_seed(0)), Batch(tokens=TOKENS, mask=None)
-    found = {}
+    record = {}
     for mode in MODES:
         placed = place(model, layer=rematerialized(model.layer, mode))
         with _Counted() as counted:
             _, grads = trees.value_and_grad(lambda p, by=placed: (by.token_scores(p, batch).logp.sum(), None))(params)
-        found[mode] = trees.leaves(grads), counted.products
-    assert found["selective"][1] == found["none"][1] < found["full"][1]
+        record[mode] = trees.leaves(grads), counted.products
+    assert record["selective"][1] == record["none"][1] < record["full"][1]
     for mode in ("full", "selective"):
-        assert all(torch.equal(x, y) for x, y in zip(found[mode][0], found["none"][0], strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(record[mode][0], record["none"][0], strict=True))
 
 
 def test_states_and_products_of_experts_are_kept():

@@ -50,11 +50,11 @@ def test_every_rank_reads_its_own_part(tmp_path):
     directory(tmp_path, tied=False)
     larger, sizes = with_vocabulary(hf.check_directory(tmp_path), 16), parse("dp2,tp2")
     _, whole = hf.load(tmp_path, torch.float32, model=larger)
-    found = layouts(larger.shapes, larger.axes, fully_sharded(STORED), sizes)
+    result = layouts(larger.shapes, larger.axes, fully_sharded(STORED), sizes)
     for rank in range(4):
-        own = own_part(tmp_path, larger, torch.float32, found, rank)
+        own = own_part(tmp_path, larger, torch.float32, result, rank)
         for name in ("embed", "unembed"):
-            box = tuple(slice(*ends) for ends in found[name].box(rank))
+            box = tuple(slice(*ends) for ends in result[name].box(rank))
             assert torch.equal(own[name], whole[name][box])
 
 
@@ -77,8 +77,8 @@ def test_a_run_adds_them_and_transformers_opens_what_it_saves(tmp_path, capsys):
     flags += ["--device=cpu", "--eval_prompts=2", "--reward_workers=0", f"--run_dir={tmp_path}/run"]
     assert main("grpo", ["grpo", *flags]) == 2
     assert "the pad_token_id of the tokenizer is 14, but the model has token ids below 14" in (
-        said := capsys.readouterr().err
-    ) and said.rstrip().endswith("or add rows with --resize_vocab")
+        errors := capsys.readouterr().err
+    ) and errors.rstrip().endswith("or add rows with --resize_vocab")
     assert main("grpo", ["grpo", *flags, "--resize_vocab"]) == 0, capsys.readouterr().err
     assert cli.main(["funrl", "export", str(tmp_path / "run"), f"--to={tmp_path}/exported"]) == 0
     for folder in (tmp_path / "run/model", tmp_path / "exported"):

@@ -25,7 +25,7 @@ from funrl.models import split_residual as residual
 from funrl.models.decoder import ring_attention
 from funrl.models.decoder import sequence_parallel as sequence
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
@@ -73,9 +73,9 @@ def split_attention(mesh, form, case, fault=False):
     wait = ring_attention.wait
     if fault:
         ring_attention.wait = lambda x: 2 * wait(x)
-    found = with_gradients(lambda *heads: ATTEND[form](*heads, OFFSETS, mesh, **how), *own)
+    result = with_gradients(lambda *heads: ATTEND[form](*heads, OFFSETS, mesh, **how), *own)
     ring_attention.wait = wait
-    return [all_gather(x, mesh, "sequence", 1) for x in found]
+    return [all_gather(x, mesh, "sequence", 1) for x in result]
 
 
 @pytest.mark.slow
@@ -83,8 +83,8 @@ def split_attention(mesh, form, case, fault=False):
 def test_attention_over_a_split_row_is_that_over_the_whole(monkeypatch):
     monkeypatch.setattr(ring_attention, "_BLOCK", 4)
     made = [(form, case, False) for form in ATTEND for case in CASES] + [("ring", CASES[0], True)]
-    found = launch(lambda mesh: [split_attention(mesh, *one) for one in made], parse("sp4"), "cpu")
-    for (form, case, fault), outs in zip(made, found, strict=True):
+    result = launch(lambda mesh: [split_attention(mesh, *item) for item in made], parse("sp4"), "cpu")
+    for (form, case, fault), outs in zip(made, result, strict=True):
         how = {"window": case["window"], "scale": 0.3, "cap": case["cap"]}
         whole = with_gradients(lambda *x, how=how: varlen_attention_reference(*x, OFFSETS, **how), *heads_of(case))
         gap = max((a - b).abs().max().item() for a, b in zip(outs, whole, strict=True))
@@ -114,9 +114,9 @@ def outputs(places, params, batch):
     """A number of which every output of the models has a part, and the outputs."""
     scores = places["policy"].token_scores(params["policy"], batch, ("logp", "entropy"), 0.7)
     values = places["critic"].values(params["critic"], batch)
-    found = torch.stack([scores.logp, scores.entropy, values])
-    in_segments = torch.zeros(3, 8, dtype=found.dtype).index_add(1, batch.segments[0], found[:, 0])
-    return (WEIGHTS * found).sum() + in_segments.square().sum(), found
+    tensor = torch.stack([scores.logp, scores.entropy, values])
+    in_segments = torch.zeros(3, 8, dtype=tensor.dtype).index_add(1, batch.segments[0], tensor[:, 0])
+    return (WEIGHTS * tensor).sum() + in_segments.square().sum(), tensor
 
 
 WEIGHTS = draw(3, 1, T, seed=3)
@@ -127,17 +127,17 @@ def places_on(mesh, sizes, adapted=False, splits=False):
     adapters = Lora(2, 3.0, targets_of("all-linear", model)) if adapted else None
     models = {"policy": model if adapters is None else with_lora(model, adapters)}
     models["critic"] = with_value_head(model, 2, bias=True)
-    return {name: place(one, mesh, dtype=torch.float64, splits=splits) for name, one in models.items()}
+    return {name: place(item, mesh, dtype=torch.float64, splits=splits) for name, item in models.items()}
 
 
 @functools.cache
 def alone(sizes, adapted):
     """Weights of both models, and what one device gives."""
     places = places_on(SINGLE, sizes, adapted)
-    params = {name: one.model.init(torch.Generator().manual_seed(0), torch.float64) for name, one in places.items()}
+    params = {name: item.model.init(torch.Generator().manual_seed(0), torch.float64) for name, item in places.items()}
     params = trees.map(lambda x: x + 0.3 * draw(*x.shape, seed=x.numel()), params)
-    found = trees.value_and_grad(lambda p: outputs(places, p, packed()))(params)
-    return params, found
+    result = trees.value_and_grad(lambda p: outputs(places, p, packed()))(params)
+    return params, result
 
 
 def gaps(text, sizes, splits=False, adapted=False):
@@ -148,9 +148,9 @@ def gaps(text, sizes, splits=False, adapted=False):
         places = places_on(mesh, sizes, adapted, splits)
         stored, partial = ({name: getattr(x, tree) for name, x in places.items()} for tree in ("stored", "partial"))
         local = scatter(params, stored)
-        (_, found), made = trees.value_and_grad(lambda p: outputs(places, p, batch))(local)
+        (_, result), made = trees.value_and_grad(lambda p: outputs(places, p, batch))(local)
         summed, _ = sum_rest(made, (), stored, stored, mesh, partial)
-        ranks = [gather((found, summed), rank) for rank in range(mesh.world)]
+        ranks = [gather((result, summed), rank) for rank in range(mesh.world)]
 
     def own(x, layout, rank):
         return x[tuple(slice(low, high) for low, high in layout.box(rank))]
@@ -212,7 +212,7 @@ LATENT = {"family": "deepseek_v3", "qk_norm": False, "attention_bias": False, "o
     "sizes",
     [
         config(4, 2),
-        pytest.param(config(2, 2, layers=1, **LATENT, latent=Latent(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
+        pytest.param(config(2, 2, layers=1, **LATENT, latent=LatentSizes(8, 6, 4, 2, 5)), marks=pytest.mark.slow),
     ],
 )
 def test_so_are_those_of_adapters(sizes):
@@ -246,7 +246,7 @@ def test_a_wrong_collective_is_found(fault, monkeypatch):
 
 def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
     unpacked, uneven = (Batch(tokens=torch.zeros(1, length, dtype=torch.int64)) for length in (8, 7))
-    for text, sizes, batch, said in (
+    for text, sizes, batch, item in (
         ("sp2", config(4, 2), unpacked, "mesh sp2 a row's tokens are split: rows are packed"),
         ("sp2", config(4, 2), uneven, "7 tokens does not divide over the mesh sp2: pad it to a multiple of 2"),
         (
@@ -259,7 +259,7 @@ def test_rows_that_are_not_packed_or_do_not_divide_are_refused():
         whole = decoder_model(sizes).init(torch.Generator().manual_seed(0), torch.float64)
         with simulate(text) as mesh:
             placed = places_on(mesh, sizes, splits=text == "tp8")["policy"]
-            with pytest.raises(ModelError, match=said):
+            with pytest.raises(ModelError, match=item):
                 placed.token_scores(scatter(whole, placed.stored), batch)
 
 
@@ -277,12 +277,12 @@ def kept_streams(splits, mode):
 
     with pretended(parse("tp4")) as mesh:
         model = decoder_model(sizes)
-        one = place(model, mesh, dtype=torch.float64, layer=rematerialized(model.layer, mode), splits=splits)
-        params = shard(model.init(torch.Generator().manual_seed(0), torch.float64), one.stored, mesh)
+        first = place(model, mesh, dtype=torch.float64, layer=rematerialized(model.layer, mode), splits=splits)
+        params = shard(model.init(torch.Generator().manual_seed(0), torch.float64), first.stored, mesh)
         params = trees.map(lambda x: x.requires_grad_(), params)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            found = one.token_scores(params, packed())  # held until autograd's notes are counted
-    assert found.logp is not None and found.logp.requires_grad
+            token_scores = first.token_scores(params, packed())  # held until autograd's notes are counted
+    assert token_scores.logp is not None and token_scores.logp.requires_grad
     counts = Counter(kept.values())
     return counts[T], counts[T // 4]
 

@@ -62,8 +62,8 @@ def _read(folder, model, table, mesh):
     placed = layouts(model.shapes, model.axes, table, mesh.sizes)
     alone = own_part(folder, model, torch.float64, placed, mesh.rank)
     weight_slices.safe_open = CountedFile
-    _, found = hf.load(folder, torch.float64, mesh, layouts=placed, model=model)
-    same = all(torch.equal(x, y) for x, y in zip(trees.leaves(found), trees.leaves(alone), strict=True))
+    _, result = hf.load(folder, torch.float64, mesh, layouts=placed, model=model)
+    same = all(torch.equal(x, y) for x, y in zip(trees.leaves(result), trees.leaves(alone), strict=True))
     return gather_objects((sum(CountedFile.counts), same), mesh)
 
 
@@ -81,9 +81,9 @@ def test_ranks_of_a_node_read_each_byte_once(text, config, table, tmp_path):
     model = decoder_model(config)
     params = model.init(torch.Generator().manual_seed(0))
     hf.save(tmp_path, model, params)
-    found = launch(functools.partial(_read, tmp_path, model, table), parse(text), "cpu")
-    assert sum(count for count, _ in found) == trees.nbytes(params)
-    assert all(count for count, _ in found) and all(same for _, same in found)
+    result = launch(functools.partial(_read, tmp_path, model, table), parse(text), "cpu")
+    assert sum(count for count, _ in result) == trees.nbytes(params)
+    assert all(count for count, _ in result) and all(same for _, same in result)
 
 
 @pytest.mark.parametrize(

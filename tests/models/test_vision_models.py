@@ -76,7 +76,7 @@ def test_a_saved_directory_opens_in_transformers(peer, tmp_path: Path):
     again = AutoModelForImageTextToText.from_pretrained(tmp_path)
     for (name, x), (_, y) in zip(sorted(theirs.named_parameters()), sorted(again.named_parameters()), strict=True):
         assert torch.equal(x, y), name
-    sizes, expected = (one.config.vision_config.to_dict() | {"dtype": None} for one in (again, theirs))
+    sizes, expected = (item.config.vision_config.to_dict() | {"dtype": None} for item in (again, theirs))
     assert sizes == expected
     second, read = load(tmp_path)
     assert second.config == model.config

@@ -124,7 +124,7 @@ def test_tensors_of_more_dims_are_seen_as_matrices():
     expected = {
         "q": reference(x["q"].reshape(6, 4)).view(2, 3, 4) * math.sqrt(6 / 4),
         "o": reference(x["o"].reshape(4, 6)).view(4, 2, 3),
-        "up": torch.stack([reference(one) for one in x["up"]]) * math.sqrt(5 / 4),
+        "up": torch.stack([reference(item) for item in x["up"]]) * math.sqrt(5 / 4),
     }
     for name, y in expected.items():
         torch.testing.assert_close(made[name], y, rtol=0, atol=1e-12)

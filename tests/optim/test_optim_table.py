@@ -64,10 +64,10 @@ def test_every_leaf_of_the_state_has_a_name_that_stays(row):
 def test_every_leaf_of_the_state_has_a_layout(row):
     lay = layouts(SHAPES, AXES, RULES, meshes.parse("dp2,tp2"))
     whole, local = (row.make(Where()).init(x) for x in (draw(0), _local(lay)))
-    found = optim.layouts_of(local, lay)
-    for (name, its), x, y in zip(trees.named(found), trees.leaves(whole), trees.leaves(local), strict=True):
+    result = optim.layouts_of(local, lay)
+    for (name, its), x, y in zip(trees.named(result), trees.leaves(whole), trees.leaves(local), strict=True):
         assert (its.shape, its.local_shape(3)) == (x.shape, y.shape), name
-    assert [name for name, _ in trees.named(found)] == row.state
+    assert [name for name, _ in trees.named(result)] == row.state
 
 
 def _local(lay):

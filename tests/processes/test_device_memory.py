@@ -44,7 +44,7 @@ def test_a_rank_configures_memory_before_it_takes_its_device(calls, monkeypatch)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(launch, "_check_same_mesh", lambda *given: None)
     rank = launch._Rank(1, 1, 2)
-    group = launch._process_group(parse("dp2"), rank, "cuda", HashStore(), launch.Waiting().timeout)
+    group = launch._process_group(parse("dp2"), rank, "cuda", HashStore(), launch.WaitLimits().timeout)
     with pytest.raises(RuntimeError, match="no further"), group:
         pass
     assert calls == ["expandable_segments:True", "device"]

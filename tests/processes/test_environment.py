@@ -57,7 +57,7 @@ def test_the_first_host(nodes, host):
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"RANK": "1"}, "RANK=1 is in the environment and WORLD_SIZE is not"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is in the environment and RANK is not"),
@@ -67,8 +67,8 @@ def test_the_first_host(nodes, host):
         (SLURM | {"SLURM_PROCID": ""}, "RANK='' in the environment"),
     ],
 )
-def test_half_an_environment_is_an_error(environment, said, monkeypatch, capsys):
-    with pytest.raises(LauncherError, match=said):
+def test_half_an_environment_is_an_error(environment, message, monkeypatch, capsys):
+    with pytest.raises(LauncherError, match=message):
         read_environment(dict(environment))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -77,5 +77,5 @@ def test_half_an_environment_is_an_error(environment, said, monkeypatch, capsys)
         if name not in environment:
             monkeypatch.delenv(name)
     assert main("grpo", ["grpo", "--steps=1"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ") and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1

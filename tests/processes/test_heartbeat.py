@@ -13,7 +13,7 @@ import torch.distributed as dist
 from free_ports import free_port
 
 from funrl.mesh import collectives
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import parse
 from funrl.processes import heartbeat, stall_monitor, store
 from funrl.processes.heartbeat import ENDED, NOBODY, NOT_BEGUN, RUNNING, Heartbeat, Order, Sign, decode
@@ -40,13 +40,13 @@ def test_who_is_waited_for(signs, silent, ranks):
 
 def test_a_lookout_speaks_after_a_heartbeat_without_progress_and_then_ever_less_often():
     watch, signs = stall_monitor.StallMonitor(10.0, "; the end"), {0: WAITING, 1: SIGN}
-    said = {}
+    results = {}
     for second in range(100):
         signs = {rank: sign._replace(ticks=second) for rank, sign in signs.items()}
         if text := watch.poll(signs, float(second)):
-            said[second] = text
-    assert list(said) == [10, 20, 40, 80]
-    assert said[10] == (
+            results[second] = text
+    assert list(results) == [10, 20, 40, 80]
+    assert results[10] == (
         "no progress for 10 s: the run waits for rank 1 on host7 (step 3, generate, last all_reduce over data); the end"
     )
     goes_on = {rank: sign._replace(beats=2, ticks=100) for rank, sign in signs.items()}
@@ -71,9 +71,9 @@ def test_a_wait_for_a_reward_names_what_ends_it():
 
 def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_not():
     watch, signs = stall_monitor.StallMonitor(10.0, stalled_s=60.0), {0: WAITING, 1: SIGN}
-    said = [watch.poll({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]
+    polls = [watch.poll({0: WAITING._replace(ticks=2 + second), 1: SIGN}, float(second)) for second in range(60)]
     assert watch.stalled(signs) == []
-    assert "; after 60 s without an answer the run ends (--stalled_after)" in str(said[10])
+    assert "; after 60 s without an answer the run ends (--stalled_after)" in str(polls[10])
     watch.poll({0: WAITING._replace(ticks=99), 1: SIGN}, 60.0)
     assert watch.stalled(signs) == [1]
     assert watch.stall([1], signs) == (
@@ -181,11 +181,11 @@ def stopped(rank):
 def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
     begin = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(rank), parse(mesh), "cpu", waiting=Waiting(timeout=timedelta(seconds=2), heartbeat_s=1.0))
+        launch(stopped(rank), parse(mesh), "cpu", waiting=WaitLimits(timeout=timedelta(seconds=2), heartbeat_s=1.0))
     assert time.monotonic() - begin < 8
-    said, late = capfd.readouterr().err, f"rank {rank} on {os.uname().nodename} (step 2, update_policy"
-    assert f"no progress for 1 s: the run waits for {late}), which does not answer" in said
-    assert "the run ends when a rank has waited 2 s (--timeout)" in said
+    errors, late = capfd.readouterr().err, f"rank {rank} on {os.uname().nodename} (step 2, update_policy"
+    assert f"no progress for 1 s: the run waits for {late}), which does not answer" in errors
+    assert "the run ends when a rank has waited 2 s (--timeout)" in errors
     text = str(caught.value)
     assert f"has waited 2 s for {late}), which did not arrive; --timeout says" in text
     assert "Traceback" not in text and "gloo" not in text.lower()
@@ -194,9 +194,9 @@ def test_a_rank_that_is_stopped_is_named_and_so_is_the_flag(mesh, rank, capfd):
 @pytest.mark.gloo
 def test_a_rank_that_is_stopped_ends_the_run_long_before_the_timeout():
     with pytest.raises(WorkerError) as caught:
-        launch(stopped(1), parse("dp2"), "cpu", waiting=Waiting(timeout=timedelta(minutes=1), stalled_s=3.0))
-    said = rf"no answer for 3 s \(--stalled_after\) from rank 1 on {os.uname().nodename} \(step 2, update_policy"
-    assert re.match(said, str(caught.value))
+        launch(stopped(1), parse("dp2"), "cpu", waiting=WaitLimits(timeout=timedelta(minutes=1), stalled_s=3.0))
+    message = rf"no answer for 3 s \(--stalled_after\) from rank 1 on {os.uname().nodename} \(step 2, update_policy"
+    assert re.match(message, str(caught.value))
 
 
 @pytest.fixture
@@ -217,9 +217,9 @@ def messages(tmp_path, monkeypatch):
 def waited(condition):
     """Wait until something is so, two minutes at most; what the condition gave at last."""
     end = time.monotonic() + 120
-    while not (found := condition()) and time.monotonic() < end:
+    while not (result := condition()) and time.monotonic() < end:
         time.sleep(0.02)
-    return found
+    return result
 
 
 @pytest.mark.gloo
@@ -236,7 +236,7 @@ def test_a_rank_that_is_slow_is_named_before_any_timeout_and_the_run_goes_on(mes
                 waited(lambda: line.search(messages.read_text()))
         return collectives.psum(torch.ones(1), m, "data").item()
 
-    assert launch(program, parse("dp2"), "cpu", waiting=Waiting(heartbeat_s=1.0)) == 2
+    assert launch(program, parse("dp2"), "cpu", waiting=WaitLimits(heartbeat_s=1.0)) == 2
     assert line.search(capfd.readouterr().err)
 
 
@@ -245,7 +245,7 @@ def test_a_single_rank_says_what_it_does(messages, capfd):
         with heartbeat.phase("reward"):
             return waited(lambda: "the run waits for rank 0 on" in messages.read_text())
 
-    assert launch(program, parse(""), "cpu", waiting=Waiting(heartbeat_s=1.0))
+    assert launch(program, parse(""), "cpu", waiting=WaitLimits(heartbeat_s=1.0))
     assert re.search(r"no progress for \d+ s: the run waits for rank 0 on", capfd.readouterr().err)
 
 
@@ -276,7 +276,10 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
             try:
                 timeout = timedelta(seconds=wait_s)
                 launch(
-                    program, parse("dp2"), "cpu", waiting=Waiting(timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s)
+                    program,
+                    parse("dp2"),
+                    "cpu",
+                    waiting=WaitLimits(timeout=timeout, heartbeat_s=1.0, stalled_s=stalled_s),
                 )
             except (WorkerError, MemoryError) as error:
                 print(f"{type(error).__name__}: {error}", file=file, flush=True)
@@ -286,7 +289,7 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("late", "how", "said"),
+    ("late", "how", "message"),
     [
         (1, "stops", ["the run waits for rank 1 on", "(step 3, generate", "which did not arrive; --timeout says"]),
         (0, "stops", ["the run waits for rank 0 on", f"has waited {WAIT_S} s for rank 0 on", "which did not arrive"]),
@@ -294,7 +297,7 @@ def started_elsewhere(rank, port, program, errors, stalled_s=None, wait_s=WAIT_S
     ],
 )
 @pytest.mark.timed
-def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, said, tmp_path):
+def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, how, message, tmp_path):
     """A process beside the first rank keeps the store, as under srun. A rank that hangs could wait for its device."""
 
     def program(m):
@@ -319,7 +322,7 @@ def test_ranks_of_another_launcher_hear_of_each_other_through_the_store(late, ho
         os.waitpid(pid, 0)
     err = "".join((tmp_path / str(rank)).read_text() for rank in (0, 1 - late))  # beside the first rank it is said
     assert ended
-    assert [text for text in said if text not in err] == [], err
+    assert [text for text in message if text not in err] == [], err
 
 
 @pytest.mark.gloo
@@ -351,20 +354,20 @@ def test_ranks_of_another_launcher_save_and_end_when_one_is_stopped_or_killed(la
     err = (tmp_path / str(1 - late)).read_text()
     assert ended, err
     ends = f"rank {1 - late} ends: no answer for 3 s (--stalled_after) from rank {late} on"
-    said = [f"rank {1 - late}: rank {1 - late} saves", *([ends] if sign == signal.SIGSTOP else [])]
-    assert [text for text in said if text not in err] == [], err
+    results = [f"rank {1 - late}: rank {1 - late} saves", *([ends] if sign == signal.SIGSTOP else [])]
+    assert [text for text in results if text not in err] == [], err
 
 
 @pytest.mark.gloo
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="finds the process that keeps the store in /proc")
 @pytest.mark.parametrize(
-    ("sign", "said"),
+    ("sign", "message"),
     [
         (signal.SIGKILL, ["has failed"]),
         pytest.param(signal.SIGSTOP, ["does not answer", "does not answer (--stalled_after)"], marks=pytest.mark.slow),
     ],
 )
-def test_without_their_store_ranks_save_and_end_by_themselves(sign, said, tmp_path):
+def test_without_their_store_ranks_save_and_end_by_themselves(sign, message, tmp_path):
     def program(m):
         heartbeat.set_rescue(lambda *_: f"rank {m.rank} saves", m.rank)
         heartbeat.mark_recoverable(2)
@@ -378,5 +381,5 @@ def test_without_their_store_ranks_save_and_end_by_themselves(sign, said, tmp_pa
     pids = [started_elsewhere(rank, port, program, tmp_path / str(rank), 3.0, 60) for rank in range(2)]
     assert all(waited(lambda pid=pid: os.waitpid(pid, os.WNOHANG)[0] != 0) for pid in pids)
     first, second = ((tmp_path / str(rank)).read_text() for rank in range(2))
-    assert all(f"the process that keeps the run's store {text}" in first for text in said), first
+    assert all(f"the process that keeps the run's store {text}" in first for text in message), first
     assert "rank 1: rank 1 saves" in second and "saves" not in first  # its machine may be lost with the store

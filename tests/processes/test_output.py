@@ -54,8 +54,8 @@ def test_what_a_full_device_does_not_take_is_dropped_and_later_lines_are_written
         lasting.flush()
         os.close(kept), os.close(full)
         assert lasting.encoding == stream.encoding
-    with os.fdopen(reader) as found:
-        assert found.read() == "found\\n"
+    with os.fdopen(reader) as fdopen:
+        assert fdopen.read() == "found\\n"
 
 
 def test_a_stream_that_is_closed_is_no_error(monkeypatch):

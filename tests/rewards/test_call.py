@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funrl.rewards.call import (
-    Completed,
+    CompletedRow,
     Failure,
     RewardError,
     awaited_outcomes,
@@ -116,8 +116,8 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
     some = score_all(lambda p, c, i: values[i], *rows, one_of_several=True)
     assert [x if x == x else None for x in some] == [1.0, None, None, None, 2.0]
     pool = Pool([lambda p, c: None if "a" in c else 1, lambda p, c: math.nan if "b" in c else 2])
-    *found, neither = score_rows(pool, [Completed("p", c) for c in ("a", "b", "x", "ab")])
-    assert [[x if x == x else None for x in row.result()] for row in found] == [[None, 2], [1, None], [1, 2]]
+    *result, neither = score_rows(pool, [CompletedRow("p", c) for c in ("a", "b", "x", "ab")])
+    assert [[x if x == x else None for x in row.result()] for row in result] == [[None, 2], [1, None], [1, 2]]
     with pytest.raises(RewardError, match=r"none of the 2 reward functions applies.*\n  prompt: 'p'"):
         neither.result()
     with pytest.raises(RewardError, match="gave None, a finite number is needed"):
@@ -127,7 +127,7 @@ def test_one_of_several_rewards_may_not_apply_to_a_row():
             score_all(lambda p, c, value=value: value, ["p"], ["c"], [{}], one_of_several=True)
 
 
-ROWS = [Completed("p", "aa", {"answer": 1, "level": "x"}, [5, 6]), Completed("q", "b", {"answer": 2}, [7])]
+ROWS = [CompletedRow("p", "aa", {"answer": 1, "level": "x"}, [5, 6]), CompletedRow("q", "b", {"answer": 2}, [7])]
 
 
 def described(function):
@@ -158,26 +158,26 @@ class Awaited:
     ],
 )
 def test_the_form_of_a_function_is_read_from_its_signature(function, batched, awaited):
-    one = described(function)
-    assert (one.batched, one.awaited) == (batched, awaited)
+    first = described(function)
+    assert (first.batched, first.awaited) == (batched, awaited)
 
 
 def test_a_function_of_verl_is_called_by_name():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return {"score": float(solution_str == ground_truth), "of": data_source}
 
-    one = described(compute_score)
-    rows = [Completed("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
-    assert outcomes(one, rows) == [1.0, 0.0]
-    assert not any(hasattr(value, "entries") for value in outcomes(one, rows))  # "of" is no number
-    check_fields("f", one, [row.fields for row in rows])
+    first = described(compute_score)
+    rows = [CompletedRow("p", text, {"data_source": "d", "ground_truth": "4", "level": 1}) for text in "45"]
+    assert outcomes(first, rows) == [1.0, 0.0]
+    assert not any(hasattr(value, "entries") for value in outcomes(first, rows))  # "of" is no number
+    check_fields("f", first, [row.fields for row in rows])
     with pytest.raises(RewardError, match="missing a required argument: 'data_source'"):
-        check_fields("f", one, [{"ground_truth": "4"}])
+        check_fields("f", first, [{"ground_truth": "4"}])
 
 
 def test_other_numbers_of_a_dict_stay_with_the_score_between_processes():
-    one = described(lambda prompt, completion: {"score": 0.5, "acc": True, "format": 2, "text": "x", "odd": math.nan})
-    (value,) = pickle.loads(pickle.dumps([*map(picklable, outcomes(one, [Completed("p", "c")]))]))
+    first = described(lambda prompt, completion: {"score": 0.5, "acc": True, "format": 2, "text": "x", "odd": math.nan})
+    (value,) = pickle.loads(pickle.dumps([*map(picklable, outcomes(first, [CompletedRow("p", "c")]))]))
     assert value == 0.5 and value.entries == {"acc": 1.0, "format": 2.0}
 
 
@@ -214,11 +214,11 @@ def test_what_a_batched_function_may_not_give(values, says):
             raise values
         return values
 
-    found = outcomes(described(function), ROWS)
-    assert isinstance(found[1], Failure) and found[1].message.startswith(says)
-    assert found[0] == 1.0 if says.endswith("finite number") else isinstance(found[0], Failure)
+    result = outcomes(described(function), ROWS)
+    assert isinstance(result[1], Failure) and result[1].message.startswith(says)
+    assert result[0] == 1.0 if says.endswith("finite number") else isinstance(result[0], Failure)
     if isinstance(values, Exception):
-        assert "in function" in found[0].message and "funrl/rewards" not in found[0].message
+        assert "in function" in result[0].message and "funrl/rewards" not in result[0].message
 
 
 def test_awaited_functions_are_under_way_together_and_fail_alone():
@@ -245,13 +245,13 @@ def test_functions_are_named_in_errors_where_there_are_several():
         return None
 
     both = reward_functions([score, score, lambda p, c: "x"])
-    assert [one.name for one in both] == ["score", "score.2", "lambda"] and not any(one.alone for one in both)
+    assert [item.name for item in both] == ["score", "score.2", "lambda"] and not any(element.alone for element in both)
     assert outcomes(both[2], ROWS[:1])[0].message.startswith("the reward function lambda raised TypeError")
 
 
 def test_batched_functions_are_given_messages_where_prompts_are_chats():
     chat = [{"role": "user", "content": "Who?"}]
-    rows = [Completed("<user>Who?", "Me.", {}, (), chat), Completed("q", "b")]
+    rows = [CompletedRow("<user>Who?", "Me.", {}, (), chat), CompletedRow("q", "b")]
     given = columns_of(described(lambda prompts, completions: 0), rows)
     assert given["prompts"] == [chat, "q"]
     assert given["completions"] == [[{"role": "assistant", "content": "Me."}], "b"]

@@ -13,7 +13,7 @@ import torch
 from forked_python import start_python
 
 from funrl.rewards import pool_server
-from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool, open_pool, score_rows
 from funrl.rewards.verifiers import exact_match
 
@@ -25,7 +25,7 @@ def results(futures):
 
 
 def rows_of(*completions, **fields):
-    return [Completed("p", completion, fields) for completion in completions]
+    return [CompletedRow("p", completion, fields) for completion in completions]
 
 
 @BOTH
@@ -44,7 +44,7 @@ def test_results_are_in_order_one_number_a_function(workers):
 
 def test_the_printed_example():
     with open_pool([exact_match], 1) as pool:
-        assert results(score_rows(pool, [Completed("1+1=", "2", {"answer": "2"})])) == [[1.0]]
+        assert results(score_rows(pool, [CompletedRow("1+1=", "2", {"answer": "2"})])) == [[1.0]]
 
 
 def test_rows_are_rewarded_side_by_side_while_the_rank_does_something_else(tmp_path):
@@ -150,7 +150,7 @@ def test_workers_compute_with_torch_although_the_rank_has_threads():
 def test_fields_may_be_functions_and_a_row_that_cannot_be_sent_fails_alone():
     with open_pool([lambda p, c, f: f(c)], 1) as pool:
         fields = [{"f": len}, {"f": threading.Lock()}, {"f": lambda completion: 7}]
-        first, second, third = score_rows(pool, [Completed("p", "c", each) for each in fields])
+        first, second, third = score_rows(pool, [CompletedRow("p", "c", each) for each in fields])
         assert results([first, third]) == [[1], [7]]
         with pytest.raises(RewardError, match=r"cannot be sent .*--reward_workers=0\n  prompt: 'p'\n  completion: 'c'"):
             second.result(0)
@@ -176,7 +176,7 @@ def test_workers_are_added_where_they_wait_and_not_where_they_compute():
     for function, rows, enough in ((waits, 48, lambda pids: 8 <= pids <= 16), (computes, 24, lambda pids: pids <= 4)):
         with open_pool([function], 1, most=16) as pool:
             start = time.perf_counter()
-            pids = {pid for (pid,) in results(score_rows(pool, [Completed("p", "c")] * rows))}
+            pids = {pid for (pid,) in results(score_rows(pool, [CompletedRow("p", "c")] * rows))}
             assert enough(len(pids)), (function, pids)
             assert function is computes or time.perf_counter() - start < 1.2  # 2.4 s one after the other
 
@@ -366,9 +366,9 @@ def test_the_death_of_the_server_is_an_error_and_not_a_wait():
 
 PROGRAM = """
 import os, subprocess, time
-from funrl.rewards.pool import Completed, open_pool, score_rows
+from funrl.rewards.pool import CompletedRow, open_pool, score_rows
 with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "60"]).pid], 2) as pool:
-    pids = {int(pid) for f in score_rows(pool, [Completed("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
+    pids = {int(pid) for f in score_rows(pool, [CompletedRow("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
     fork = os.fork()
     if not fork:  # it keeps the rank's end of the pipe open
         os.close(1)

@@ -21,18 +21,18 @@ def test_several_functions_of_a_file(tmp_path):
     (tmp_path / "two.py").write_text("def a(p, c):\n    return 1\n\ndef b(p, c):\n    return 2\n")
     a, b, exact = load_rewards(f"{tmp_path}/two.py:a, {tmp_path}/two.py:b@0.5,exact")
     assert (a("", ""), b("", "")) == (1, 2) and a.function.__globals__ is b.function.__globals__
-    assert exact("", "2", answer=2) == 1.0 and [one.name for one in (a, b, exact)] == ["a", "b", "exact"]
+    assert exact("", "2", answer=2) == 1.0 and [item.name for item in (a, b, exact)] == ["a", "b", "exact"]
 
 
 def test_names_weights_and_what_is_neither_a_file_nor_a_verifier():
-    found = parse_rewards("a@b.py:f@-0.5,math@1e-1,own.rewards:f,x/own.rewards:f")
-    assert [(one.source, one.weight) for one in found] == [
+    result = parse_rewards("a@b.py:f@-0.5,math@1e-1,own.rewards:f,x/own.rewards:f")
+    assert [(item.source, item.weight) for item in result] == [
         ("a@b.py:f", -0.5),
         ("math", 0.1),
         ("own.rewards:f", None),
         ("x/own.rewards:f", None),
     ]
-    assert [one.name for one in found] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
+    assert [element.name for element in result] == ["a@b.f", "math", "rewards.f", "rewards.f.2"]
     for text, weights in (
         ("math,format", (1.0, 1.0)),
         ("math@2,format@0.25", (2.0, 0.25)),
@@ -58,8 +58,8 @@ def test_every_verifier_loads_or_says_what_to_install(name, monkeypatch):
             with pytest.raises(LoadError, match=rf"--reward={name} needs .*: pip install 'funrl\[{extra}\]'"):
                 load_rewards(name)
         pytest.importorskip(library)
-    (one,) = load_rewards(name)
-    assert one.name == name and one.needs == VERIFIERS[name].fields and not one.batched and not one.awaited
+    (reward,) = load_rewards(name)
+    assert reward.name == name and reward.needs == VERIFIERS[name].fields and not reward.batched and not reward.awaited
 
 
 def test_the_page_names_every_verifier():

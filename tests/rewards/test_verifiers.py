@@ -130,8 +130,8 @@ def test_the_right_answer_is_found_under_the_names_that_data_sets_give_it():
     ],
 )
 def test_multiple_choice(completion, letter):
-    found = [right for right in "ABCD" if v.multiple_choice("", completion, answer=right) == 1.0]
-    assert found == [letter] * bool(letter)
+    results = [right for right in "ABCD" if v.multiple_choice("", completion, answer=right) == 1.0]
+    assert results == [letter] * bool(letter)
 
 
 def test_the_right_choice_may_be_a_number_or_a_text():

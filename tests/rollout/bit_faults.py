@@ -171,9 +171,9 @@ def output_bias_later(m):
         mixed.append(params["o_bias"])
         return apply_mixer(self, {**params, "o_bias": torch.zeros_like(params["o_bias"])}, h, mesh, context)
 
-    def later(config, x, branch, out_norm, half):
-        x = add(config, x, branch, out_norm, half)
-        return x + mixed.pop() if half == "mixer" else x
+    def later(config, x, branch, out_norm):
+        x = add(config, x, branch, out_norm)
+        return x + mixed.pop() if mixed else x  # after the mixer, which has left its bias
 
     m.setattr(attention.Attention, "apply", without)
     m.setattr(decoder, "_add", later)
@@ -186,10 +186,10 @@ def bias_in_two_steps(right):
 def wide_residual(right):
     """The stream between the halves of a layer is not rounded to 16 bits."""
 
-    def wrong(config, x, branch, out_norm, half):
-        if half == "mixer":
-            return right(config, x.float(), branch.float(), out_norm, half)
-        return right(config, x, branch.to(x.dtype), out_norm, half).bfloat16()
+    def wrong(config, x, branch, out_norm):
+        if x.dtype != torch.float32:  # the mixer's half begins with the rounded stream
+            return right(config, x.float(), branch.float(), out_norm)
+        return right(config, x, branch.to(x.dtype), out_norm).bfloat16()
 
     return wrong
 

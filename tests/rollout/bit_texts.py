@@ -62,7 +62,7 @@ class Texts:
 
     def scores(self, mesh=SINGLE, temperature=None, **options):
         """The trainer's log-probabilities of each completion, in random micro-batches with some padding."""
-        pick, found = random.Random(self.temperature), {}
+        pick, results = random.Random(self.temperature), {}
         placed = place(self.model, mesh, dtype=self.dtype, **options)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         params = shard(trees.map(lambda x: x.to(wide), self.params), placed.stored, mesh)
@@ -74,8 +74,8 @@ class Texts:
             with torch.no_grad():
                 scores = placed.token_scores(params, batch, temperature=temperature or self.temperature)
             assert scores.logp is not None
-            found |= {i: scores.logp[0, part] for i, part in parts.items()}
-        return [found[i] for i in range(len(self.done))]
+            results |= {i: scores.logp[0, part] for i, part in parts.items()}
+        return [results[i] for i in range(len(self.done))]
 
     def packed(self, some, multiple):
         texts = {i: self.prompts[i] + self.done[i].tokens.tolist() for i in some}

@@ -260,13 +260,13 @@ def _score(draw, written, version, temperature, mesh):
     wide = torch.float64 if draw.dtype == torch.float64 else torch.float32
     weights = trees.map(lambda x: x.to(wide), weights_of(draw.family, version))
     params = shard(weights, placed.stored, mesh)
-    found = {}
+    results = {}
     for numbers in micro_batches(draw, written, mesh):
         batch, parts = packed(written, numbers, math.lcm(draw.multiple, placed.multiple))
         with torch.set_grad_enabled(draw.graph):
             scores = placed.token_scores(params, batch, ("logp", "entropy"), temperature=temperature)
-        found |= {i: scores.logp[0, part].detach() for i, part in parts.items()}
-    return found
+        results |= {i: scores.logp[0, part].detach() for i, part in parts.items()}
+    return results
 
 
 def micro_batches(draw, written, mesh):

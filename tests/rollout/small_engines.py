@@ -151,15 +151,17 @@ def completed(engine, prompts, sampling, seed=0, first_prompt=0):
 
 def rows(done):
     """Tokens of completions as lists."""
-    return [one.tokens.tolist() for one in done]
+    return [completion.tokens.tolist() for completion in done]
 
 
 def assert_same(ones, others, close=0.0):
     """Equal completions, log-probabilities up to a bound."""
-    assert [(one.number, one.finish) for one in ones] == [(one.number, one.finish) for one in others]
+    assert [(completion.number, completion.finish) for completion in ones] == [
+        (item.number, item.finish) for item in others
+    ]
     assert rows(ones) == rows(others)
-    for one, other in zip(ones, others, strict=True):
-        for a, b in ((one.sampling_logp, other.sampling_logp), (one.raw_logp, other.raw_logp)):
+    for element, other in zip(ones, others, strict=True):
+        for a, b in ((element.sampling_logp, other.sampling_logp), (element.raw_logp, other.raw_logp)):
             assert a.dtype == b.dtype and (len(a) == 0 or (a - b).abs().max() <= close)
 
 

@@ -105,8 +105,8 @@ def test_every_single_bit_counts(dtype):
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     for at, bit in itertools.product(range(30), range(8 * dtype.itemsize)):
         wrong = x.clone()
-        flat, one = wrong.view(integer).view(-1), 1 << bit
-        flat[at] ^= one if bit < 8 * dtype.itemsize - 1 else -one  # the sign bit
+        flat, first = wrong.view(integer).view(-1), 1 << bit
+        flat[at] ^= first if bit < 8 * dtype.itemsize - 1 else -first  # the sign bit
         assert digest(wrong, whole(x.shape), 0, dtype) != right, (at, bit)
 
 
@@ -206,8 +206,8 @@ def test_weights_that_cannot_be_read_are_left_to_the_probe():
     assert check(blind, params) == {"sync/verified": 0.0}
     metrics = check(blind, params, probes=True)
     assert metrics.pop("sync/probe_gap") < 1e-5 and metrics == {"sync/verified": 0.5}
-    said = r"from the trainer's; rounding in torch.float32 explains 0\.001\. Not all of its weights were compared"
-    with pytest.raises(SyncError, match=said):
+    message = r"from the trainer's; rounding in torch.float32 explains 0\.001\. Not all of its weights were compared"
+    with pytest.raises(SyncError, match=message):
         check(shows(synced(params, change=zeroed), hidden), params, probes=True)
     with pytest.raises(SyncError, match="layers/2/mlp/up differs"):  # one that can be read
         check(shows(synced(params, change=two_layers), hidden), params)

@@ -60,9 +60,9 @@ def test_what_is_right_is_not_called_wrong(mesh):
         return metrics
 
     metrics = launch(lambda m: program(m, FINE[mesh]), parse(mesh), "cpu")
-    assert [one["sync/verified"] for one in metrics] == [1] * len(FINE[mesh])
-    for one, (_, how) in zip(metrics, FINE[mesh], strict=True):
-        assert one["sync/probe_gap"] < (0.05 if how.get("dtype") == torch.bfloat16 else 1e-5)
+    assert [metric["sync/verified"] for metric in metrics] == [1] * len(FINE[mesh])
+    for row, (_, how) in zip(metrics, FINE[mesh], strict=True):
+        assert row["sync/probe_gap"] < (0.05 if how.get("dtype") == torch.bfloat16 else 1e-5)
 
 
 def skipped_shard(mesh, placed, params, engine):
@@ -159,11 +159,11 @@ class Undecided(NativeEngine):
 
     def step(self):
         done = super().step()
-        for one in done if self.weights.mesh.rank == 1 else ():
-            if one.number == 0:
-                one.tokens[3:] = (one.tokens[3:] + 1) % CONFIG.vocab
-                one.raw_logp[3] += self.nats
-                one.raw_logp[4:] -= 5.0
+        for completion in done if self.weights.mesh.rank == 1 else ():
+            if completion.number == 0:
+                completion.tokens[3:] = (completion.tokens[3:] + 1) % CONFIG.vocab
+                completion.raw_logp[3] += self.nats
+                completion.raw_logp[4:] -= 5.0
         return done
 
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from family_configs import DENSE
 from selection import quick
 from small_engines import PROMPTS, SMALL, assert_same, completed, engine_of, load, weights
 
 from funrl.batch import Batch
 from funrl.models import decoder_config, decoder_model, place
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.huggingface.config import config_from_hf
@@ -92,6 +93,22 @@ CONFIGS = {
     "gemma4": config_from_hf(GEMMA4_TEXT),
 }
 
+TINY = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+BY_HAND = {config.source.family for config in CONFIGS.values()}
+FURTHER = {  # families that are switches, by the configurations that are compared with transformers
+    name: config_from_hf(TINY | raw) for name, raw in DENSE.items() if raw["model_type"] not in BY_HAND
+}
 
 EXPERTS = {
     "qwen3_moe": decoder_config(
@@ -100,7 +117,7 @@ EXPERTS = {
     "deepseek_v3": decoder_config(
         **SMALL | {"kv_heads": SMALL["heads"], "head": 12},
         family="deepseek_v3",
-        latent=Latent(24, 20, 8, 4, 6),
+        latent=LatentSizes(24, 20, 8, 4, 6),
         experts=Experts(8, 3, 16, scoring="sigmoid", biased=True, groups=4, chosen_groups=2, scale=2.5, shared=16),
     ),
     "gpt_oss": decoder_config(
@@ -119,11 +136,13 @@ EXPERTS = {
 OLDER = ("gemma2", "gemma3", "olmo2", "smollm3", "granite", "phi3", "mistral")
 
 
-@pytest.mark.parametrize("name", quick(CONFIGS, (*OLDER, "ministral3")))
+@pytest.mark.parametrize("name", quick(CONFIGS | FURTHER, (*OLDER, "ministral3")))
 def test_greedy_completions_are_those_of_transformers(name):
-    config = CONFIGS[name]
+    config = (CONFIGS | FURTHER)[name]
     engine, how = engine_of(config), Sampling(greedy=True, max_new_tokens=16)
-    assert isinstance(engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend))
+    assert name in FURTHER or isinstance(
+        engine._backend, (PackedBackend if name in ("phi3", "mistral") else TorchBackend)
+    )
     peer = load(hf_engine(decoder_model(config)), weights(config))
     assert_same(completed(engine, PROMPTS, how), completed(peer, PROMPTS, how), 2e-5)
 
@@ -136,9 +155,9 @@ def test_log_probabilities_are_the_trainers(name):
     placed, params = place(decoder_model(config), dtype=torch.float64), weights(config, torch.float64)
     done = completed(engine_of(config, torch.float64), PROMPTS, how)
     assert_same(completed(engine_of(config, torch.float64, static=True), PROMPTS, how), done, 1e-12)
-    for number, one in enumerate(done):
+    for number, completion in enumerate(done):
         prompt = PROMPTS[number]
-        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
-        for temperature, got in ((0.7, one.sampling_logp), (1.0, one.raw_logp)):
+        batch = Batch(tokens=torch.tensor([[*prompt, *completion.tokens.tolist()]]), mask=None)
+        for temperature, got in ((0.7, completion.sampling_logp), (1.0, completion.raw_logp)):
             logp = placed.token_scores(params, batch, temperature=temperature).logp[0, len(prompt) :]
             assert (logp - got).abs().max() < 1e-10

@@ -9,7 +9,7 @@ from small_engines import KINDS, NO_PACKING, NO_VLLM, PROMPTS, assert_same, comp
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.models import decoder_model, with_fields
-from funrl.rollout.engine import Callbacks, awake, complete
+from funrl.rollout.engine import Callbacks, complete, onload_engine
 from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -39,15 +39,15 @@ def finish_all(engine):
 def begin(engine, requests, steps):
     """Submit and step a few times; what was finished by then. No steps for an engine that completes all in one."""
     engine.submit(requests)
-    return [one for _ in range(steps) for one in engine.step()]
+    return [completion for _ in range(steps) for completion in engine.step()]
 
 
 def shapes_and_reasons(kind, mesh):
     engine, reported = kind.engine(kind.config, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
     done = complete(engine, requests, Callbacks(finished=reported.append))
-    assert [one.number for one in done] == [request.number for request in requests] == list(range(21))
-    assert len(reported) == 21 and {id(one) for one in reported} == {id(one) for one in done}
+    assert [item.number for item in done] == [request.number for request in requests] == list(range(21))
+    assert len(reported) == 21 and {id(element) for element in reported} == {id(entry) for entry in done}
     for one in done:
         count = len(one.tokens)
         assert 1 <= count <= 20 and one.tokens.dtype == one.versions.dtype == torch.int64
@@ -59,7 +59,7 @@ def shapes_and_reasons(kind, mesh):
         ended = int(one.tokens[-1]) in STOPS.stop
         assert one.finish == ("stop" if ended else "length") and one.finished == ended and (ended or count == 20)
         assert one.written == one.tokens[: count - ended].tolist()
-    assert {one.finish for one in done} == {"stop", "length"}
+    assert {completion.finish for completion in done} == {"stop", "length"}
     assert len({tuple(row) for row in rows(done)}) > len(PROMPTS)  # samples of a prompt differ
     cost = engine.cost()
     assert cost.decoded == sum(len(one.tokens) for one in done) and cost.used_pages == 0 < cost.passes
@@ -105,7 +105,7 @@ def weights_are_visible_at_once(kind, mesh):
     new = completed(engine, PROMPTS, greedy)
     fresh = completed(kind.engine(kind.config, mesh, seed=1, version=8), PROMPTS, greedy)
     assert_same(new, fresh)
-    assert all(one.versions.tolist() == [8] * 12 for one in new)
+    assert all(completion.versions.tolist() == [8] * 12 for completion in new)
     assert all(a != b for a, b in zip(rows(old), rows(new), strict=True))
 
 
@@ -190,14 +190,14 @@ def cancelled_requests_end_at_once(kind, mesh):
     whole, steps = complete(engine, requests), 0 if kind.whole else 5
     assert begin(engine, requests, steps) == []
     gone = engine.cancel([4, 1, 99])
-    assert sorted(one.number for one in gone) == [1, 4] and engine.unfinished() == 5
-    for one in gone:
-        count, complete_one = len(one.tokens), whole[one.number]
-        assert one.finish == "cancelled" and not one.finished and (count > 0) == (steps > 0)
-        assert len(one.sampling_logp) == len(one.raw_logp) == len(one.versions) == count < 12
-        assert one.written == complete_one.tokens[:count].tolist()
+    assert sorted(item.number for item in gone) == [1, 4] and engine.unfinished() == 5
+    for completion in gone:
+        count, complete_one = len(completion.tokens), whole[completion.number]
+        assert completion.finish == "cancelled" and not completion.finished and (count > 0) == (steps > 0)
+        assert len(completion.sampling_logp) == len(completion.raw_logp) == len(completion.versions) == count < 12
+        assert completion.written == complete_one.tokens[:count].tolist()
     assert engine.cancel([4, 1, 99]) == []
-    assert_same(finish_all(engine), [one for one in whole if one.number not in (1, 4)], kind.same)
+    assert_same(finish_all(engine), [request for request in whole if request.number not in (1, 4)], kind.same)
     assert engine.cost().used_pages == 0
 
 
@@ -206,7 +206,7 @@ def an_error_in_the_caller_leaves_nothing_in_flight(kind, mesh):
     how = dataclasses.replace(STOPS, samples=1)
     whole = completed(engine, PROMPTS, how)
 
-    def finished(one):
+    def finished(first):
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
@@ -226,13 +226,13 @@ def a_pause_changes_nothing(kind, mesh):
     engine.resume()
     assert not engine.paused
     assert_same(finish_all(engine), whole, kind.same)
-    with pytest.raises(ValueError, match="empty"), awake(engine):
+    with pytest.raises(ValueError, match="empty"), onload_engine(engine):
         complete(engine, [requests[0]._replace(prompt=[])])
     assert engine.paused
     with pytest.raises(RuntimeError, match="paused: call resume first"):
         complete(engine, requests)
     assert engine.unfinished() == 0
-    with awake(engine):
+    with onload_engine(engine):
         assert_same(complete(engine, requests), whole, kind.same)
 
 
@@ -245,16 +245,16 @@ def new_weights_in_the_middle(kind, mesh, pauses):
     load(engine, weights(kind.config, kind.dtype, seed=1), 8)
     engine.submit(requests[5:])
     engine.resume()
-    for request, one in zip(requests, finish_all(engine), strict=True):
-        old = int((one.versions == 7).sum())
-        assert one.versions.tolist() == [7] * old + [8] * (12 - old)
+    for request, completion in zip(requests, finish_all(engine), strict=True):
+        old = int((completion.versions == 7).sum())
+        assert completion.versions.tolist() == [7] * old + [8] * (12 - old)
         assert (0 < old < 12) == (request.number < 5 and not kind.whole), old
         before, behind = (
-            plain_logps(kind.config, request.prompt, one.tokens.tolist(), FREE, seed)[1] for seed in (0, 1)
+            plain_logps(kind.config, request.prompt, completion.tokens.tolist(), FREE, seed)[1] for seed in (0, 1)
         )
         expected = torch.cat([before[:old], behind[old:]])
-        assert (one.raw_logp - expected).abs().max() < kind.close
-        assert (one.sampling_logp - expected).abs().max() < kind.close
+        assert (completion.raw_logp - expected).abs().max() < kind.close
+        assert (completion.sampling_logp - expected).abs().max() < kind.close
 
 
 def a_load_in_the_middle_is_seen(kind, mesh):
@@ -278,20 +278,20 @@ def parts_are_the_whole(kind, mesh):
     whole = complete(engines[0], [request._replace(most=None) for request in requests])
     ended = {}
     for turn in range(4):
-        for one in complete(engines[turn % 2], requests):
-            ended[one.number] = one
-        assert all(len(one.tokens) == 5 * turn + 5 or one.finish != "paused" for one in ended.values())
+        for entry in complete(engines[turn % 2], requests):
+            ended[entry.number] = entry
+        assert all(len(element.tokens) == 5 * turn + 5 or element.finish != "paused" for element in ended.values())
         requests = [
             request._replace(begun=ended[request.number])
             for request in requests
             if ended[request.number].finish == "paused"
         ]
     assert not requests
-    done = [ended[one.number] for one in whole]
+    done = [ended[item.number] for item in whole]
     assert_same(done, whole, kind.same)
-    for one in done:
-        assert one.versions.tolist() == ([7] * 5 + [9] * 5 + [7] * 5 + [9] * 5)[: len(one.tokens)]
-    full = next(one for one in whole if one.finish == "length")
+    for entry in done:
+        assert entry.versions.tolist() == ([7] * 5 + [9] * 5 + [7] * 5 + [9] * 5)[: len(entry.tokens)]
+    full = next(completion for completion in whole if completion.finish == "length")
     again = requests_of(PROMPTS, STOPS, 2)[full.number]._replace(begun=full)
     with pytest.raises(ValueError, match="has 20 tokens already, max_new_tokens=20"):
         engines[0].submit([again])
@@ -300,23 +300,23 @@ def parts_are_the_whole(kind, mesh):
 def a_stop_string_ends_a_completion(kind, mesh):
     engine, free = kind.engine(kind.config, mesh), dataclasses.replace(FREE, max_new_tokens=20, samples=3)
     whole = completed(engine, PROMPTS, free)
-    texts = [kind_text(one) for one in whole]
+    texts = [kind_text(completion) for completion in whole]
     strings = (texts[2][5:7], texts[6][3], "not of these tokens")
     how = dataclasses.replace(free, stop_strings=strings)
     if kind.whole:
         with pytest.raises(ValueError, match="stop_strings is"):
             completed(engine, PROMPTS, how)
         return
-    for one, text, free_one in zip(completed(engine, PROMPTS, how), texts, whole, strict=True):
+    for element, text, free_one in zip(completed(engine, PROMPTS, how), texts, whole, strict=True):
         ends = [text.find(string) + len(string) for string in strings if string in text]
         count = min(ends, default=20)
-        assert one.finish == ("string" if ends else "length") and one.finished == bool(ends)
-        assert one.tokens.tolist() == free_one.tokens[:count].tolist() == one.written
-    assert {"string", "length"} == {one.finish for one in completed(engine, PROMPTS, how)}
+        assert element.finish == ("string" if ends else "length") and element.finished == bool(ends)
+        assert element.tokens.tolist() == free_one.tokens[:count].tolist() == element.written
+    assert {"string", "length"} == {item.finish for item in completed(engine, PROMPTS, how)}
 
 
-def kind_text(one):
-    return "".join(chr(ord("0") + token) for token in one.tokens.tolist())
+def kind_text(first):
+    return "".join(chr(ord("0") + token) for token in first.tokens.tolist())
 
 
 CONTRACT = [

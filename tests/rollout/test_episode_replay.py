@@ -22,9 +22,9 @@ async def completed(prompt, sampling, seed, computed, owned):
 
 
 async def talk(policy, heard, answer):
-    one, two = await asyncio.gather(*(policy.sample(policy.start([1, 2])) for _ in range(2)))
+    first, two = await asyncio.gather(*(policy.sample(policy.start([1, 2])) for _ in range(2)))
     policy.answered(answer)
-    _, end = await policy.sample(policy.extend(one[1], heard), max_tokens=2)
+    _, end = await policy.sample(policy.extend(first[1], heard), max_tokens=2)
     return [two[1], end]
 
 
@@ -45,10 +45,10 @@ def test_the_same_environment_gets_the_same_turns(log):
     policy = LoggedPolicy(log, SETUP, seed=3)
     again = asyncio.run(talk(policy, [8], {"said": [1, 2.5]}))
     assert policy.difference == ""
-    for one, other in zip(again, ends, strict=True):
-        assert one.token_ids() == other.token_ids()
-        assert torch.equal(one.leaf.raw_logp, other.leaf.raw_logp) and one.leaf.seed == other.leaf.seed
-        assert torch.equal(one.leaf.versions, other.leaf.versions) and one.leaf.finish == "length"
+    for item, other in zip(again, ends, strict=True):
+        assert item.token_ids() == other.token_ids()
+        assert torch.equal(item.leaf.raw_logp, other.leaf.raw_logp) and item.leaf.seed == other.leaf.seed
+        assert torch.equal(item.leaf.versions, other.leaf.versions) and item.leaf.finish == "length"
 
 
 def test_what_differs_is_named(log):

@@ -32,17 +32,19 @@ def test_log_probs_are_of_the_distribution_that_was_drawn_from(how):
     assert engine.version == 3
     prompts = PROMPTS if sampling.repetition_penalty == 1 else [p * (6 // len(p)) for p in PROMPTS]  # of one length
     done = completed(engine, prompts, sampling, seed=4)
-    assert 0 < sum(one.finished for one in done) < 9  # eos of the model does not end a completion: `stop` does
-    for r, one in enumerate(done):
-        prompt, tokens, length = prompts[r // 3], one.tokens.tolist(), len(one.tokens)
+    assert (
+        0 < sum(completion.finished for completion in done) < 9
+    )  # eos of the model does not end a completion: `stop` does
+    for r, item in enumerate(done):
+        prompt, tokens, length = prompts[r // 3], item.tokens.tolist(), len(item.tokens)
         hidden = MODEL.apply(params, Inputs(torch.tensor([[*prompt, *tokens]]))).hidden
         logits = hidden[0, len(prompt) - 1 : -1] @ params["unembed"].T
         seen = torch.zeros(len(logits), CONFIG.vocab, dtype=torch.bool)
         for i in range(length):
             seen[i, [*prompt, *tokens[:i]]] = True
         logp = plain_logp(logits, sampling, seen)
-        for whole, ours in ((logits.log_softmax(-1), one.raw_logp), (logp, one.sampling_logp)):
-            expected = whole.gather(1, one.tokens.unsqueeze(1)).squeeze(1)
+        for whole, ours in ((logits.log_softmax(-1), item.raw_logp), (logp, item.sampling_logp)):
+            expected = whole.gather(1, item.tokens.unsqueeze(1)).squeeze(1)
             torch.testing.assert_close(ours, expected, atol=3e-5, rtol=0)
 
 

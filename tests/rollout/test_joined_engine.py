@@ -1,4 +1,4 @@
-"""The engine of joined generators, its office, and the weights that they pull."""
+"""The engine of joined generators, its lease server, and the weights that they pull."""
 
 import threading
 import time
@@ -21,10 +21,10 @@ from funrl.processes.connections import Addresses, ConnectionServer, PeerError, 
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.engine import WeightSpec, complete
 from funrl.rollout.joined.engine import COMPLETION_WAIT_S, JoinedEngine, NoGeneratorError, StoppedError, prompt_units
-from funrl.rollout.joined.generator import NEWS_S, NotJoinedError, _Offices, _Progress, serve_run
+from funrl.rollout.joined.generator import NEWS_S, NotJoinedError, _LeaseServers, _Progress, serve_run
+from funrl.rollout.joined.lease_server import LeaseServer
 from funrl.rollout.joined.messages import WEIGHTS, Hello, Orders, Report, TrainerFacts
-from funrl.rollout.joined.office import Office
-from funrl.rollout.joined.shelf import Shelf, StaleVersionError, pieces_for, pull
+from funrl.rollout.joined.weight_server import StaleVersionError, WeightServer, pieces_for, pull
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights
 from funrl.rollout.remote.digests import EngineDigests
@@ -38,16 +38,16 @@ DTYPE = torch.float32
 REQUESTS = requests_of([[1, 2, 3], [7], [4, 4]], Sampling(samples=2, max_new_tokens=5), seed=3)
 
 
-def shelf_of(mesh, stored, params, version=1):
-    """The shelf of one of the ranks that train, with its parts of weights."""
+def weight_server_of(mesh, stored, params, version=1):
+    """The weight server of one of the trainer ranks, with its parts of weights."""
     names = native_weights(MODEL, SINGLE, DTYPE).names
     spec = WeightSpec(names, stored, mesh, DTYPE)
     named = dict(trees.named(stored))
-    shelf = Shelf(spec, TrainerFacts(named, DTYPE, [0], digests=False))
+    weight_server = WeightServer(spec, TrainerFacts(named, DTYPE, [0], digests=False))
     whole = dict(trees.named(params))
     parts = {name: whole[name][slices(x.box(mesh.rank), tuple((0, n) for n in x.shape))] for name, x in named.items()}
-    shelf.put(spec.named(trees.from_named(stored, parts.items())), version)
-    return shelf
+    weight_server.put(spec.named(trees.from_named(stored, parts.items())), version)
+    return weight_server
 
 
 MESHES = [("dp1", "dp1"), ("dp4", "tp2"), ("dp2,tp2", "dp1"), ("dp3", "tp2")]
@@ -58,25 +58,25 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
     params = weights(CONFIG)
     sizes = parse(train)
     stored = layouts(MODEL.shapes, MODEL.axes, fully_sharded(STORED), sizes)
-    shelves = [shelf_of(Mesh(sizes, rank), stored, params) for rank in range(Mesh(sizes).world)]
+    weight_servers = [weight_server_of(Mesh(sizes, rank), stored, params) for rank in range(Mesh(sizes).world)]
     secret = new_secret()
 
-    def served(shelf):
+    def served(weight_server):
         def serve(connection):
             assert connection.receive() == Hello("g", WEIGHTS)
-            shelf.serve(connection)
+            weight_server.serve(connection)
 
         return ConnectionServer(serve, secret, 5.0, HOST)
 
-    boards = [served(shelf) for shelf in shelves]
+    boards = [served(weight_server) for weight_server in weight_servers]
     connections = [connect_to(HOST, board.port, secret, 5.0) for board in boards]
     for connection in connections:
         connection.send(Hello("g", WEIGHTS))
         assert connection.receive().dtype == DTYPE
     wanted = parse(generate)
     own = layouts(MODEL.shapes, MODEL.axes, GENERATE, wanted)
-    ranks = range(len(shelves), len(shelves) + Mesh(wanted).world)
-    least = plan(stored, own, weight_dtypes(own, DTYPE), src_ranks=range(len(shelves)), dst_ranks=ranks)
+    ranks = range(len(weight_servers), len(weight_servers) + Mesh(wanted).world)
+    least = plan(stored, own, weight_dtypes(own, DTYPE), src_ranks=range(len(weight_servers)), dst_ranks=ranks)
     for rank in range(Mesh(wanted).world):
         spec = WeightSpec(native_weights(MODEL, Mesh(wanted, rank), DTYPE).names, own, Mesh(wanted, rank), DTYPE)
         pieces = pieces_for(dict(trees.named(stored)), dict(trees.named(own)), rank, turn=rank)
@@ -94,13 +94,13 @@ def test_a_rank_receives_each_element_that_it_needs_once(train, generate):
 
 
 def joined_engine(rule=LeaseRule(silent_s=600), limit_s=60.0, digests=False):  # noqa: B008
-    """An engine of a run with one rank, and its office."""
+    """An engine of a run with one rank, and its lease server."""
     stored = layouts(MODEL.shapes, MODEL.axes, STORED, SINGLE.sizes)
     names = native_weights(MODEL, SINGLE, DTYPE).names
     spec = WeightSpec(names, stored, SINGLE, DTYPE)
-    shelf = Shelf(spec, TrainerFacts(dict(trees.named(stored)), DTYPE, [0], digests=digests))
-    office = Office(rule, shelf)
-    return JoinedEngine(CONFIG, SINGLE, shelf, spec, office, limit_s), office
+    weight_server = WeightServer(spec, TrainerFacts(dict(trees.named(stored)), DTYPE, [0], digests=digests))
+    lease_server = LeaseServer(rule, weight_server)
+    return JoinedEngine(CONFIG, SINGLE, weight_server, spec, lease_server, limit_s), lease_server
 
 
 def test_a_generator_completes_what_a_native_engine_does():
@@ -108,7 +108,7 @@ def test_a_generator_completes_what_a_native_engine_does():
     native = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
     native.load(native.weights.named(params), 4)
     expected = complete(native, REQUESTS)
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     engine.load(engine.weights.named(params), 4)
     board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
     ended: list[Any] = []
@@ -128,7 +128,7 @@ def test_a_generator_completes_what_a_native_engine_does():
         assert torch.equal(a.versions, b.versions)
     how, counts = ended[0]
     assert how == "ended" and (counts.units, counts.loads) == (3, 1)
-    assert counts.bytes == sum(x.nbytes for x in trees.leaves(params)) and office.generators == ()
+    assert counts.bytes == sum(x.nbytes for x in trees.leaves(params)) and lease_server.generators == ()
 
 
 def test_a_unit_is_the_samples_of_a_prompt():
@@ -138,9 +138,9 @@ def test_a_unit_is_the_samples_of_a_prompt():
 
 def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
     monkeypatch.setattr("funrl.rollout.joined.engine.COMPLETION_WAIT_S", 0.0)
-    engine, office = joined_engine(limit_s=30.0)
+    engine, lease_server = joined_engine(limit_s=30.0)
     waited = iter([5.0, 15.0, 25.0, 35.0])
-    monkeypatch.setattr(office, "alone_s", lambda: next(waited))
+    monkeypatch.setattr(lease_server, "alone_s", lambda: next(waited))
     notes = []
     engine.note = notes.append
     engine.load(engine.weights.named(weights(CONFIG)), 1)
@@ -148,45 +148,45 @@ def test_without_a_generator_it_says_what_it_waits_for_and_ends(monkeypatch):
         complete(engine, REQUESTS)
     assert notes == ["no generator is in service: 6 requests wait for funrl join RUN_DIR"]
     assert engine.unfinished() == 0
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 def test_a_generator_is_missed_from_when_there_is_work_for_it():
-    office = joined_engine()[1]
-    office._alone_since -= 1000.0  # the run was busy with something else
-    office.open([REQUESTS[:2]])
-    assert office.alone_s() < 500.0
-    office._alone_since -= 1000.0
-    office.open([REQUESTS[2:4]])  # more work does not begin the wait anew
-    assert office.alone_s() > 500.0
-    office.close(complete=False)
+    lease_server = joined_engine()[1]
+    lease_server._alone_since -= 1000.0  # the run was busy with something else
+    lease_server.open([REQUESTS[:2]])
+    assert lease_server.alone_s() < 500.0
+    lease_server._alone_since -= 1000.0
+    lease_server.open([REQUESTS[2:4]])  # more work does not begin the wait anew
+    assert lease_server.alone_s() > 500.0
+    lease_server.close(complete=False)
 
 
 def test_weights_wait_for_completions_of_other_replicas(monkeypatch):
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     elsewhere = iter([3, 1, 0])
     monkeypatch.setattr("funrl.rollout.joined.engine.psum", lambda pending, *_: pending + next(elsewhere))
     waits = []
     monkeypatch.setattr(engine, "_receive", waits.append)
-    monkeypatch.setattr(engine, "_shelf", SimpleNamespace(put=lambda *_: waits.append("put")))
+    monkeypatch.setattr(engine, "_weight_server", SimpleNamespace(put=lambda *_: waits.append("put")))
     engine.load([], 1)
     assert waits == [COMPLETION_WAIT_S, COMPLETION_WAIT_S, "put"]
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 def test_weights_wait_for_a_program_beside_which_gets_its_own_completions(monkeypatch):
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     beside = engine.beside()
     engine.submit(REQUESTS[:2])
     beside.submit(REQUESTS[:2])
-    work = asked(office, "g", Report(0, 4, 9)).work
+    work = asked(lease_server, "g", Report(0, 4, 9)).work
     assert [len(requests) for _, requests in work] == [2, 2]
     done = [
         (lease, [x._replace(number=r.number) for x, r in zip(_completions(4), some, strict=True)])
         for lease, some in work
     ]
-    asked(office, "g", Report(1, 4, 9, done))
+    asked(lease_server, "g", Report(1, 4, 9, done))
     assert [x.number for x in beside.step()] == [x.number for x in engine.step()] == [0, 1]
     monkeypatch.setattr(engine, "_receive", lambda timeout_s: engine.leave(beside))
     engine.load(engine.weights.named(weights(CONFIG)), 5)
@@ -195,11 +195,11 @@ def test_weights_wait_for_a_program_beside_which_gets_its_own_completions(monkey
     assert beside.unfinished() == 1
     with pytest.raises(StoppedError):
         beside.step()
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 class Asked:
-    """A connection to an office of a version, that keeps the reports."""
+    """A connection to a lease server of a version, that keeps the reports."""
 
     def __init__(self, version, work=()):
         self.orders = [Orders(version, work)]
@@ -211,17 +211,17 @@ class Asked:
 
 
 def test_a_generator_waits_for_no_office_while_it_works_and_loads_what_all_have():
-    offices = [Asked(3), Asked(2)]
-    sees = _Offices(cast(Any, offices), _Progress())
+    lease_servers = [Asked(3), Asked(2)]
+    sees = _LeaseServers(cast(Any, lease_servers), _Progress())
     sees.version = 2
     assert sees.exchange(8, False).load is None  # the second gives its last work of version 2 first
-    assert [office.reports[-1].wait_s for office in offices] == [NEWS_S / 2, NEWS_S / 2]
-    offices[1].orders = [Orders(2), Orders(2, [(0, REQUESTS[:2])])]
+    assert [lease_server.reports[-1].wait_s for lease_server in lease_servers] == [NEWS_S / 2, NEWS_S / 2]
+    lease_servers[1].orders = [Orders(2), Orders(2, [(0, REQUESTS[:2])])]
     assert len(sees.exchange(8, False).submit) == 2
     assert sees.exchange(8, False).load is None
-    assert [office.reports[-1].wait_s for office in offices] == [0.0, 0.0]
+    assert [lease_server.reports[-1].wait_s for lease_server in lease_servers] == [0.0, 0.0]
     sees.units.clear()
-    offices[1].orders = [Orders(3)]
+    lease_servers[1].orders = [Orders(3)]
     assert sees.exchange(8, False).load == 3
 
 
@@ -258,7 +258,7 @@ def test_a_run_that_is_not_complete_does_not_end_its_generators(monkeypatch):
 
 
 def test_a_generator_of_another_protocol_is_told(monkeypatch):
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     board = ConnectionServer(engine.serve, secret := new_secret(), 5.0, HOST)
     own = native_engine(MODEL, SINGLE, DTYPE, options=NativeOptions(max_rows=3))
     addresses = Addresses([(HOST, board.port)], secret)
@@ -267,14 +267,14 @@ def test_a_generator_of_another_protocol_is_told(monkeypatch):
         ValueError, match=r"are of version \d+, and those of this generator of 7; install the same funrl"
     ):
         serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
-    office.close(complete=False)
+    lease_server.close(complete=False)
     board.close()
     with pytest.raises(NotJoinedError):
         serve_run(own, addresses, 30.0, lambda: False, lambda text: None)
 
 
 def test_new_weights_do_not_come_while_requests_are_unfinished():
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     with pytest.raises(RuntimeError, match="no weights"):
         engine.submit(REQUESTS)
         engine.step()
@@ -284,99 +284,99 @@ def test_new_weights_do_not_come_while_requests_are_unfinished():
     assert [x.finish for x in done] == ["cancelled"] * 6 and engine.unfinished() == 0
     with pytest.raises(KeyError, match="weights are missing: embed"):
         engine.load([], 1)
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
-def asked(office, name, report):
-    """Orders of an office, asked without a connection."""
-    return office._orders(name, report)
+def asked(lease_server, name, report):
+    """Orders of a lease server, asked without a connection."""
+    return lease_server._orders(name, report)
 
 
 def test_work_is_given_to_generators_with_the_newest_weights_that_have_proved_it():
-    engine, office = joined_engine(digests=True)
+    engine, lease_server = joined_engine(digests=True)
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS)
-    assert asked(office, "g", Report(0)).version == 4  # and no work: it has no weights
+    assert asked(lease_server, "g", Report(0)).version == 4  # and no work: it has no weights
     proof = EngineDigests(4, {"a": (5, 5)}, ())
-    assert not asked(office, "g", Report(1, 4, 9, digests=proof)).work  # the digests are not known yet
-    office.expect({"a": 5})
-    (lease, requests), *more = asked(office, "g", Report(2, 4, room=3)).work
+    assert not asked(lease_server, "g", Report(1, 4, 9, digests=proof)).work  # the digests are not known yet
+    lease_server.expect({"a": 5})
+    (lease, requests), *more = asked(lease_server, "g", Report(2, 4, room=3)).work
     assert [request.number for request in requests] == [0, 1] and len(more) == 1
     done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
-    asked(office, "g", Report(3, 4, 0, [(lease, done), (lease, done)]))
+    asked(lease_server, "g", Report(3, 4, 0, [(lease, done), (lease, done)]))
     assert [x.number for x in engine.step()] == [0, 1] and not engine.step()
-    office.withdraw([2])
-    assert not asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
-    office.withdraw([3])
-    assert asked(office, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
-    office.close(complete=False)
+    lease_server.withdraw([2])
+    assert not asked(lease_server, "g", Report(4, 4, 0, held=[more[0][0]])).drop  # its other sample is wanted
+    lease_server.withdraw([3])
+    assert asked(lease_server, "g", Report(4, 4, 0, held=[more[0][0]])).drop == (more[0][0],)
+    lease_server.close(complete=False)
 
 
 def test_a_generator_with_other_weights_ends_the_run():
-    engine, office = joined_engine(digests=True)
+    engine, lease_server = joined_engine(digests=True)
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS)
-    office.expect({"a": 5})
-    asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (6, 6)}, ())))
+    lease_server.expect({"a": 5})
+    asked(lease_server, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (6, 6)}, ())))
     with pytest.raises(SyncError, match="generator g does not hold the trainer's weights 4: a differs; 1 of 1"):
         engine.step()
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 def test_completions_of_another_version_end_the_run():
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS[:2])
-    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    ((lease, requests),) = asked(lease_server, "g", Report(0, 4, 9)).work
     done = [x._replace(number=request.number) for x, request in zip(_completions(3), requests, strict=True)]
-    asked(office, "g", Report(1, 4, 9, [(lease, done)]))
+    asked(lease_server, "g", Report(1, 4, 9, [(lease, done)]))
     with pytest.raises(SyncError, match=r"generator g delivers request 0 with weights \[3\]"):
         engine.step()
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 def test_too_few_completions_of_a_lease_end_the_run():
-    engine, office = joined_engine()
+    engine, lease_server = joined_engine()
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS[:2])
-    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    ((lease, requests),) = asked(lease_server, "g", Report(0, 4, 9)).work
     done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
-    asked(office, "g", Report(1, 4, 9, [(lease, done[:1])]))
+    asked(lease_server, "g", Report(1, 4, 9, [(lease, done[:1])]))
     with pytest.raises(SyncError, match="generator g delivers 1 of 2 requests of a lease"):
         engine.step()
-    office.close(complete=False)
+    lease_server.close(complete=False)
 
 
 def test_a_generator_that_comes_back_has_proved_its_weights():
-    engine, office = joined_engine(digests=True)
+    engine, lease_server = joined_engine(digests=True)
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS[:2])
-    asked(office, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (5, 5)}, ())))
-    with office._lock:
-        office._lost(office._leases.leave("g", "it has been silent"))
-    assert not asked(office, "g", Report(1, 4, 9)).work
-    office.expect({"a": 5})
-    assert asked(office, "g", Report(2, 4, 9)).work
+    asked(lease_server, "g", Report(0, 4, 9, digests=EngineDigests(4, {"a": (5, 5)}, ())))
+    with lease_server._lock:
+        lease_server._lost(lease_server._leases.leave("g", "it has been silent"))
+    assert not asked(lease_server, "g", Report(1, 4, 9)).work
+    lease_server.expect({"a": 5})
+    assert asked(lease_server, "g", Report(2, 4, 9)).work
     engine.cancel(range(9))
     engine.load(engine.weights.named(weights(CONFIG)), 5)
-    assert not office._given and not office._proved
-    office.close(complete=False)
+    assert not lease_server._given and not lease_server._proved
+    lease_server.close(complete=False)
 
 
 def test_a_generator_that_comes_back_after_it_was_lost_drops_what_it_held():
-    engine, office = joined_engine(LeaseRule(silent_s=0.2))
+    engine, lease_server = joined_engine(LeaseRule(silent_s=0.2))
     engine.load(engine.weights.named(weights(CONFIG)), 4)
     engine.submit(REQUESTS[:2])
-    ((lease, requests),) = asked(office, "g", Report(0, 4, 9)).work
+    ((lease, requests),) = asked(lease_server, "g", Report(0, 4, 9)).work
     deadline = time.monotonic() + 30
-    while office.generators:
+    while lease_server.generators:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     done = [x._replace(number=request.number) for x, request in zip(_completions(4), requests, strict=True)]
-    orders = asked(office, "g", Report(1, 4, 0, [(lease, done)], held=[lease]))
+    orders = asked(lease_server, "g", Report(1, 4, 0, [(lease, done)], held=[lease]))
     assert orders.drop == (lease,) and not engine.step()
-    assert asked(office, "g", Report(2, 4, 9)).work[0][1] == requests
-    office.close(complete=False)
+    assert asked(lease_server, "g", Report(2, 4, 9)).work[0][1] == requests
+    lease_server.close(complete=False)
 
 
 def _completions(version):

@@ -28,7 +28,9 @@ def requests(model="", first=0):
 
 
 def rows(done):
-    return [(one.tokens.tolist(), one.raw_logp.tolist(), one.versions.tolist()) for one in done]
+    return [
+        (completion.tokens.tolist(), completion.raw_logp.tolist(), completion.versions.tolist()) for completion in done
+    ]
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def test_each_request_is_completed_by_its_model(joint):
     assert rows(done[1::2]) == rows(complete(engine_of(1, 9), requests(first=50)))
     assert joint.version == 4 and joint.unfinished() == 0
     cost = joint.cost()
-    assert cost.decoded == sum(len(one.tokens) for one in done) and cost.page_tokens == 16
+    assert cost.decoded == sum(len(completion.tokens) for completion in done) and cost.page_tokens == 16
 
 
 def test_a_model_that_is_not_there_is_refused_and_no_request_is_taken(joint):
@@ -60,7 +62,7 @@ def test_it_pauses_cancels_and_loads(joint):
     assert joint.paused and joint.step() == []
     joint.resume()
     cancelled = joint.cancel([0, 50])
-    assert sorted(one.number for one in cancelled) == [0, 50] and joint.unfinished() == 10
+    assert sorted(request.number for request in cancelled) == [0, 50] and joint.unfinished() == 10
     joint.cancel(range(100))
     joint.load(engine_of(2, 0).held_weights(), 5)
     assert joint.version == 5 and rows(complete(joint, requests())) == rows(complete(engine_of(2, 5), requests()))

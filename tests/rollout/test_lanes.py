@@ -86,9 +86,9 @@ def test_completions_of_a_model_with_states_do_not_depend_on_lanes(cells):
         done += engine.step()
         met |= set(lanes_met(engine))
     assert met == {0, 1}
-    for want, found in zip(wanted, sorted(done, key=lambda x: x.number), strict=True):
-        assert found.tokens.tolist() == want.tokens.tolist()
-        torch.testing.assert_close(found.raw_logp, want.raw_logp, rtol=0, atol=1e-12)
+    for want, completion in zip(wanted, sorted(done, key=lambda x: x.number), strict=True):
+        assert completion.tokens.tolist() == want.tokens.tolist()
+        torch.testing.assert_close(completion.raw_logp, want.raw_logp, rtol=0, atol=1e-12)
     for pool in engine._scheduler.cells.lanes:
         left = sorted([*pool._free, *pool._snapshots.values()])
         assert left == list(range(left[0], left[0] + pool.cells)), "a cell was lost"

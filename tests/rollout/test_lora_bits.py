@@ -19,7 +19,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import GENERATE, layouts, shard
 from funrl.models import decoder_config, decoder_model
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.lora import on_base, trained_part, with_lora
@@ -221,7 +221,7 @@ def test_a_request_has_the_bits_of_a_batch_with_its_adapter_alone(options):
         engine = engine_with("qwen3", [name] if name else [], **options)
         own = [request for request in requests if request.adapter == name]
         alone = completions(engine, own)
-        assert same(alone, {n: one for n, one in together.items() if n in alone})
+        assert same(alone, {n: item for n, item in together.items() if n in alone})
     tokens = {tuple(together[i][0].tolist()) for i in (0, 2, 4, 6)}
     assert len(tokens) == 4
 
@@ -251,17 +251,19 @@ def test_tokens_have_the_version_of_their_adapter_and_go_on_with_a_newer_one():
     load_adapter(engine, "llama", "all", 20, factor=1.5)
     while engine.unfinished():
         done += engine.step()
-    versions = {one.number: one.versions.tolist() for one in done}
+    versions = {completion.number: completion.versions.tolist() for completion in done}
     assert versions[0] == [10] * 4 + [20] * 5
     assert versions[1] == [11] * 9 and versions[2] == [5] * 9
     fresh = engine_with("llama", ["all", "some"])
     untouched = completions(fresh, requests[1:])
-    assert same(untouched, {one.number: (one.tokens, one.sampling_logp, one.raw_logp) for one in done if one.number})
-    begun = next(one for one in done if one.number == 0)
+    assert same(
+        untouched, {item.number: (item.tokens, item.sampling_logp, item.raw_logp) for item in done if item.number}
+    )
+    begun = next(request for request in done if request.number == 0)
     begun = begun._replace(**{x: getattr(begun, x)[:4] for x in ("tokens", "sampling_logp", "raw_logp", "versions")})
     load_adapter(fresh, "llama", "all", 20, factor=1.5)
     again = complete(fresh, [requests[0]._replace(begun=begun)])[0]
-    whole = next(one for one in done if one.number == 0)
+    whole = next(element for element in done if element.number == 0)
     assert torch.equal(again.tokens, whole.tokens) and torch.equal(again.raw_logp, whole.raw_logp)
 
 
@@ -310,7 +312,7 @@ def test_factors_that_do_not_fit_leave_the_adapter_as_it_was():
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"kv_heads": 4, "head": 6, "latent": Latent(8, 8, 4, 2, 4)},
+        {"kv_heads": 4, "head": 6, "latent": LatentSizes(8, 8, 4, 2, 4)},
         {"experts": Experts(count=4, per_token=2, mlp=8, shared=8)},
         {"qk_norm": True, "qk_norm_over": "projection"},
     ],

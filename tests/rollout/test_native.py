@@ -85,10 +85,10 @@ def test_log_probs_are_those_of_the_trainer(dtype, packed, close, how):
     config, gaps = CONFIGS["qwen3 window"], []
     done = completed(engine_of(config, dtype, packed=packed), PROMPTS, how)
     params, placed = weights(config, dtype), place(decoder_model(config), dtype=dtype)
-    for prompt, one in zip(PROMPTS, done, strict=True):
-        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens]]), mask=None)
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        batch = Batch(tokens=torch.tensor([[*prompt, *completion.tokens]]), mask=None)
         drawn = 1.0 if how.greedy else how.temperature
-        for temperature, ours in ((1.0, one.raw_logp), (drawn, one.sampling_logp)):
+        for temperature, ours in ((1.0, completion.raw_logp), (drawn, completion.sampling_logp)):
             theirs = placed.token_scores(params, batch, temperature=temperature).logp
             assert theirs is not None
             gaps.append((ours - theirs[0, len(prompt) :]).abs())
@@ -101,11 +101,11 @@ def test_bfloat16_is_near(packed):
     how = Sampling(greedy=True, max_new_tokens=12)
     done = completed(engine_of(config, torch.bfloat16, packed=packed), PROMPTS, how)
     placed, gaps = place(decoder_model(config)), []
-    for prompt, one in zip(PROMPTS, done, strict=True):
-        assert one.raw_logp.dtype == torch.float32
-        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens]]), mask=None)
+    for prompt, completion in zip(PROMPTS, done, strict=True):
+        assert completion.raw_logp.dtype == torch.float32
+        batch = Batch(tokens=torch.tensor([[*prompt, *completion.tokens]]), mask=None)
         theirs = placed.token_scores(weights(config), batch).logp
-        gaps.append((one.raw_logp - theirs[0, len(prompt) :]).abs())
+        gaps.append((completion.raw_logp - theirs[0, len(prompt) :]).abs())
     assert torch.cat(gaps).mean() < 0.05 and torch.cat(gaps).max() < 0.3
 
 
@@ -126,7 +126,8 @@ def mixed_requests(count=24, seed=0):
             repetition_penalty=chance.choice([1.0, 1.0, 1.0, 1.2]),
         )
         requests += [
-            one._replace(number=len(requests) + one.number) for one in requests_of([prompt], how, len(requests))
+            request._replace(number=len(requests) + request.number)
+            for request in requests_of([prompt], how, len(requests))
         ]
     return requests[:count]
 
@@ -203,7 +204,7 @@ def test_a_completion_depends_on_nothing_else_that_is_in_flight(name, way, monke
     cost, (pages, most) = engine.cost(), (how.get("pages", 10**9), how.get("max_rows", 512))
     assert cost.peak_pages <= cost.pages <= pages and cost.used_pages == 0 and cost.rows == most
     assert (cost.preempted > 0) == ("pages" in how and most > 2) or most == 2
-    assert len({one.finish for one in got}) == 3
+    assert len({completion.finish for completion in got}) == 3
 
 
 def test_without_looking_the_host_waits_for_nothing(monkeypatch):
@@ -222,7 +223,7 @@ def test_what_ended_behind_the_last_look_is_not_lost(monkeypatch):
     monkeypatch.setattr(native, "POLL_EVERY", {"cpu": 1000})
     how, config = Sampling(max_new_tokens=30, stop=(3, 17, 28)), CONFIGS["llama"]
     expected = completed(engine_of(config), PROMPTS, how)
-    assert any(len(one.tokens) < 10 for one in expected)
+    assert any(len(completion.tokens) < 10 for completion in expected)
     for pause in (False, True):
         engine = engine_of(config)
         engine.submit(requests_of(PROMPTS, how, 0))
@@ -231,11 +232,11 @@ def test_what_ended_behind_the_last_look_is_not_lost(monkeypatch):
         if pause:
             engine.pause()
             assert engine.unfinished() == 7
-        done = {one.number: one for one in engine.cancel(range(7))}
-        for one in expected:
-            early = len(one.tokens) <= 12
-            assert done[one.number].tokens.tolist() == one.tokens[:12].tolist()
-            assert done[one.number].finish == (one.finish if early else "cancelled")
+        done = {request.number: request for request in engine.cancel(range(7))}
+        for item in expected:
+            early = len(item.tokens) <= 12
+            assert done[item.number].tokens.tolist() == item.tokens[:12].tolist()
+            assert done[item.number].finish == (item.finish if early else "cancelled")
         assert engine.unfinished() == 0 and engine.step() == []
     broken = weights(config)
     engine = load(engine_of(config), broken | {"embed": broken["embed"] * torch.nan})
@@ -261,17 +262,17 @@ def test_samples_follow_the_model():
         how = Sampling(max_new_tokens=1, samples=2000, temperature=1.7)
         done = completed(engine_of(config, dtype, packed=packed), [[1, 2]], how)
         expected = (logits / 1.7).softmax(-1) * 2000
-        counts = torch.bincount(torch.cat([one.tokens for one in done]), minlength=config.vocab)
+        counts = torch.bincount(torch.cat([completion.tokens for completion in done]), minlength=config.vocab)
         common = expected > 5
         statistic = ((counts - expected)[common] ** 2 / expected[common]).sum() / common.sum()
         assert common.sum() > 8 and statistic < 2  # about 1 +- sqrt(2 / cells)
 
 
 def test_log_probs_can_enter_a_loss():
-    (one,) = completed(engine_of(CONFIGS["llama"]), PROMPTS[:1], Sampling(max_new_tokens=4))
+    (first,) = completed(engine_of(CONFIGS["llama"]), PROMPTS[:1], Sampling(max_new_tokens=4))
     x = torch.ones(4, requires_grad=True)
-    (x * one.raw_logp).sum().backward()
-    assert torch.equal(x.grad, one.raw_logp)
+    (x * first.raw_logp).sum().backward()
+    assert torch.equal(x.grad, first.raw_logp)
 
 
 @BOTH

@@ -14,7 +14,7 @@ from funrl.mesh.rules import COMPUTE, STORED, fully_sharded, layouts, shard
 from funrl.mesh.sums import sum_rest
 from funrl.models import decoder_config, decoder_model, place, with_value_head
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.lora import is_trained, with_lora
 from funrl.models.model import Lora
@@ -28,7 +28,7 @@ FAMILIES = {
     "dense": DENSE | {"qk_norm": True, "attention_bias": True, "mlp_bias": True},
     "nine heads of three": DENSE | {"heads": 9, "kv_heads": 3, "tied": True},
     "as many keys": DENSE | {"kv_heads": 3, "qk_norm": True, "qk_norm_over": "projection", "output_gate": True},
-    "latent": DENSE | {"kv_heads": 3, "head": 6, "latent": Latent(5, None, 4, 2, 3)},
+    "latent": DENSE | {"kv_heads": 3, "head": 6, "latent": LatentSizes(5, None, 4, 2, 3)},
     "experts": DENSE | {"experts": Experts(3, 2, 5, shared=3, shared_weighted=True)},
     "clamped experts": DENSE | {"experts": Experts(3, 2, 5, clamped=ClampedGate()), "attention_sinks": True},
 }
@@ -94,14 +94,14 @@ def test_ranks_that_do_not_divide_a_dim_have_the_numbers_of_one_device(case):
     family, mesh, over = case
     model = _model(family)
     table = fully_sharded(STORED, over) if over else STORED
-    for one in (model, with_value_head(model)) if family == "dense" else (model,):
-        alone, expected, best = _learned(one, None)
-        ranks = run_ranks(functools.partial(_learned, one, over), parse(mesh))
+    for item in (model, with_value_head(model)) if family == "dense" else (model,):
+        alone, expected, best = _learned(item, None)
+        ranks = run_ranks(functools.partial(_learned, item, over), parse(mesh))
         grads = [dict(trees.named(grads)) for _, grads, _ in ranks]
         for loss, _, own_best in ranks:
             assert abs(loss - alone) < 1e-10
             assert best is None or over is not None or len(own_best) < 4 or torch.equal(own_best, best)
-        stored = dict(trees.named(layouts(one.shapes, one.axes, table, parse(mesh))))
+        stored = dict(trees.named(layouts(item.shapes, item.axes, table, parse(mesh))))
         assert any(
             layout.local_shape(rank) != layout.local_shape() for layout in stored.values() for rank in range(len(grads))
         )
@@ -146,9 +146,9 @@ def test_an_engine_samples_the_tokens_of_one_device(case):
     model = _model(family)
     alone = _written(model)
     for rank in run_ranks(functools.partial(_written, model), parse(mesh)):
-        for one, other in zip(alone, rank, strict=True):
-            assert torch.equal(one.tokens, other.tokens)
-            assert (one.raw_logp - other.raw_logp).abs().max() < 1e-9
+        for completion, other in zip(alone, rank, strict=True):
+            assert torch.equal(completion.tokens, other.tokens)
+            assert (completion.raw_logp - other.raw_logp).abs().max() < 1e-9
 
 
 def test_less_than_one_for_each_rank_is_refused():

@@ -135,7 +135,7 @@ def test_tiles_of_a_picture_are_one_value():
 def test_a_conversation_that_shows_another_picture_continues_from_its_pages(seeing):
     model, params = seeing
     first = Request(0, prompt((6, 8), text=range(3, 20)), GREEDY, seed=0, owned=pictures(1, (6, 8)))
-    for shown, found in ((1, True), (2, False)):  # the second conversation had another first picture
+    for shown, item in ((1, True), (2, False)):  # the second conversation had another first picture
         engine = engine_of(model, params, max_rows=1)
         complete(engine, [Request(0, [3] * 200, GREEDY, seed=0)])  # the cache begins anew when it grows
         (done,) = complete(engine, [first])
@@ -144,7 +144,7 @@ def test_a_conversation_that_shows_another_picture_continues_from_its_pages(seei
         longer = Request(1, [*before, *prompt((2, 2))], GREEDY, seed=1, owned=both, computed=len(before) - 1)
         (more,) = complete(engine, [longer])
         assert (more.raw_logp - trainer_logp(model, params, longer, more)).abs().max() < 1e-11
-        assert (more.recomputed == 0) == found and (engine.cost().cached >= len(before) - 1) == found
+        assert (more.recomputed == 0) == item and (engine.cost().cached >= len(before) - 1) == item
 
 
 def test_new_weights_see_anew(seeing):

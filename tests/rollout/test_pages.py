@@ -11,9 +11,9 @@ SIZE = 2  # tokens of a page
 
 def used_by(pool, tokens):
     """A sequence that begins: it shares what is known of its text, takes the rest, and makes all of it known."""
-    found = pool.find(tokens)
-    pool.share(found)
-    pages = found + pool.take(-(-len(tokens) // SIZE) - len(found))
+    result = pool.find(tokens)
+    pool.share(result)
+    pages = result + pool.take(-(-len(tokens) // SIZE) - len(result))
     pool.remember(tokens, pages)
     return pages
 
@@ -114,7 +114,7 @@ class PlainPool:
         self.users, self.known, self.idle = [0] * pages, [], []
 
     def entry(self, page):
-        return next((one for one in self.known if one[2] == page), None)
+        return next((item for item in self.known if item[2] == page), None)
 
     def free(self):
         return {p for p, count in enumerate(self.users) if not count and p not in self.idle}
@@ -142,13 +142,13 @@ class PlainPool:
 
     def walk(self, tokens):
         """The entries of the longest known beginning."""
-        found = [None]
+        results = [None]
         for low in range(0, len(tokens) - SIZE + 1, SIZE):
-            here = [one for one in self.known if one[0] is found[-1] and one[1] == tokens[low : low + SIZE]]
+            here = [item for item in self.known if item[0] is results[-1] and item[1] == tokens[low : low + SIZE]]
             if not here:
                 break
-            found += here
-        return found[1:]
+            results += here
+        return results[1:]
 
     def remember(self, tokens, pages):
         for i in range(min(len(tokens) // SIZE, len(pages))):

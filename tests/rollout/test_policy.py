@@ -78,7 +78,7 @@ def test_a_trajectory_is_a_value_and_its_nodes_are_what_each_side_added():
     assert longer.leaf.parent is again.leaf.parent is first.leaf and first.leaf.parent is opened.leaf
     assert [request[0] for request in asked.requests] == [opened.token_ids(), again.token_ids()]
     assert [request[3] for request in asked.requests] == [0, 5] and len(end.leaf.tokens) == 3
-    assert [one["content"] for one in end.messages()] == ["12", "3", "5", "4", "5", end.messages()[-1]["content"]]
+    assert [row["content"] for row in end.messages()] == ["12", "3", "5", "4", "5", end.messages()[-1]["content"]]
     assert raw.token_ids() == [*end.token_ids(), 7, 7] and policy.ends() == [end]
     node = end.leaf
     assert node.raw_logp is not None and node.versions is not None and node.versions.tolist() == [3, 3, 3]

@@ -109,10 +109,12 @@ def test_a_load_in_the_middle_forgets_no_draft_and_no_text():
     done = []
     while engine.unfinished():
         done += engine.step()
-    (one,) = done
-    old = one.versions.tolist().count(7)
-    assert 8 < old < 60 and one.versions.tolist() == [7] * old + [8] * (60 - old)
-    tokens, *logps = (x[:old] for x in (one.tokens, one.sampling_logp, one.raw_logp, one.versions))
+    (completion,) = done
+    old = completion.versions.tolist().count(7)
+    assert 8 < old < 60 and completion.versions.tolist() == [7] * old + [8] * (60 - old)
+    tokens, *logps = (
+        x[:old] for x in (completion.tokens, completion.sampling_logp, completion.raw_logp, completion.versions)
+    )
     other = load(engine_of(CONFIG, packed=False), weights(CONFIG, seed=1), 8)
     (again,) = complete(other, [request._replace(begun=Completion(0, tokens, *logps, "paused"))])
-    assert_same([again], [one], 1e-5)
+    assert_same([again], [completion], 1e-5)

@@ -32,7 +32,7 @@ def test_requests_arrive_while_others_run_and_are_completed_as_alone():
         return done._replace(number=request.number)
 
     async def program(engine):
-        return await asyncio.gather(*(later(engine, one, 0.003 * (n % 5)) for n, one in enumerate(requests)))
+        return await asyncio.gather(*(later(engine, request, 0.003 * (n % 5)) for n, request in enumerate(requests)))
 
     engine = engine_of(CONFIG, max_rows=6)
     assert_same(run_beside(engine, SINGLE, program), complete(engine_of(CONFIG), requests), 1e-5)
@@ -122,11 +122,11 @@ def test_an_engine_that_lasts_gives_an_error_to_the_request_of_it_alone(kind):
 
     done, later = run_beside(engine_with(broken), SINGLE, program, lasting=True)
     assert [isinstance(x, LogitsError) for x in done] == [bad in prompt for prompt in prompts]
-    for prompt, one in zip([*prompts, *again], [*done, *later], strict=True):
+    for prompt, completion in zip([*prompts, *again], [*done, *later], strict=True):
         expected = run_beside(engine_with(fine["embed"]), SINGLE, lambda engine, p=prompt: engine.complete(p, how, 0))
-        if not isinstance(one, LogitsError):
-            assert one.tokens.tolist() == expected.tokens.tolist()
-            torch.testing.assert_close(one.raw_logp, expected.raw_logp, rtol=0, atol=1e-5)
+        if not isinstance(completion, LogitsError):
+            assert completion.tokens.tolist() == expected.tokens.tolist()
+            torch.testing.assert_close(completion.raw_logp, expected.raw_logp, rtol=0, atol=1e-5)
     with pytest.raises(FloatingPointError, match="logits are not finite"):
         run_beside(engine_with(broken), SINGLE, lambda engine: engine.complete(prompts[1], how, 0))
 
@@ -164,7 +164,7 @@ def test_tensor_ranks_follow_the_first(fails, steps, monkeypatch):
             done.append(await engine.complete(request.prompt, HOW, request.seed, 1))  # it continues another one
         gone.cancel()
         others = [engine.complete(request.prompt, HOW, request.seed) for request in requests[3:]]
-        return [one._replace(number=n) for n, one in enumerate(done + await asyncio.gather(*others))]
+        return [item._replace(number=n) for n, item in enumerate(done + await asyncio.gather(*others))]
 
     def rank(mesh):
         engine = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4))

@@ -23,7 +23,7 @@ from funrl.mesh.mesh import parse
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder import experts as experts_module
 from funrl.models.decoder import routing
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 
@@ -49,10 +49,10 @@ FAMILIES = {
     "deepseek": {
         "kv_heads": 8,
         "head": 24,
-        "latent": Latent(24, 20, 16, 8, 12),
+        "latent": LatentSizes(24, 20, 16, 8, 12),
         "experts": Experts(8, 3, 16, scoring="sigmoid", biased=True, shared=16, dense=(0,)),
     },
-    "latent attention": {"kv_heads": 8, "head": 24, "latent": Latent(40, None, 16, 8, 32, interleaved=False)},
+    "latent attention": {"kv_heads": 8, "head": 24, "latent": LatentSizes(40, None, 16, 8, 32, interleaved=False)},
     "olmo2": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection"},
     "olmo2, one key head": {"norms": "post", "qk_norm": True, "qk_norm_over": "projection", "kv_heads": 1},
     "odd sizes": {"embed": 90, "head": 10, "experts": Experts(5, 2, 11, shared=13)},
@@ -217,8 +217,8 @@ OF_BOTH = [("deepseek v3", torch.bfloat16), ("gpt-oss", torch.float32)]
 def test_the_bits_do_not_depend_on_the_mesh(mesh, cases):
     for family, dtype in cases:
         texts_of_one_rank(family, dtype)
-    found = launch(functools.partial(count_on, cases=cases), parse(mesh), "cpu")
-    assert all(not any(counts) for counts in found.values()), found
+    result = launch(functools.partial(count_on, cases=cases), parse(mesh), "cpu")
+    assert all(not any(counts) for counts in result.values()), result
 
 
 def scored_by_ulysses(mesh, families):
@@ -231,8 +231,8 @@ def test_ranks_that_share_a_row_keep_the_bits():
     families = ["deepseek", "gpt-oss"]
     for family in families:
         texts_of_one_rank(family, torch.float32)
-    found = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
-    assert found == dict.fromkeys(families, 0)
+    result = launch(functools.partial(scored_by_ulysses, families=families), parse("sp2"), "cpu")
+    assert result == dict.fromkeys(families, 0)
 
 
 def test_equal_scores_choose_the_first_expert():

@@ -71,7 +71,7 @@ def test_a_common_beginning_is_computed_once(packed):
     done = complete(engine, requests)
     assert passes == [[43, 9, 12], [1, 1, 1], [1, 1, 1]]
     assert engine.cost().cached == 2 * 2 * PAGE and engine.cost().prefilled == 43 + 9 + 12
-    alone = [complete(engine_of(CONFIG, packed=packed), [one])[0] for one in requests]
+    alone = [complete(engine_of(CONFIG, packed=packed), [request])[0] for request in requests]
     assert_same(done, alone, 0.0 if packed else 1e-5)
 
 
@@ -80,15 +80,15 @@ def test_a_prefix_that_is_still_there_is_found_and_not_after_a_load(packed):
     """A conversation goes on behind what was generated: all whole pages of prompt and completion are there."""
     engine, how = roomy(packed=packed), Sampling(max_new_tokens=30)
     prompt = prefix(20)
-    (one,) = completed(engine, [prompt], how)
-    longer = [*prompt, *one.tokens.tolist(), 1, 2, 3]
+    (completion,) = completed(engine, [prompt], how)
+    longer = [*prompt, *completion.tokens.tolist(), 1, 2, 3]
     before = engine.cost()
-    (found,) = completed(engine, [longer], how)
+    (result,) = completed(engine, [longer], how)
     # 50 tokens, of which the last was drawn and never passed to the model: 49 keys and values, three whole pages
     assert engine.cost().cached - before.cached == 3 * PAGE
     assert engine.cost().prefilled - before.prefilled == len(longer) - 3 * PAGE
     fresh = completed(engine_of(CONFIG, packed=packed), [longer], how)
-    assert_same([found], fresh, 0.0 if packed else 1e-5)
+    assert_same([result], fresh, 0.0 if packed else 1e-5)
     load(engine, weights(CONFIG, seed=1), 8)
     before = engine.cost()
     done = completed(engine, [longer], how)
@@ -101,8 +101,10 @@ def test_a_prefix_that_is_still_there_is_found_and_not_after_a_load(packed):
 def test_finished_rows_stop_costing(packed):
     engine, passes = counted(engine_of(CONFIG, packed=packed))
     done = completed(engine, PROMPTS * 8, Sampling(max_new_tokens=60, stop=(3, 17)))
-    needed = sum(len(one.tokens) - 1 for one in done)  # the last token of a row is drawn, and never passed to the model
-    longest = max(len(one.tokens) for one in done)
+    needed = sum(
+        len(completion.tokens) - 1 for completion in done
+    )  # the last token of a row is drawn, and never passed to the model
+    longest = max(len(item.tokens) for item in done)
     assert 1.5 * needed < len(done) * longest  # there is something to be saved
     assert sum(map(sum, passes)) == needed + sum(map(len, PROMPTS)) * 8 - engine.cost().cached
     assert len(passes) == longest
@@ -170,24 +172,24 @@ def test_many_requests_through_eight_places_with_too_small_a_cache(packed):
     assert cost.preempted > 0 and cost.used_pages == 0 and cost.pages == pages
     assert max(used for used, *_ in held) <= cost.peak_pages == pages
     assert all(stated == pages * size >= real for _, stated, real in held)
-    assert {one.finish for one in done} == {"stop", "length"}
+    assert {completion.finish for completion in done} == {"stop", "length"}
     expected = complete(whole, requests)
     assert_same(sorted(done, key=lambda one: one.number), expected, 0.0 if packed else 1e-5)
 
 
 def contents(root: Any) -> dict[str, int]:
     """Sizes of all containers, arrays and tensors that an object of this project holds, by their path."""
-    found, seen = {}, set()
+    results, seen = {}, set()
 
     def visit(path, x):
         if id(x) in seen:
             return
         seen.add(id(x))
         if isinstance(x, torch.Tensor | np.ndarray):
-            found[path] = x.nbytes
+            results[path] = x.nbytes
             return
         if isinstance(x, dict | list | tuple | set | collections.deque):
-            found[path] = len(x)
+            results[path] = len(x)
             values = x.items() if isinstance(x, dict) else enumerate(x)
             for key, value in values:
                 visit(f"{path}[{key}]", value)
@@ -197,7 +199,7 @@ def contents(root: Any) -> dict[str, int]:
                 visit(f"{path}.{name}", getattr(x, name))
 
     visit("engine", root)
-    return found
+    return results
 
 
 @pytest.mark.slow
@@ -268,8 +270,10 @@ def test_on_a_gpu_what_the_allocator_holds_unused_is_free(monkeypatch):
 
 
 def test_ranks_of_a_machine_share_what_is_free():
-    one, four = cache_sizes.free_bytes(SINGLE), cache_sizes.free_bytes(Mesh(parse("dp4")))
-    assert local_ranks(4) == 4 and 1 << 27 < one < 1 << 50 and 3 < one / four < 5  # others allocate meanwhile
+    free_bytes, four = cache_sizes.free_bytes(SINGLE), cache_sizes.free_bytes(Mesh(parse("dp4")))
+    assert (
+        local_ranks(4) == 4 and 1 << 27 < free_bytes < 1 << 50 and 3 < free_bytes / four < 5
+    )  # others allocate meanwhile
 
 
 def test_the_cache_is_no_larger_than_requests_need():
@@ -337,7 +341,7 @@ def test_waiting_conversations_lose_their_pages_before_running_ones_and_are_coun
             )
             new = sum(len(text) - count for text, count in zip(texts, known, strict=True))
             assert cost.prefilled - before.prefilled == new + cost.recomputed - before.recomputed
-            texts = [[*text, *one.tokens.tolist(), 1, 2] for text, one in zip(texts, done, strict=True)]
+            texts = [[*text, *completion.tokens.tolist(), 1, 2] for text, completion in zip(texts, done, strict=True)]
         # up to 5 pages of each conversation are kept
         assert cost.recomputed == (0 if pages == 35 else 5 * 39 + 5 * 61), (pages, cost)
     assert_same(turns[35], turns[12], 0.0 if packed else 1e-5)

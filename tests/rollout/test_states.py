@@ -43,11 +43,11 @@ def test_log_probabilities_are_the_trainers(dtype, close):
     placed, params = place(decoder_model(WITH_EXPERTS), dtype=dtype), weights(WITH_EXPERTS, dtype)
     prompts = [*PROMPTS, LONG]
     done = completed(engine_of(WITH_EXPERTS, dtype), prompts, how)
-    for number, one in enumerate(done):
+    for number, completion in enumerate(done):
         prompt = prompts[number]
-        batch = Batch(tokens=torch.tensor([[*prompt, *one.tokens.tolist()]]), mask=None)
+        batch = Batch(tokens=torch.tensor([[*prompt, *completion.tokens.tolist()]]), mask=None)
         logp = placed.token_scores(params, batch).logp[0, len(prompt) :]
-        assert (logp - one.raw_logp).abs().max() < close
+        assert (logp - completion.raw_logp).abs().max() < close
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def requests_alone(seed):
     """Requests, and what an engine completes of each by itself."""
     requests = mixed_requests(12, seed)
     engine = engine_of(CONFIG, torch.float64)
-    return requests, [one for request in requests for one in complete(engine, [request])]
+    return requests, [item for request in requests for item in complete(engine, [request])]
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_partial_completions_go_on_under_new_weights():
     engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16)
     requests = requests_of(PROMPTS, how, 0)
     parts = complete(engine, [request._replace(most=10) for request in requests])
-    assert [one.finish for one in parts] == ["paused"] * len(PROMPTS)
+    assert [part.finish for part in parts] == ["paused"] * len(PROMPTS)
     again = [r._replace(begun=p, computed=len(r.prompt) + 9) for r, p in zip(requests, parts, strict=True)]
     assert_same(complete(engine, again), whole, 1e-12)
     engine.submit(again)
@@ -223,13 +223,17 @@ def test_partial_completions_go_on_under_new_weights():
     while engine.unfinished():
         late += engine.step()
     other = engine_of(CONFIG, torch.float64, seed=1)
-    for one, request in zip(sorted(late, key=lambda x: x.number), requests, strict=True):
-        assert one.versions.unique().tolist() == [7, 8] and one.versions[14] == 7 and one.versions[-1] == 8
-        same = torch.cat([one.versions == 7]).sum().item()
-        begun = one._replace(tokens=one.tokens[:same], sampling_logp=one.sampling_logp[:same])
-        begun = begun._replace(raw_logp=one.raw_logp[:same], versions=one.versions[:same])
+    for completion, request in zip(sorted(late, key=lambda x: x.number), requests, strict=True):
+        assert (
+            completion.versions.unique().tolist() == [7, 8]
+            and completion.versions[14] == 7
+            and completion.versions[-1] == 8
+        )
+        same = torch.cat([completion.versions == 7]).sum().item()
+        begun = completion._replace(tokens=completion.tokens[:same], sampling_logp=completion.sampling_logp[:same])
+        begun = begun._replace(raw_logp=completion.raw_logp[:same], versions=completion.versions[:same])
         (expected,) = complete(other, [request._replace(begun=begun)])
-        assert_same([one], [expected], 1e-12)
+        assert_same([completion], [expected], 1e-12)
 
 
 def test_the_certificate_finds_states_of_earlier_weights(monkeypatch):
@@ -279,6 +283,6 @@ def _on_ranks(mesh):
 def test_tensor_ranks_share_the_heads():
     model = decoder_model(WITH_EXPERTS)
     expected = completed(engine_of(WITH_EXPERTS, torch.float64), [*PROMPTS, LONG], Sampling(max_new_tokens=10))
-    found, held = launch(_on_ranks, parse("tp2"), "cpu")
-    assert_same(found, expected, 1e-10)
+    result, held = launch(_on_ranks, parse("tp2"), "cpu")
+    assert_same(result, expected, 1e-10)
     assert held * 2 == model.cell_bytes(SINGLE, torch.float64)

@@ -50,8 +50,8 @@ def test_a_pass_on_a_gpu_lets_the_host_wait_for_nothing(family):
         for rows in ROWS:
             rows_B = torch.zeros(rows, dtype=torch.int64, device="meta")
             with no_waits() as seen:
-                found = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), Spare(PAGES - 1))
-            assert all(x.shape == (rows,) and x.is_meta for x in found)
+                result = decode_pass(backend, state, rows_B, DecodeForm(rows, PAGES, KINDS), Spare(PAGES - 1))
+            assert all(x.shape == (rows,) and x.is_meta for x in result)
             counts.append(seen.names)
     assert len(counts[0]) > 50 and all(calls == counts[0] for calls in counts)
 
@@ -61,14 +61,14 @@ def recorded(self, key, compute):
     traced = make_fx(compute, tracing_mode="fake", _allow_non_fake_inputs=True)()
     names = {str(node.target) for node in traced.graph.nodes}
     assert not any("_local_scalar_dense" in name or "nonzero" in name for name in names)
-    found = tuple(torch.empty(key.rows, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64))
+    result = tuple(torch.empty(key.rows, dtype=dtype) for dtype in (torch.int64, torch.float64, torch.float64))
 
     class Replay:
         def replay(self):
-            for x, new in zip(found, traced(), strict=True):
+            for x, new in zip(result, traced(), strict=True):
                 x.copy_(new)
 
-    self._graphs[key] = Replay(), found
+    self._graphs[key] = Replay(), result
     return True
 
 
@@ -96,8 +96,8 @@ def test_recorded_passes_draw_the_same(monkeypatch):
     graphs = engine._static._graphs
     graphs._capture = True
     for seed, sampling in enumerate(SAMPLINGS):
-        for one in (plain, engine):
-            one.load(one.weights.named(weights(config, torch.float64, seed)), seed)
+        for item in (plain, engine):
+            item.load(item.weights.named(weights(config, torch.float64, seed)), seed)
         assert graphs.captured == 0, "they would compute with the old weights"
         assert_same(completed(engine, PROMPTS, sampling, seed), completed(plain, PROMPTS, sampling, seed), 1e-12)
         assert graphs.captured >= 3
@@ -374,9 +374,9 @@ def test_graphs_on_a_gpu_draw_what_passes_without_them_draw(dtype, close):
     assert engine._static is not None and engine._static._graphs.captured > 0
     if dtype is torch.float32:
         assert_same(by_graphs, eager, close)
-    for one, other in zip(by_graphs, eager, strict=True):  # in 16 bits a token may differ, and all behind it
-        same = (one.tokens[:1] == other.tokens[:1]).all()
-        assert not same or (one.raw_logp[0] - other.raw_logp[0]).abs() < close
+    for by_graph, other in zip(by_graphs, eager, strict=True):  # in 16 bits a token may differ, and all behind it
+        same = (by_graph.tokens[:1] == other.tokens[:1]).all()
+        assert not same or (by_graph.raw_logp[0] - other.raw_logp[0]).abs() < close
     allocated = torch.cuda.memory_allocated()
     engine.load(engine.weights.named(trees.map(torch.Tensor.cuda, weights(config, dtype, 1))))
     assert engine._static._graphs.captured == 0 and torch.cuda.memory_allocated() <= allocated

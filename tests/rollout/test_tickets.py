@@ -38,7 +38,10 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
         reported = []
         load(engine, weights(CONFIG, torch.float64))
         done = complete_shared(engine, groups, shared_counter(mesh), mesh, Callbacks(finished=reported.append))
-        assert sorted(one.number for one in reported) == [one.number for one in done] and engine.unfinished() == 0
+        assert (
+            sorted(item.number for item in reported) == [request.number for request in done]
+            and engine.unfinished() == 0
+        )
         return gather_objects(done, mesh)
 
     ranks = launch(program, parse(mesh), "cpu")
@@ -47,7 +50,7 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
         assert_same(ranks[2], ranks[3])
         ranks = ranks[::2]
     for done in ranks:
-        numbers = [one.number for one in done]
+        numbers = [request.number for request in done]
         assert numbers == sorted(numbers) and len(numbers) % 3 == 0
         assert all(len({n // 3 for n in numbers[i : i + 3]}) == 1 for i in range(0, len(numbers), 3))
     whole = complete(engine_of(CONFIG, torch.float64), list(itertools.chain(*groups)))
@@ -87,7 +90,7 @@ def test_one_replica_takes_what_it_has_room_for():
 
 def test_an_error_leaves_nothing_in_flight():
     engine, groups = engine_of(CONFIG, max_rows=6), groups_of(PROMPTS)
-    groups[5] = [one._replace(prompt=[77]) for one in groups[5]]
+    groups[5] = [group._replace(prompt=[77]) for group in groups[5]]
     with pytest.raises(ValueError, match="has token 77"):
         complete_shared(engine, groups, shared_counter(single()), single())
     assert engine.unfinished() == 0 and engine.cost().used_pages == 0
@@ -108,5 +111,5 @@ def test_nobody_gets_a_number_that_another_has():
     assert sorted(a for mine in ranks for a, _ in mine) == list(range(0, 400, 2))
     assert sorted(b for mine in ranks for _, b in mine) == list(range(200))
     assert all(mine == sorted(mine) for mine in ranks)
-    one = shared_counter(single())
-    assert [one(3), one(1), one(2)] == [0, 3, 4] and shared_counter(single())(1) == 0
+    item = shared_counter(single())
+    assert [item(3), item(1), item(2)] == [0, 3, 4] and shared_counter(single())(1) == 0

@@ -114,12 +114,12 @@ def test_a_threshold_by_digits_is_that_of_a_sort(dtype, digit, monkeypatch):
     upto = mass.gather(1, order).cumsum(1)
     for share in (0.0, 0.1, 0.5, 0.9, 0.999):
         wanted = (upto[:, -1:].double() * share).long().clamp_min(1)
-        found, wanting = threshold(prob, mass, wanted)
+        result, wanting = threshold(prob, mass, wanted)
         at = (upto < wanted).sum(1, keepdim=True)
-        assert torch.equal(found, value.gather(1, at))
-        assert torch.equal(wanting, wanted - (mass * (prob > found)).sum(1, keepdim=True))
-    found, _ = threshold(prob, mass, torch.full_like(wanted, 2 * ONE))  # more than there is
-    assert (found == 0).all()
+        assert torch.equal(result, value.gather(1, at))
+        assert torch.equal(wanting, wanted - (mass * (prob > result)).sum(1, keepdim=True))
+    result, _ = threshold(prob, mass, torch.full_like(wanted, 2 * ONE))  # more than there is
+    assert (result == 0).all()
 
 
 def test_lists_that_would_not_pay_are_not_made():

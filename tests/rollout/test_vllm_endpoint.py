@@ -34,13 +34,13 @@ def served(folder, engine):
     words = ["-m", "funrl", "serve", str(folder), "--port=0", f"--engine={engine}", "--kv_cache_gb=0.05"]
     process = start_python([*words, "--max_new_tokens=20", "--api_key=key"], os.environ, stderr=None)
     try:
-        said = []
+        results = []
         for line in process.stdout:  # libraries may write lines of their own
-            said.append(line)
+            results.append(line)
             if " is served at " in line:
                 break
-        assert said and " is served at " in said[-1], (process.wait(60), said)
-        yield re.search(r"http://\S+", said[-1])[0]
+        assert results and " is served at " in results[-1], (process.wait(60), results)
+        yield re.search(r"http://\S+", results[-1])[0]
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:
@@ -79,5 +79,5 @@ def test_the_endpoint_in_front_of_vllm_answers_as_that_of_the_native_engine(tmp_
         assert contents(stream) == {n: choice["message"]["content"] for n, choice in enumerate(whole["choices"])}
     for native, vllm in zip(*answers.values(), strict=True):
         assert native["token_ids"] == vllm["token_ids"] and native["finish_reason"] == vllm["finish_reason"]
-        logps = [torch.tensor([x["logprob"] for x in one["logprobs"]["content"]]) for one in (native, vllm)]
+        logps = [torch.tensor([x["logprob"] for x in row["logprobs"]["content"]]) for row in (native, vllm)]
         assert (logps[0] - logps[1]).abs().max() < 1e-4

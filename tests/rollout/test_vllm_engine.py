@@ -45,11 +45,6 @@ WRONG = [
         torch.float32,
         "has output_bias=True, .* vLLM's qwen3 has not been",
     ),
-    (
-        {"family": "qwen3_next", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)},
-        torch.bfloat16,
-        "vLLM's linear attention has been tried on a CPU in float32 alone; use --dtype=float32",
-    ),
     ({"family": "qwen3_5_text", "mixers": (GatedDeltaNet(2, 4, 8, 8), None)}, torch.float32, "is 'qwen3_5_text'; .*"),
 ]
 
@@ -125,14 +120,14 @@ def test_weights_that_are_not_all_there_once_are_an_error_and_zeros():
     ):
         whole = WholeWeights(shapes, source)
         given = dict(whole)
-        assert {name: tuple(one.shape) for name, one in given.items()} == shapes and not given["b"].any()
+        assert {name: tuple(item.shape) for name, item in given.items()} == shapes and not given["b"].any()
         with pytest.raises(kind, match=message):
             raise whole.error
     whole = WholeWeights(shapes, [("b", torch.ones(3)), ("a", x)])
     assert list(dict(whole)) == ["b", "a"] and whole.error is None
 
 
-def agreed(one, other, request, probabilities, close):
+def agreed(left, other, request, probabilities, close):
     """Both completions up to their first different token, which the noise must hardly decide.
 
     Two engines round differently, so that a draw whose noise lies within `close` of a boundary between two tokens may
@@ -141,10 +136,10 @@ def agreed(one, other, request, probabilities, close):
     Args:
       probabilities: token ids -> probabilities [V] in float64 of the token after them.
     """
-    ids, ids2 = one.tokens.tolist(), other.tokens.tolist()
+    ids, ids2 = left.tokens.tolist(), other.tokens.tolist()
     t = next((t for t, pair in enumerate(zip(ids, ids2, strict=False)) if pair[0] != pair[1]), None)
     if t is None:
-        return one, other
+        return left, other
     noise = float(stream_noise(tensor(request.seed), tensor(t)))
     first, last = sorted((ids[t], ids2[t]))
     boundaries_B = probabilities([*request.prompt, *ids[:t]]).cumsum(0)[first:last]
@@ -152,7 +147,7 @@ def agreed(one, other, request, probabilities, close):
     same = {name: slice(t) for name in ("tokens", "sampling_logp", "raw_logp", "versions")}
     return tuple(
         done._replace(finish="cancelled", **{name: getattr(done, name)[part] for name, part in same.items()})
-        for done in (one, other)
+        for done in (left, other)
     )
 
 
@@ -175,16 +170,16 @@ def assert_draws_as_native(config, weights_of=weights):
             return (model.unembed(wide) @ hidden_E / how.temperature).softmax(0)
 
         pairs = [
-            agreed(one, other, request, probabilities, 2e-5)
-            for one, other, request in zip(
+            agreed(completion, other, request, probabilities, 2e-5)
+            for completion, other, request in zip(
                 completed(engine, PROMPTS, how, seed),
                 completed(peer, PROMPTS, how, seed),
                 requests_of(PROMPTS, how, seed),
                 strict=True,
             )
         ]
-        assert_same([one for one, _ in pairs], [other for _, other in pairs], 2e-5)
-        assert sum(len(one.tokens) for one, _ in pairs) > 18 * len(pairs)
+        assert_same([pair for pair, _ in pairs], [other for _, other in pairs], 2e-5)
+        assert sum(len(item.tokens) for item, _ in pairs) > 18 * len(pairs)
 
 
 @needs_vllm
@@ -196,20 +191,22 @@ def test_it_draws_what_the_native_engine_draws(name):
 def test_a_draw_at_a_boundary_may_take_either_token_and_no_other_may():
     config, how = WIDE, Sampling(max_new_tokens=4)
     (request,) = requests_of([[1, 2]], how, seed=0)
-    (one,) = completed(load(native_engine(decoder_model(config)), weights(config)), [[1, 2]], how)
+    (completion,) = completed(load(native_engine(decoder_model(config)), weights(config)), [[1, 2]], how)
     noise = float(stream_noise(tensor(request.seed), tensor(2)))
-    token = int(one.tokens[2])
-    other = one._replace(tokens=one.tokens.index_fill(0, tensor([2]), token + 1 if token < 9 else token - 1))
+    token = int(completion.tokens[2])
+    other = completion._replace(
+        tokens=completion.tokens.index_fill(0, tensor([2]), token + 1 if token < 9 else token - 1)
+    )
     below = min(token, int(other.tokens[2]))
-    for beside, found in ((0.0, True), (1e-3, False)):
+    for beside, item in ((0.0, True), (1e-3, False)):
         prob_V = torch.zeros(config.vocab, dtype=torch.float64)
         prob_V[below], prob_V[below + 1] = noise + beside, 1 - noise - beside
-        if found:
-            ones, others = agreed(one, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
-            assert ones.tokens.tolist() == others.tokens.tolist() == one.tokens[:2].tolist()
+        if item:
+            ones, others = agreed(completion, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
+            assert ones.tokens.tolist() == others.tokens.tolist() == completion.tokens[:2].tolist()
         else:
             with pytest.raises(AssertionError, match="token 2 of request 0"):
-                agreed(one, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
+                agreed(completion, other, request, lambda ids, prob_V=prob_V: prob_V, 2e-5)
 
 
 @needs_vllm
@@ -219,8 +216,8 @@ def test_bfloat16_stays_near_the_same_weights_in_float32():
     rounded = trees.map(lambda x: x.bfloat16().float(), weights(WIDE))
     done = completed(load(engine, rounded), PROMPTS, how)
     peer = load(native_engine(decoder_model(WIDE)), rounded)
-    for one, other in zip(done, completed(peer, PROMPTS, how), strict=True):
-        assert one.raw_logp.dtype == torch.float32 and (one.raw_logp - other.raw_logp)[0].abs() < 0.3
+    for completion, other in zip(done, completed(peer, PROMPTS, how), strict=True):
+        assert completion.raw_logp.dtype == torch.float32 and (completion.raw_logp - other.raw_logp)[0].abs() < 0.3
 
 
 @needs_vllm

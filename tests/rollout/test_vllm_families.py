@@ -12,8 +12,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.mesh.rules import COMPUTE, STORED
 from funrl.models import decoder_config, decoder_model, place, with_fields
-from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import ClampedGate, Experts
 from funrl.models.errors import ModelError
@@ -34,7 +33,6 @@ SIGMOID = Experts(8, 3, 32, scoring="sigmoid", biased=True, **GROUPS)
 NEW = SIZES | {"mlp": 32}
 GEMMA = {"norm_offset": 1.0, "activation": "gelu", "embed_scale": 32**0.5, "tied": True}
 GEMMAS = {**GEMMA, "norms": "sandwich", "attention_scale": 9**-0.5, "windows": (6, None)}
-NET = GatedDeltaNet(2, 4, 32, 32)
 OLMO = {"qk_norm": True, "qk_norm_over": "projection"}
 FAMILIES = {  # first one without experts: vLLM makes their group with the first model of a process alone
     "mistral": decoder_config(**SIZES, family="mistral", windows=(6, 6)),
@@ -83,16 +81,6 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
     ),
     "mixtral": decoder_config(**SIZES, family="mixtral", experts=Experts(4, 2, 48)),
     "glm4_moe": decoder_config(**SIZES, family="glm4_moe", qk_norm=True, rotary_part=16, experts=SIGMOID),
-    "qwen3_next": decoder_config(
-        **SIZES,
-        family="qwen3_next",
-        norm_offset=1.0,
-        output_gate=True,
-        rotary_part=16,
-        qk_norm=True,
-        mixers=(NET, None),
-        experts=Experts(4, 2, 32, shared=32, shared_weighted=True),
-    ),
     "gpt_oss": decoder_config(
         **SIZES | {"mlp": 64},
         family="gpt_oss",
@@ -107,13 +95,13 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
     "deepseek_v2": decoder_config(
         **MLA,
         family="deepseek_v2",
-        latent=Latent(512, None, 32, 64, 32),
+        latent=LatentSizes(512, None, 32, 64, 32),
         experts=Experts(8, 3, 32, best_of_group=1, normalized=False, **GROUPS),
     ),
     "deepseek_v3": decoder_config(
         **MLA,
         family="deepseek_v3",
-        latent=Latent(512, 24, 32, 64, 32),
+        latent=LatentSizes(512, 24, 32, 64, 32),
         rope_scaling=YARN,
         attention_scale=96**-0.5 * YARN.sharpness,
         experts=SIGMOID,
@@ -122,7 +110,7 @@ FAMILIES = {  # first one without experts: vLLM makes their group with the first
 GPT, DEEPSEEK, MOE = FAMILIES["gpt_oss"], FAMILIES["deepseek_v3"], FAMILIES["qwen3_moe"]
 WRONG = {
     "sizes of latent attention": (
-        with_fields(DEEPSEEK, latent=Latent(24, 20, 32, 64, 32)),
+        with_fields(DEEPSEEK, latent=LatentSizes(24, 20, 32, 64, 32)),
         "latent.kv_rank is 24 and latent.rope 64; vLLM's latent attention on a CPU takes 512 and 64",
     ),
     "halves": (
@@ -154,7 +142,6 @@ WRONG = {
     ),
     "heads": (with_fields(FAMILIES["olmoe"], embed=64), "heads=4 of size 32 do not make embed=64, as vLLM's olmoe"),
     "norm": (with_fields(FAMILIES["olmoe"], norm_eps=1e-6), "has norm_eps=1e-06, with which vLLM's olmoe has not"),
-    "ungated": (with_fields(FAMILIES["qwen3_next"], output_gate=False), "has output_gate=False, with which vLLM's"),
     "window": (with_fields(MOE, windows=(6, 6)), r"has windows=\(6, 6\), with which vLLM's qwen3_moe has not"),
 }
 
@@ -169,12 +156,6 @@ def test_what_vllm_does_not_compute_is_refused_by_name(name):
 def test_pages_of_latent_attention_have_16_tokens_of_one_vector():
     assert vllm_page(decoder_model(DEEPSEEK), "cpu", torch.float32) == (16, 16 * 2 * 576 * 4)
     assert vllm_page(decoder_model(GPT), "cpu", torch.float32) == (128, 128 * 2 * 2 * 2 * 32 * 4)
-
-
-def test_pages_of_linear_attention_have_room_for_a_state():
-    for net, tokens in ((NET, 128), (GatedDeltaNet(2, 4, 64, 96), 256)):
-        model = decoder_model(with_fields(FAMILIES["qwen3_next"], mixers=(net, None)))
-        assert vllm_page(model, "cpu", torch.float32) == (tokens, 2 * tokens * 2 * 2 * 32 * 4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -241,9 +222,8 @@ def test_it_draws_what_the_native_engine_draws(name):
     assert_draws_as_native(FAMILIES[name], biased_weights)
 
 
-SPLIT = (  # what ranks split in ways of their own, beside heads: norms, shared experts, states, sinks, latent attention
+SPLIT = (  # what ranks split in ways of their own, beside heads: norms, shared experts, sinks, latent attention
     "olmo2",
-    "qwen3_next",
     "gpt_oss",
     "deepseek_v3",
 )

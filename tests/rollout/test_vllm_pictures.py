@@ -108,8 +108,10 @@ def assert_later_turns(engine, model, weights):
         for request, completion in zip(asked, done, strict=True):
             expected = trainer_logp(model, weights, request, completion)
             assert (completion.raw_logp - expected).abs().max() < 2e-5
-        said = [[*request.prompt, *completion.tokens.tolist()] for request, completion in zip(asked, done, strict=True)]
-        begun = [(tokens, shown, number) for tokens, (_, shown, number) in zip(said, begun, strict=True)]
+        results = [
+            [*request.prompt, *completion.tokens.tolist()] for request, completion in zip(asked, done, strict=True)
+        ]
+        begun = [(tokens, shown, number) for tokens, (_, shown, number) in zip(results, begun, strict=True)]
 
 
 @needs_pictures

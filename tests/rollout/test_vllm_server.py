@@ -75,19 +75,19 @@ class CountingCore:
         self.requests, self.weights, self.loads, self.generation = {}, {}, 0, 0
 
     def add(self, requests):
-        self.requests |= {one.number: one for one in requests}
+        self.requests |= {request.number: request for request in requests}
 
     def step(self):
-        found = []
-        for number, one in list(self.requests.items()):
-            found.append(SampledTokens(number, [one.written + 1], [-1.0], [-2.0], 0))
-            self.requests[number] = one._replace(written=one.written + 1, count=one.count - 1)
-            if one.count == 1:
+        results = []
+        for number, request in list(self.requests.items()):
+            results.append(SampledTokens(number, [request.written + 1], [-1.0], [-2.0], 0))
+            self.requests[number] = request._replace(written=request.written + 1, count=request.count - 1)
+            if request.count == 1:
                 del self.requests[number]
-        return found
+        return results
 
     def drop(self, numbers):
-        self.requests = {number: one for number, one in self.requests.items() if number not in numbers}
+        self.requests = {number: request for number, request in self.requests.items() if number not in numbers}
 
     def forget(self):
         self.requests = {}
@@ -133,8 +133,11 @@ def test_an_answer_that_is_lost_costs_nothing_but_time(lost, monkeypatch):
     while engine.unfinished():
         done += engine.step()
     assert engine.core.generation == 2 and next(times, None) is None  # the first is that of its beginning
-    assert [(one.number, one.tokens.tolist()) for one in done] == [(0, [1, 2, 3, 4, 5, 6]), (2, [1, 2, 3, 4, 5, 6])]
-    assert all(one.versions.tolist() == [4] * 6 for one in done)
+    assert [(completion.number, completion.tokens.tolist()) for completion in done] == [
+        (0, [1, 2, 3, 4, 5, 6]),
+        (2, [1, 2, 3, 4, 5, 6]),
+    ]
+    assert all(item.versions.tolist() == [4] * 6 for item in done)
     server.shutdown()
 
 
@@ -202,7 +205,7 @@ def test_a_busy_core_still_has_a_status_and_takes_requests_in_turn(served):
 
 
 @pytest.mark.parametrize(
-    ("headers", "code", "said"),
+    ("headers", "code", "message"),
     [
         ({"Host": "example.org"}, 403, "step: Host: example.org: this server is for its own machine"),
         ({"Host": "example.org:8100"}, 403, "step: Host: example.org: this server"),
@@ -217,16 +220,16 @@ def test_a_busy_core_still_has_a_status_and_takes_requests_in_turn(served):
         ),
     ],
 )
-def test_requests_of_others_and_absurd_sizes_are_refused(served, headers, code, said):
+def test_requests_of_others_and_absurd_sizes_are_refused(served, headers, code, message):
     server, core = served
     asked(server, "open")
     core.step = lambda: pytest.fail("a request that is refused reached the core")
     status, text = asked(server, "step", b"{}", **headers)
-    assert status == code and text.startswith(said)
+    assert status == code and text.startswith(message)
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "message"),
     [
         (b"not json", 400, "Expecting value"),
         (b"[" * 100_000, 400, "recursion"),
@@ -235,7 +238,7 @@ def test_requests_of_others_and_absurd_sizes_are_refused(served, headers, code, 
     ],
     ids=["garbage", "nested", "a list", "an error of vLLM"],
 )
-def test_answers_to_what_fails_have_no_traceback(served, body, code, said):
+def test_answers_to_what_fails_have_no_traceback(served, body, code, message):
     server, core = served
     asked(server, "open")
 
@@ -244,7 +247,7 @@ def test_answers_to_what_fails_have_no_traceback(served, body, code, said):
 
     core.step = fails
     status, text = asked(server, "step", body)
-    assert status == code and said in text
+    assert status == code and message in text
     assert "Traceback" not in text and "File " not in text and ".py" not in text
     assert asked(server, "status")[0] == 200
 
@@ -285,6 +288,6 @@ def test_a_server_holds_a_whole_model():
 
 def test_a_request_survives_the_way_to_the_server():
     how = Sampling(temperature=0.7, stop=(3, 5), stop_strings=("a",), top_k=3, min_p=0.1, repetition_penalty=1.1)
-    one = CoreRequest(7, [1, 2, 3], 1, 9, how, -(1 << 63))
-    (fields,) = json.loads(json.dumps(plain_requests([one])))
-    assert request_of(fields) == one
+    first = CoreRequest(7, [1, 2, 3], 1, 9, how, -(1 << 63))
+    (fields,) = json.loads(json.dumps(plain_requests([first])))
+    assert request_of(fields) == first

@@ -89,13 +89,13 @@ def test_tools_are_called_answered_and_seen_as_one_trajectory(stream):
                 done = await client.chat.completions.create(messages=USER, **asked)
                 assert done.choices[0].finish_reason == "tool_calls"
                 message = done.choices[0].message.model_dump(exclude_none=True)
-            results = [{"role": "tool", "tool_call_id": one["id"], "content": "1"} for one in message["tool_calls"]]
+            results = [{"role": "tool", "tool_call_id": row["id"], "content": "1"} for row in message["tool_calls"]]
             last = await client.chat.completions.create(messages=[*USER, message, *results], **asked)
             return message, last, endpoint.session
 
     message, last, session = serve(engine, program)
     assert message["content"] == "well"
-    assert [json.loads(one["function"]["arguments"]) for one in message["tool_calls"]] == [{"a": 1}, {"a": 2}]
+    assert [json.loads(row["function"]["arguments"]) for row in message["tool_calls"]] == [{"a": 1}, {"a": 2}]
     assert last.choices[0].message.content == "3" and session.forks == 0
     (end,) = session.trajectories()
     assert text(end.token_ids()).count("t>1") == 2 and text(end.token_ids()).endswith("a>3</s>")
@@ -107,11 +107,11 @@ async def streamed(client, **asked):
     async for chunk in await client.chat.completions.create(stream=True, **asked):
         for choice in chunk.choices:
             content += choice.delta.content or ""
-            for one in choice.delta.tool_calls or ():
-                calls[one.index] = {
-                    "id": one.id,
+            for item in choice.delta.tool_calls or ():
+                calls[item.index] = {
+                    "id": item.id,
                     "type": "function",
-                    "function": {"name": one.function.name, "arguments": one.function.arguments},
+                    "function": {"name": item.function.name, "arguments": item.function.arguments},
                 }
     return {"role": "assistant", "content": content, "tool_calls": list(calls.values())}
 
@@ -128,12 +128,12 @@ def test_a_demanded_call_begins_as_one(choice, begin):
             return done, endpoint.session
 
     done, session = serve(engine, program)
-    (one,) = done.choices[0].message.tool_calls
-    assert one.function.name == "add" and json.loads(one.function.arguments) == {"a": 4}
+    (tool_call,) = done.choices[0].message.tool_calls
+    assert tool_call.function.name == "add" and json.loads(tool_call.function.arguments) == {"a": 4}
     (end,) = session.trajectories()
     assert not end.leaf.parent.sampled and text(end.leaf.parent.tokens) == "<tool_call>\n" + begin
     (message,) = end.leaf.messages  # a fork renders it again
-    assert [one["function"]["arguments"] for one in message["tool_calls"]] == [{"a": 4}]
+    assert [row["function"]["arguments"] for row in message["tool_calls"]] == [{"a": 4}]
 
 
 def test_a_demanded_call_is_answered_without_a_fork():
@@ -208,7 +208,7 @@ def test_stop_texts_end_a_reply_and_are_no_part_of_it():
 def test_texts_and_token_ids_are_completed():
     async def program(endpoint):
         async with openai_client(endpoint) as client:
-            one = await client.completions.create(model="any", prompt="abc", seed=1, logprobs=1, max_tokens=5)
+            first = await client.completions.create(model="any", prompt="abc", seed=1, logprobs=1, max_tokens=5)
             ids = CHAT.tokenizer.encode("abc")
             other = await client.completions.create(
                 model="any", prompt=ids, seed=1, max_tokens=5, extra_body={"return_token_ids": True}
@@ -217,10 +217,10 @@ def test_texts_and_token_ids_are_completed():
                 model="any", prompt=[*ids, *other.choices[0].token_ids, 7], max_tokens=5
             )
             listed = await client.models.list()
-            return one, other, further, [model.id for model in listed.data], endpoint.session
+            return first, other, further, [model.id for model in listed.data], endpoint.session
 
-    one, other, further, listed, session = serve(engine_of(), program, SETUP)
-    assert one.choices[0].text == other.choices[0].text and len(one.choices[0].logprobs.tokens) <= 5
+    first, other, further, listed, session = serve(engine_of(), program, SETUP)
+    assert first.choices[0].text == other.choices[0].text and len(first.choices[0].logprobs.tokens) <= 5
     assert further.usage.prompt_tokens == 4 + other.usage.completion_tokens and listed == ["policy"]
     ends = session.trajectories()
     assert [sum(node.sampled for node in end.nodes()) for end in ends] == [1, 2] or len(ends) == 2
@@ -236,8 +236,8 @@ def test_the_sampling_of_a_run_is_kept_and_said_once():
                 for t in (0.1, 0.2)
             ]
 
-    one, other = serve(engine_of(), program, SETUP, note=notes.append)
-    assert one.choices[0].message.content == other.choices[0].message.content
+    first, other = serve(engine_of(), program, SETUP, note=notes.append)
+    assert first.choices[0].message.content == other.choices[0].message.content
     assert len(notes) == 1 and "0.1" in notes[0]
 
 
@@ -303,8 +303,8 @@ def test_thoughts_are_apart_from_the_content(stream):
             ]
             replies.append(await whole_or_streamed(client, stream, **asked, tools=[TOOL]))
             replies.append(await whole_or_streamed(client, stream, **asked, extra_body={"include_reasoning": True}))
-            said = {"role": "assistant", "content": replies[1][0], "reasoning": "hm"}
-            await client.chat.completions.create(model="any", messages=[*USER, said, *USER])
+            results = {"role": "assistant", "content": replies[1][0], "reasoning": "hm"}
+            await client.chat.completions.create(model="any", messages=[*USER, results, *USER])
             return replies, endpoint.session
 
     replies, session = serve(engine, program, THINKS)

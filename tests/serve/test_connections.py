@@ -134,8 +134,8 @@ def test_a_body_whose_length_is_not_announced_is_limited_too(monkeypatch):
     monkeypatch.setattr("funrl.serve.app.LARGEST_BODY", 1 << 12)
 
     async def program(endpoint):
-        one = request_of(endpoint, GOOD, **{"transfer-encoding": "chunked"})
-        head = one[: one.index(b"\r\n\r\n")].replace(b"content-length", b"x-length")
+        request = request_of(endpoint, GOOD, **{"transfer-encoding": "chunked"})
+        head = request[: request.index(b"\r\n\r\n")].replace(b"content-length", b"x-length")
         return await answer_to(endpoint, head + b"\r\n\r\n", b"400\r\n" + b" " * 1024 + b"\r\n", every_s=0)
 
     assert serve(engine_of(), program).startswith(b"HTTP/1.1 413")

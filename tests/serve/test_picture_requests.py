@@ -210,8 +210,8 @@ def test_a_server_forgets_the_oldest_pictures(seeing, monkeypatch, most, forks):
         replies = [(await forks_of(body))[0] for body in bodies]
         counts = []
         for body, reply in [*zip(bodies, replies, strict=True)][::-1]:  # the last one is remembered in any case
-            said = {"role": "assistant", "content": reply.content}
-            longer = {**body, "messages": [*body["messages"], said, {"role": "user", "content": "a cab ?"}]}
+            results = {"role": "assistant", "content": reply.content}
+            longer = {**body, "messages": [*body["messages"], results, {"role": "user", "content": "a cab ?"}]}
             counts.append((await forks_of(longer))[1])
         with pytest.raises(BadRequest, match="is no base64"):
             await forks_of(chat(image_url("data:image/png;base64,%%%")))

@@ -50,8 +50,8 @@ def test_a_served_model_answers_until_it_is_told_to_end(model):
         url = re.search(r"http://\S+", process.stdout.readline())[0]
         assert process.stdout.readline().strip() == "key: secret"
         asked = {"model": "any", "messages": [{"role": "user", "content": "abc"}], "seed": 1}
-        one, other = (post(f"{url}/chat/completions", "secret", asked) for _ in range(2))
-        assert one["choices"] == other["choices"] and one["model"] == model.name
+        row, other = (post(f"{url}/chat/completions", "secret", asked) for _ in range(2))
+        assert row["choices"] == other["choices"] and row["model"] == model.name
         free = [post(f"{url}/chat/completions", "secret", asked | {"seed": None}) for _ in range(4)]
         assert len({done["choices"][0]["message"]["content"] for done in free}) > 1
         cold = [post(f"{url}/chat/completions", "secret", asked | {"seed": None, "temperature": 0}) for _ in range(2)]

@@ -106,7 +106,7 @@ def test_a_demanded_call_is_one_turn():
     first, second = [node for node in end.nodes() if node.sampled]
     for node in (first, second):
         (message,) = node.messages
-        assert [one["function"]["arguments"] for one in message["tool_calls"]] == [{"a": 4}]
+        assert [row["function"]["arguments"] for row in message["tool_calls"]] == [{"a": 4}]
 
 
 def test_an_endpoint_without_a_server_or_of_an_unknown_agent_is_refused():

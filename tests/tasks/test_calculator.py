@@ -8,7 +8,7 @@ from funrl.environments.adapters import tool_schema
 from funrl.environments.chat import TemplateChat
 from funrl.tasks import calculator as c
 from funrl.tasks.calculator import calculator, conversations, factors, final_product, heldout_products
-from funrl.tasks.embedded import embedded_task
+from funrl.tasks.embedded import embedded_task, is_embedded_tokenizer
 
 
 def test_the_demonstrator_calls_seldom_and_is_right_where_it_calls():
@@ -66,7 +66,7 @@ def test_the_last_message_is_scored():
 
 
 def test_the_chat_template_shows_the_calls_as_the_demonstrator_writes_them():
-    tokenizer = c.calculator_tokenizer()
+    tokenizer = c.calculator_task().tokenizer()
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "37*48"}}}
     question = {"role": "user", "content": "37*48"}
     read = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -74,3 +74,12 @@ def test_the_chat_template_shows_the_calls_as_the_demonstrator_writes_them():
     texts = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in (read, written)]
     assert texts[0] == texts[1]
     assert TemplateChat(tokenizer).opening([question], c.calculator_environment().tools)
+
+
+def test_a_directory_is_known_by_its_tokenizer(tmp_path):
+    embedded_task("calculator").tokenizer().save_pretrained(tmp_path)
+    assert is_embedded_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not is_embedded_tokenizer(tmp_path)
+    c.chat_tokenizer(c.DIGITS_AND_SIGNS).save_pretrained(tmp_path)
+    assert not is_embedded_tokenizer(tmp_path)

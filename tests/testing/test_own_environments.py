@@ -205,6 +205,6 @@ def test_an_environment_that_takes_too_long_is_found():
     with pytest.raises(AssertionError, match=r"completed .* took longer than 0.1 s between two calls"):
         check_environment(Slow, limit_s=0.1)
     check_environment(Counts, without=["deterministic"])
-    with pytest.raises(ValueError, match="without='fast': the properties are completed, deterministic"):
+    with pytest.raises(ValueError, match="without='fast': the properties of environments are completed, deterministic"):
         check_environment(Turns, without=["fast"])
     assert {name for name, _ in FAULTS.values()} == set(ENVIRONMENT_PROPERTIES)

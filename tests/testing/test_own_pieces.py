@@ -286,7 +286,7 @@ def test_good_pieces_pass():
     testing.check_term(term, without={"compilation"})
     right = lambda prompt, completion, answer, **fields: float(completion.strip() == answer)  # noqa: E731
     testing.check_reward(right, [("2 * 3?", "6", {"answer": "6"})])
-    with pytest.raises(ValueError, match="without='speed': the properties of a term are per_token, "):
+    with pytest.raises(ValueError, match="without='speed': the properties of terms are per_token, "):
         testing.check_term(term, without={"speed"})
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from funrl.track.report import charts
-from funrl.track.report.figures import TIME, Chart
+from funrl.track.report.figures import Chart
 
 
 def test_numbers_are_short():
@@ -62,16 +62,6 @@ def test_drawing_keeps_spikes_and_smoothing_keeps_constants():
     )
     line = charts.smooth_curve([(i, float(i)) for i in range(90)])  # a line stays itself where the window is whole
     assert line[45] == (45, pytest.approx(45.0)) and line[0][1] == pytest.approx(1.5)
-
-
-def test_stacked_layers_end_at_their_sum():
-    layers = [charts.Series("a", [(1, 1.0), (2, 1.0)]), charts.Series("b", [(1, 2.0), (2, 3.0)], 1)]
-    figure = charts.stack_figure(TIME, layers)
-    second, first = (commands for _, commands in figure.paths)  # the higher layer is below the lower one
-    # The axis ends at 4: a is 1 high (y = 750), b reaches 3 and 4 (y = 250 and 0).
-    assert first == "M0 750L500 750L500 750L1000 750L1000 1000L0 1000Z"
-    assert second == "M0 250L500 250L500 0L1000 0L1000 1000L0 1000Z"
-    assert figure.pointer["values"] == [["1", "1"], ["2", "3"]] and figure.pointer["places"] == [0.25, 0.75]
 
 
 def test_zeros_lie_on_the_lower_edge_of_a_logarithmic_axis_smoothed_or_not():

@@ -41,8 +41,8 @@ def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
     ]
     assert cli.main(["funrl", "compare", *runs]) == 0 and capsys.readouterr().out == "open compare.html\n"
     page = (tmp_path / "compare.html").read_text()
-    said = checked(page)
-    assert "3 runs" in said.text
+    example = checked(page)
+    assert "3 runs" in example.text
     for text in (
         "a/run",
         "b/run",
@@ -55,10 +55,10 @@ def test_runs_are_compared_on_one_page(tmp_path, capsys, monkeypatch):
         "answer 4 of 0.2",
         "1<2 & 3",
     ):
-        assert text in said.text, text
+        assert text in example.text, text
     table = page.split("What differs in the configuration")[1].split("</table>")[0]
     assert ">lr<" in table and ">seed<" not in table and ">run_dir<" not in table
-    labels = [attributes["aria-label"] for tag, attributes in said.tags if tag == "svg"]
+    labels = [attributes["aria-label"] for tag, attributes in example.tags if tag == "svg"]
     assert any(x.startswith("Reward, sampled: a/run 0.1 to 0.4, b/run 0.2 to 0.8") for x in labels)
 
 
@@ -117,11 +117,11 @@ def test_tables_of_evaluations_read_as_people_write(tmp_path):
 
 
 def test_what_cannot_be_compared_is_said(tmp_path, capsys):
-    one = a_run(tmp_path / "a", 0.1, 1e-3)
+    first = a_run(tmp_path / "a", 0.1, 1e-3)
     for argv, says in (
-        (["compare", one], "1 runs: two to 8 can be compared"),
-        (["compare", one, one], "a: is given twice"),
-        (["compare", one, str(tmp_path / "none")], "none: no such directory"),
+        (["compare", first], "1 runs: two to 8 can be compared"),
+        (["compare", first, first], "a: is given twice"),
+        (["compare", first, str(tmp_path / "none")], "none: no such directory"),
         (["compare"], "usage: funrl compare RUN RUN"),
         (["report", "--steps=3"], "usage: funrl report RUN"),
     ):

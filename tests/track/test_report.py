@@ -118,8 +118,8 @@ def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
     page = write_report(tmp_path).read_text()
     text = checked(page).text
     assert f"{ {'sft': 'SFT', 'dpo': 'DPO'}.get(name, 'Reward model') } on mine.jsonl" in text
-    said = "Held-out pair accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
-    assert said in text and "Held-out loss0.15from 3, best 0.15" in text
+    message = "Held-out pair accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
+    assert message in text and "Held-out loss0.15from 3, best 0.15" in text
     shown = re.findall("<figcaption><b>(.*?)</b>", page)
     titles = ["Pair accuracy", "Margin", "Scores", "Scores held out"] if pairs else ["Negative log-likelihood"]
     assert shown == ["Loss", *titles, "Gradient norm"]
@@ -151,7 +151,7 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
         for sample in (0, 1)
     ]
     rows.append(row | {"step": 60, "sample": 0, "completion": "x" * 500, "reward": 0.0, "finished": False})
-    run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    run.eval_samples.write_text("".join(json.dumps(item) + "\n" for item in rows))
     page = write_report(tmp_path).read_text()
     text = checked(page).text
     table = page[page.index("Held-out prompts") : page.index("Configuration")]
@@ -159,9 +159,11 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
     assert "&lt;b&gt;1+1=" in table and "<th>answer</th>" in table and "3, cut off" in text
     assert "..." + "x" * 400 in table and "x" * 401 not in table
     many = [{"step": 70, "sample": sample, "prompt": str(n)} for n in range(40) for sample in (0, 1)]
-    run.eval_samples.write_text("".join(json.dumps(one) + "\n" for one in many))
+    run.eval_samples.write_text("".join(json.dumps(element) + "\n" for element in many))
     shown = newest_evaluation(run.eval_samples)  # one of each prompt where there are enough, spread over them
-    assert [one["prompt"] for one in shown] == [str(n) for n in range(0, 32, 2)] and not any(o["sample"] for o in shown)
+    assert [entry["prompt"] for entry in shown] == [str(n) for n in range(0, 32, 2)] and not any(
+        o["sample"] for o in shown
+    )
 
 
 def test_report_stands_alone(tmp_path):
@@ -191,12 +193,16 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     page, plain = (render(run._replace(config=config)) for config in (run.config, {}))
     both = render_comparison({HOSTILE: run, f"other {HOSTILE}": run._replace(config={"experiment": "ppo"})})
     for text in (page, both):
-        said = checked(text)
-        assert [tag for tag, _ in said.tags].count("script") == 1
-        assert "<script>alert(1)</script>" in said.text and "{{ 7 * 7 }} {% raw %}" in said.text  # as they are written
-        assert r"\x00\x1b[2J \u202eesrever\u2066 \ud800 <!--" in said.text
-        assert not set("\x00\x1b\u202e\u2066\ud800") & set(text) and "49" not in said.text
-        values = [json.loads(attributes["data-values"]) for _, attributes in said.tags if "data-values" in attributes]
+        example = checked(text)
+        assert [tag for tag, _ in example.tags].count("script") == 1
+        assert (
+            "<script>alert(1)</script>" in example.text and "{{ 7 * 7 }} {% raw %}" in example.text
+        )  # as they are written
+        assert r"\x00\x1b[2J \u202eesrever\u2066 \ud800 <!--" in example.text
+        assert not set("\x00\x1b\u202e\u2066\ud800") & set(text) and "49" not in example.text
+        values = [
+            json.loads(attributes["data-values"]) for _, attributes in example.tags if "data-values" in attributes
+        ]
         assert any(HOSTILE in name for figure in values for name in figure["names"])
     structure = [tag for tag, _ in checked(page).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
     expected = [tag for tag, _ in checked(plain).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
@@ -274,7 +280,7 @@ def test_runs_of_any_length(tmp_path, steps):
     a_run(tmp_path, steps=steps, every=max(1, steps // 7))
     page = write_report(tmp_path).read_text()
     checked(page)
-    assert all(re.fullmatch(r"[\d MLHZh]*", drawn) for drawn in re.findall(r' d="([^"]*)"', page))
+    assert all(re.fullmatch(r"[\d MLHh]*", drawn) for drawn in re.findall(r' d="([^"]*)"', page))
     assert len(page) < 300_000  # a long run is drawn with few points
 
 
@@ -423,4 +429,4 @@ def test_pictures_of_samples_are_inside_the_page(tmp_path):
     for samples, expected in ((shown, [picture, picture]), (several, [later])):
         read = checked(render(files._replace(samples=samples)))
         images = [tag for name, tag in read.tags if name == "img"]
-        assert [(tag["src"], tag["alt"]) for tag in images] == [(one.thumbnail, str(one)) for one in expected]
+        assert [(tag["src"], tag["alt"]) for tag in images] == [(item.thumbnail, str(item)) for item in expected]

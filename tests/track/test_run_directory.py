@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from funrl.track.records import run_directory
 from funrl.track.records.run_directory import (
     RunDirectory,
     RunDirectoryError,
@@ -87,10 +88,10 @@ def test_a_directory_that_cannot_be_created_is_named(tmp_path):
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    def refuse(self, _):
+    def refuse(*_, **options):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "write_bytes", refuse)  # the tests may run as root, whom no mode stops
+    monkeypatch.setattr(run_directory, "open", refuse, raising=False)  # the tests may run as root, whom no mode stops
     with pytest.raises(RunDirectoryError, match=f"--run_dir={tmp_path}: cannot be written: permission denied"):
         open_run(tmp_path, "ppo", {})
     assert not (tmp_path / "config.json").exists()

@@ -35,15 +35,15 @@ def config(*starts):
     ],
 )
 def test_a_step_was_made_by_the_newest_start_before_it(starts, rates):
-    found = {step: segment_of_step(config(*starts), step)["flags"]["lr"] for step in rates}
-    assert found == rates
+    results = {step: segment_of_step(config(*starts), step)["flags"]["lr"] for step in rates}
+    assert results == rates
     assert config(*starts)["flags"]["lr"] == starts[-1][1]  # at the top is the newest
 
 
 def test_values_are_told_with_the_steps_after_which_they_changed():
     configs = config((0, 1), (2, 1), (4, 2), (3, 5))
     assert values_over_time(configs) == {"lr": [(0, 1), (3, 5)], "seed": [(0, 0)]}
-    assert [one["step"] for one in standing_segments(configs)] == [0, 2, 3]
+    assert [standing_segment["step"] for standing_segment in standing_segments(configs)] == [0, 2, 3]
     assert in_words([(0, 1), (3, 5)]) == "1, 5 after step 3" and in_words(None) == "None"
     assert values_over_time({"flags": {"lr": 1}, "inputs": {"prompts": "a"}}, "inputs") == {"prompts": [(0, "a")]}
 
@@ -78,7 +78,7 @@ def test_a_resume_of_nothing_is_a_first_start(tmp_path):
     run = open_run(tmp_path, "ppo", {"lr": 1}, resume=True)
     assert not run.config.exists()
     begin_segment(run, 0, {})
-    assert [one["step"] for one in json.loads(run.config.read_text())["segments"]] == [0]
+    assert [row["step"] for row in json.loads(run.config.read_text())["segments"]] == [0]
 
 
 def test_the_headline_compares_one_held_out_set():

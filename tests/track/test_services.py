@@ -18,7 +18,7 @@ from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import open_run
 from funrl.track.records.services import SERVICES, TrackerError, open_service
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.outputs import TRACKERS
+from funrl.trainer.settings.records import TRACKERS
 from funrl.trainer.settings.settings import settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ from funrl.track.records.run_directory import RunDirectory
 from funrl.track.records.services import open_service
 run = RunDirectory(pathlib.Path("run"))
 for steps in ((1, 2), (3,)):  # the second is a resumed run
-    if steps == (3,) and sys.argv[1] in ("wandb", "swanlab"):
+    if steps == (3,) and sys.argv[1] == "wandb":
         time.sleep(1.1)  # they name the folder of a run by the second
     tracker = open_service(sys.argv[1], run, print)
     for step in steps:
@@ -49,17 +49,6 @@ from mlflow import MlflowClient
 history = [(m.step, m.value) for m in MlflowClient().get_metric_history(identity, "reward/mean")]
 assert history == [(1, 0.25), (2, 0.5), (3, 0.75)], history
 assert MlflowClient().get_run(identity).data.params == {"steps": "3", "lr": "0.125"}
-""",
-    "trackio": """
-import json, sqlite3
-rows = sqlite3.connect("trackio/funrl.db").execute("select run_name, step, metrics from metrics").fetchall()
-assert [(n, s, json.loads(m)) for n, s, m in rows] == [("run", s, {"reward/mean": s / 4}) for s in (1, 2, 3)], rows
-""",
-    "swanlab": """
-import glob
-data = b"".join(open(f, "rb").read() for f in glob.glob("run/swanlab/run-*/*.swanlab"))
-assert len(glob.glob(f"run/swanlab/run-*{identity}")) == 2 and data.count(b"reward/mean") >= 3
-assert b"not/finite" not in data
 """,
 }
 
@@ -85,9 +74,8 @@ def test_an_offline_run_is_read_back(name, tmp_path):
     places = {
         "HOME": str(tmp_path),
         "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns",
-        "TRACKIO_DIR": f"{tmp_path}/trackio",
     }
-    modes = {"WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    modes = {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
     environment = os.environ | places | modes | {"PYTHONPATH": str(ROOT)}
     open_run(str(tmp_path / "run"), "ppo", {"steps": 3, "lr": 0.125})  # here: the trackers' environment has no torch
     program = f"{WRITE}\nidentity = json.load(open('run/trackers.json'))['{name}']\n{READ[name]}"
@@ -108,29 +96,29 @@ def fake_wandb(calls, fails_at):
 
 
 def test_a_service_that_fails_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch):
-    calls, said = [], []
+    calls, results = [], []
     monkeypatch.setitem(sys.modules, "wandb", fake_wandb(calls, 2))
     run = open_run(tmp_path / "mine", "ppo", {"steps": 3})
-    tracker = open_service("wandb", run, said.append)
+    tracker = open_service("wandb", run, results.append)
     for step in (1, 2, 3):
         tracker(step, {"reward/mean": 0.5, "x": float("inf")})
     tracker.close()
     assert calls[0]["name"] == "mine" and calls[0]["id"] is None and calls[0]["config"] == {"steps": 3}
     assert calls[1:] == [(1, {"reward/mean": 0.5}), "closed"]
-    assert said == ["wandb: ConnectionError: no route to host; nothing goes there from step 2 on"]
+    assert results == ["wandb: ConnectionError: no route to host; nothing goes there from step 2 on"]
     assert json.loads(run.trackers.read_text()) == {"wandb": "x7"}
-    open_service("wandb", run, said.append)
+    open_service("wandb", run, results.append)
     assert calls[-1]["id"] == "x7"
 
 
 def test_a_tracker_that_is_not_there_is_answered_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "swanlab", None)
-    with pytest.raises(TrackerError, match=r"--report_to=swanlab: swanlab is not installed \(pip install swanlab\)"):
-        open_service("swanlab", open_run(tmp_path / "run", "ppo", {}), print)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(TrackerError, match=r"--report_to=mlflow: mlflow is not installed \(pip install mlflow\)"):
+        open_service("mlflow", open_run(tmp_path / "run", "ppo", {}), print)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="--report_to=mlflow,wandb: mlflow is not installed; pip install mlflow"):
         read_command(Experiment("grpo", "grpo", {}), ["grpo", "--report_to=mlflow,wandb"], writes=True)
-    with pytest.raises(SettingsError, match="some of wandb,mlflow,trackio,swanlab"):
+    with pytest.raises(SettingsError, match="some of wandb,mlflow"):
         read_command(Experiment("grpo", "grpo", {}), ["grpo", "--report_to=visdom"], writes=True)
     assert set(SERVICES) == set(TRACKERS)
 

@@ -118,8 +118,8 @@ def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
     other = turn(first, [noise(8, 40)] * MOST_SEEN)
     episode = Episode([Trajectory("policy", leaf) for leaf in (second, other)], {"policy": 1.0})
     conversation = conversation_of(episode, str, FORM)
-    one, two = ([len(entry.get("pictures", ())) for entry in branch["says"]] for branch in conversation["branches"])
-    assert one == [1, 2, 0] and two == [0, MOST_SEEN - 3]  # what an earlier branch shows is not shown again
+    single, two = ([len(entry.get("pictures", ())) for entry in branch["says"]] for branch in conversation["branches"])
+    assert single == [1, 2, 0] and two == [0, MOST_SEEN - 3]  # what an earlier branch shows is not shown again
     assert "pictures" not in conversation_of(episode, str)["branches"][0]["says"][0]
     conversation["branches"][1]["says"][1]["pictures"] = [{"thumbnail": "https://tracker.example/a.png"}]
     writer = open_samples(tmp_path / "samples.jsonl")
@@ -134,7 +134,9 @@ def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
 
 
 def test_the_same_words_about_another_picture_are_another_question():
-    one, other = (shown_pictures(example_of([noise(8, width)]), FORM) for width in (16, 24))
-    rows = [Sample(step, "how many?", "2", 1.0, pictures=x) for step, x in ((1, one), (1, other), (9, other), (9, one))]
+    first, other = (shown_pictures(example_of([noise(8, width)]), FORM) for width in (16, 24))
+    rows = [
+        Sample(step, "how many?", "2", 1.0, pictures=x) for step, x in ((1, first), (1, other), (9, other), (9, first))
+    ]
     early, late = first_and_last(rows, 2)
-    assert [sample.pictures for sample in early] == [sample.pictures for sample in late] == [one, other]
+    assert [sample.pictures for sample in early] == [sample.pictures for sample in late] == [first, other]

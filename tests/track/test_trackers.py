@@ -30,8 +30,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     (path,) = (tmp_path / "tb").iterdir()
     events = list(EventFileLoader(str(path)).Load())  # before it is closed: flushed at every step
     tracker.close()
-    found = {(event.step, value.tag): value.tensor.float_val[0] for event in events for value in event.summary.value}
-    assert found == {(1, "reward/mean"): 0.25, (1, "actor/entropy"): 1.5, (2, "reward/mean"): 0.75}
+    results = {(event.step, value.tag): value.tensor.float_val[0] for event in events for value in event.summary.value}
+    assert results == {(1, "reward/mean"): 0.25, (1, "actor/entropy"): 1.5, (2, "reward/mean"): 0.75}
     assert events[0].file_version == "brain.Event:2"
 
 

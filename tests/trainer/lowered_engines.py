@@ -16,7 +16,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.trainer.lowered.mesh_decoding import EngineDevices, MeshBackend
+from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 from funrl.xla import meshes
 from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
 
@@ -42,14 +42,14 @@ def completions(model, dtype, make_backend, adapters, second=None):
     return done, [pool.peak for pool in engine._scheduler.pool.lanes]
 
 
-def gap_of(found, wanted):
+def gap_of(result, wanted):
     """The largest difference of a log-probability, up to the first other token, and whether all tokens are equal."""
     gaps = []
-    for x, y in zip(found, wanted, strict=True):
+    for x, y in zip(result, wanted, strict=True):
         count = min(len(x.tokens), len(y.tokens))
         same = (x.tokens[:count] == y.tokens[:count]).long().cumprod(0).sum()
         gaps.append((x.raw_logp[: same + 1] - y.raw_logp[: same + 1]).abs().max().item())
-    return max(gaps), all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(found, wanted, strict=True))
+    return max(gaps), all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(result, wanted, strict=True))
 
 
 def check_resharding():
@@ -85,8 +85,8 @@ def differences(dtype, text):
     model = decoder_model(decoder_config(**SIZES | more))
     second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
     wanted, _ = completions(model, dtype, None, adapters, second)
-    found, peaks = completions(model, dtype, partial(MeshBackend, EngineDevices(sizes, sizes)), adapters, second)
-    gap, same = gap_of(found, wanted)
+    result, peaks = completions(model, dtype, partial(XlaBackend, EngineDevices(sizes, sizes)), adapters, second)
+    gap, same = gap_of(result, wanted)
     rounding = 0.0
     if dtype == torch.bfloat16:
         rounding, _ = gap_of(wanted, completions(model, torch.float64, None, adapters)[0])

@@ -17,7 +17,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step import fields_of, gradient
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import DeviceCopies, MeshProgram, devices_of_mesh, spec_of, traced_mesh
+from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh, spec_of, traced_mesh
 
 TOKENS, SEQUENCES = 48, 5
 SIZES = {"vocab": 16, "embed": 8, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 12, "qk_norm": "head"}
@@ -77,8 +77,8 @@ def difference(text):
         role = role_on(model, mesh, stored, as_one_operator(model.layer))
 
         def run(params, fields, denominators):
-            found = gradient(role, params, [Batch(**fields)], denominators)
-            return found.tree, found.loss
+            result = gradient(role, params, [Batch(**fields)], denominators)
+            return result.tree, result.loss
 
         return run
 
@@ -87,13 +87,14 @@ def difference(text):
     fields["trained"] = every.repeat(len(rows) * sizes["sequence"])
     over = ("data", "expert")
     given = {name: PartitionSpec((*over, "sequence") if name == "trained" else over) for name in fields}
-    mesh = traced_mesh(sizes, dict.fromkeys(sizes, torch.zeros((), dtype=torch.int64)))
+    mesh = traced_mesh(sizes)
     layouts = place(model, mesh, stored, COMPUTE, torch.float64).stored
     specs = trees.map(spec_of, layouts)
     whole = tuple(PartitionSpec() for _ in denominators)
-    program = MeshProgram(
-        make, DeviceCopies(devices_of_mesh(sizes)), lambda *_: (specs, given, whole), lambda _: (specs, PartitionSpec())
-    )
+    function = ShardedFunction("gradient", make, lambda *_: (specs, given, whole), lambda *_: (specs, PartitionSpec()))
+    program = MeshProgram(function, DeviceCopies(devices_of_mesh(sizes)))
     tree, loss = program(params, fields, denominators)
     gaps = [(x - y).abs().max().item() for x, y in zip(trees.leaves(tree), trees.leaves(want.tree), strict=True)]
-    return max(*gaps, abs(loss - want.loss).item()), set(re.findall(COLLECTIVES, program.texts[0]))
+    return max(*gaps, abs(loss - want.loss).item()), set(
+        re.findall(COLLECTIVES, next(iter(program.compiled.values())).run.as_text())
+    )

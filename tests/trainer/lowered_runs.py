@@ -41,15 +41,15 @@ def metrics_of(job, mesh, steps):
         metrics.append({name: x for name, x in numbers.items() if not name.endswith(MEASURED)})
     for role in run.parts.roles.values():
         if role.loss is not None and role.programs is not None:  # the devices' state is updated where it is
-            (text,) = role.programs._programs["update"].texts
-            assert "input_output_alias" in text
+            (update,) = role.programs.programs["update"].compiled.values()
+            assert "input_output_alias" in update.run.as_text()
     return metrics
 
 
-def gap_of(found, wanted):
+def gap_of(result, wanted):
     """The largest difference of a metric, relative to the metric where that is above 1, and its name."""
     gaps = []
-    for want, numbers in zip(wanted, found, strict=True):
+    for want, numbers in zip(wanted, result, strict=True):
         assert numbers.keys() == want.keys(), numbers.keys() ^ want.keys()
         gaps += [(abs(numbers[name] - x) / max(1, abs(x)), name) for name, x in want.items()]
     return max(gaps)
@@ -62,8 +62,8 @@ def main(*texts):
         job = job_of(of)
         wanted[text] = launch(lambda mesh, job=job, n=int(steps): metrics_of(job, mesh, n), job.sizes, "cpu")
     for text, steps, of in cases:
-        found = metrics_of(job_of(of, backend="xla"), single(), int(steps))
-        print(text, *gap_of(found, wanted[text]), flush=True)
+        metrics = metrics_of(job_of(of, backend="xla"), single(), int(steps))
+        print(text, *gap_of(metrics, wanted[text]), flush=True)
 
 
 if __name__ == "__main__":

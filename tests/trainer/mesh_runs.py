@@ -48,9 +48,9 @@ def metrics_on(meshes, recipe, folder, *flags):
 def assert_equal_metrics(rows, meshes, *names):
     """The metrics of these names are those of dp1, or are missing on both."""
     for mesh in meshes:
-        for one, row in zip(rows["dp1"], rows[mesh], strict=True):
+        for item, row in zip(rows["dp1"], rows[mesh], strict=True):
             for name in names:
-                assert row.get(name) == pytest.approx(one.get(name), abs=1e-9), (mesh, name)
+                assert row.get(name) == pytest.approx(item.get(name), abs=1e-9), (mesh, name)
 
 
 def learn_from_texts(meshes, model, folder):

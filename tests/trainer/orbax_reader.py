@@ -11,11 +11,11 @@ if __name__ == "__main__":
     tree = ocp.PyTreeCheckpointer().restore(sys.argv[1])
     a, b = tree["roles"]["a"], tree["roles"]["b"]
     flags, sizes = np.asarray(tree["flags"]).tolist(), list(tree["empty"].shape)
-    found = [
+    results = [
         str(b.dtype),
         np.asarray(a).tolist(),
         np.asarray(b, np.float32).tolist(),
         tree["step"],
         tree["coefficient"],
     ]
-    print(json.dumps([*found, flags, sizes, zlib.crc32(np.asarray(tree["roles"]["large"]).tobytes())]))
+    print(json.dumps([*results, flags, sizes, zlib.crc32(np.asarray(tree["roles"]["large"]).tobytes())]))

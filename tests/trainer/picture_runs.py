@@ -20,9 +20,8 @@ from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm
 from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.model import with_vision
 from funrl.models.vision.tiles import NO_TILES, Tiles
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.settings.settings import with_flags
+from funrl.trainer import phases
+from funrl.trainer.steps.sync import sync
 
 TOKENS = 16  # of the embedded task's tokenizer
 PLACEHOLDER = TOKENS
@@ -176,12 +175,11 @@ def with_pictures(example, number, grids=GRIDS, tower=TOWER):
     return example._replace(tokens=tokens, owned=owned_lines(values))
 
 
-def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, balance=False, **settings: Any):
+def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, **settings: Any):
     """A job of `small_job` with a vision-language model; a third of the prompts have no picture.
 
     Args:
       adapted: weights that have adapters, by the last parts of their names; None: those of the decoder.
-      balance: as of --balance_pictures, which the model of `small_job` would refuse.
     """
     job = small_job(compose, None, **settings)
     axes = () if tower.layout.mutual or tower.layout.tiles else (0, 1)
@@ -193,11 +191,10 @@ def picture_job(compose, grids=GRIDS, tower=TOWER, experts=None, adapted=None, b
     prompts = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.prompts[:24])]
     heldout = [with_pictures(e, i, grids, tower) for i, e in enumerate(job.task.heldout)]
     lora = job.lora if adapted is None or job.lora is None else job.lora._replace(targets=adapted)
-    learning = {name: one.adapters is not None for name, one in job.models.items()}
+    learning = {name: item.adapters is not None for name, item in job.models.items()}
     models = {name: with_lora(model, lora) if lora and own else model for name, own in learning.items()}
     task = job.task._replace(prompts=prompts, heldout=heldout)
-    chosen = with_flags(job.settings, balance_pictures=balance)
-    return dataclasses.replace(job, settings=chosen, model=model, models=models, task=task, lora=lora)
+    return dataclasses.replace(job, model=model, models=models, task=task, lora=lora)
 
 
 def picture_steps(job, steps, with_gradients=False):
@@ -207,13 +204,13 @@ def picture_steps(job, steps, with_gradients=False):
         run, state = begin(job, mesh)
         batches, grads, metrics, counts = [], [], [], []
         for _ in range(steps):
-            batch, state, drawn = loop.draw_batch(run, state)
-            batch, state, scored = loop.score_batch(run, state, batch)
+            batch, state, drawn = phases.draw_batch(run, state)
+            batch, state, scored = phases.score_batch(run, state, batch)
             counts.append(len(batch.batch.grids.values))
             batches.append(whole_batch(batch.with_fields(patches=None, grids=None)))
             if with_gradients:
                 grads.append(gradients(run, state, batch))
-            state, learned = loop.learn_batch(run, state, batch)
+            state, learned = phases.learn_batch(run, state, batch)
             state = sync(run.parts, state, frozen=run.frozen)
             metrics.append(drawn | scored | learned)
         weights = whole_weights(run, state)

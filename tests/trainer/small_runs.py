@@ -19,9 +19,8 @@ from funrl.mesh.reshard import unshard
 from funrl.mesh.rules import STORED, layouts
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.lora import with_lora
-from funrl.trainer import loop
+from funrl.trainer import phases, startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
@@ -29,6 +28,7 @@ from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches
 from funrl.trainer.steps.roles import row_fields_of
 from funrl.trainer.steps.step import gradient
+from funrl.trainer.steps.sync import sync
 
 SIZES: dict[str, Any] = {"embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
 SMALL: dict[str, Any] = {
@@ -109,9 +109,9 @@ def resized(job, sizes):
     model = decoder_model(with_fields(job.model.config, **sizes))
     layouts(model.shapes, model.axes, STORED, job.sizes)
     valued = with_value_head(model)
-    own = {name: valued if one.unembed is None else model for name, one in job.models.items()}
-    adapted = {name: one for name, one in job.models.items() if one.adapters is not None}
-    own |= {name: with_lora(own[name], one.adapters.lora) for name, one in adapted.items()}
+    own = {name: valued if item.unembed is None else model for name, item in job.models.items()}
+    adapted = {name: element for name, element in job.models.items() if element.adapters is not None}
+    own |= {name: with_lora(own[name], entry.adapters.lora) for name, entry in adapted.items()}
     return dataclasses.replace(job, model=model, models=own | {name: job.models[name] for name in job.directories})
 
 
@@ -136,21 +136,21 @@ def uneven(job):
 
 def begin(job, mesh, show=None):
     """A run and its first state on one rank, with weights in the engine."""
-    run, state = loop.begin_run(job, mesh, show or Quiet())
+    run, state = startup.begin_run(job, mesh, show or Quiet())
     return run, sync(run.parts, state, frozen=run.frozen)
 
 
 def scored_batch(run, state):
     """The scored rows of the next step; the state after it; all metrics."""
-    batch, state, drawn = loop.draw_batch(run, state)
-    batch, state, scored = loop.score_batch(run, state, batch)
+    batch, state, drawn = phases.draw_batch(run, state)
+    batch, state, scored = phases.score_batch(run, state, batch)
     return batch, state, drawn | scored
 
 
 def one_step(run, state):
     """The state after a step, and its metrics."""
     batch, state, reported = scored_batch(run, state)
-    state, learned = loop.learn_batch(run, state, batch)
+    state, learned = phases.learn_batch(run, state, batch)
     return sync(run.parts, state, frozen=run.frozen), reported | learned
 
 
@@ -164,18 +164,18 @@ class Gradient(NamedTuple):
 
 def gradients(run, state, rows, token_budget=None):
     """The gradients of every role that learns, over all rows."""
-    found = {}
+    results = {}
     for name, role in run.parts.roles.items():
         if role.loss is not None:
             budget = token_budget or run.job.settings.updates.token_budget
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             read = row_fields_of(role.loss)
-            given = {"mask": role.mask, "row_fields": read, "balance": role.placed.balance}
+            given = {"mask": role.mask, "row_fields": read}
             rows_of_rank = [p.batch for p in own_micro_batches(rows, budget, **given)]
             grads, metrics, loss, *_ = gradient(role, state.roles[name].params, rows_of_rank, dens, run.frozen)
             whole = unshard(grads, role.stored, run.parts.mesh)
-            found[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
-    return found
+            results[name] = Gradient(whole, loss, {k: float(v) for k, v in metrics.items()})
+    return results
 
 
 def whole_batch(rows):
@@ -212,7 +212,7 @@ def steps_of(run, state, steps, with_gradients=True):
         batch, state, reported = scored_batch(run, state)
         batches.append(whole_batch(batch))
         grads.append(gradients(run, state, batch) if with_gradients else {})
-        state, learned = loop.learn_batch(run, state, batch)
+        state, learned = phases.learn_batch(run, state, batch)
         state = sync(run.parts, state, frozen=run.frozen)
         metrics.append(reported | learned)
     return {"batches": batches, "grads": grads, "metrics": metrics, "weights": whole_weights(run, state)}
@@ -242,21 +242,21 @@ def relative(a, b):
     return ((flat[0] - flat[1]).norm() / flat[1].norm()).item()
 
 
-def assert_same_gradients(one, other, tolerance, metrics=False):
-    assert one.keys() == other.keys()
+def assert_same_gradients(first, other, tolerance, metrics=False):
+    assert first.keys() == other.keys()
     for name in other:
-        assert gap(one[name].tree, other[name].tree) < tolerance, name
-        assert abs(one[name].loss - other[name].loss) < tolerance, name
+        assert gap(first[name].tree, other[name].tree) < tolerance, name
+        assert abs(first[name].loss - other[name].loss) < tolerance, name
         if metrics:
-            assert one[name].metrics == pytest.approx(other[name].metrics, abs=tolerance)
+            assert first[name].metrics == pytest.approx(other[name].metrics, abs=tolerance)
 
 
 MEASURED = ("/environment_s", "/recomputed_tokens")  # how long, and what was evicted meanwhile
 
 
-def assert_same(one, other, tolerance):
+def assert_same(first, other, tolerance):
     """Every step's samples, log-probabilities, advantages, losses and gradients, and the parameters at the end."""
-    for a, b in zip(one["batches"], other["batches"], strict=True):
+    for a, b in zip(first["batches"], other["batches"], strict=True):
         assert a.names() == b.names()
         for name in a.names():
             x, y = a.get(name), b.get(name)
@@ -264,10 +264,10 @@ def assert_same(one, other, tolerance):
                 assert torch.equal(x.isnan(), y.isnan()) and (x - y).nan_to_num(0).abs().max() < tolerance, name
             else:
                 assert torch.equal(x, y), name
-    for a, b in zip(one["grads"], other["grads"], strict=True):
+    for a, b in zip(first["grads"], other["grads"], strict=True):
         assert_same_gradients(a, b, tolerance)
-    for a, b in zip(one["metrics"], other["metrics"], strict=True):
+    for a, b in zip(first["metrics"], other["metrics"], strict=True):
         assert a.keys() == b.keys()
         a = {name: number for name, number in a.items() if not name.endswith(MEASURED)}
         assert {k: a[k] for k in a} == pytest.approx({k: b[k] for k in a}, rel=tolerance, abs=tolerance)
-    assert gap(one["weights"], other["weights"]) < tolerance
+    assert gap(first["weights"], other["weights"]) < tolerance

@@ -26,7 +26,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.prepare import prepare
@@ -45,8 +45,8 @@ class Rivals:
         mine = policy.start(example.tokens)
         theirs = policy.start(example.tokens, agent="rival")
         for _ in range(2):
-            said, mine = await policy.sample(mine, max_tokens=3)
-            answer, theirs = await policy.sample(policy.extend(theirs, said.tokens), max_tokens=3)
+            completion, mine = await policy.sample(mine, max_tokens=3)
+            answer, theirs = await policy.sample(policy.extend(theirs, completion.tokens), max_tokens=3)
             mine = policy.extend(mine, answer.tokens)
         own = [node for node in mine.nodes() if node.sampled]
         rewards = {"policy": self.odd(own), "rival": self.odd(node for node in theirs.nodes() if node.sampled)}
@@ -72,8 +72,8 @@ def steps_of_mesh(mesh, agents, steps=3):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_agents_give_the_same_numbers_where_ranks_split_rows():
-    one, other = steps_of_mesh("sp2", "rival:frozen", 1), steps_of_mesh("dp1", "rival:frozen", 1)
-    assert_same(one, other, 1e-9)
+    steps, other = steps_of_mesh("sp2", "rival:frozen", 1), steps_of_mesh("dp1", "rival:frozen", 1)
+    assert_same(steps, other, 1e-9)
     for metrics in other["metrics"]:
         assert metrics["episodes/turns"] == 2 and metrics["rollout/logprob_gap_max"] < 1e-10
 
@@ -100,8 +100,8 @@ def test_an_earlier_self_stays_or_is_renewed():
     kept, renewed, same = (
         steps_of_mesh("dp1", f"rival:{role}")["batches"] for role in ("frozen", "frozen:2", "policy")
     )
-    for one, other in zip(kept[:2], renewed[:2], strict=True):
-        assert torch.equal(one.tokens, other.tokens)  # both are the first weights
+    for completion, other in zip(kept[:2], renewed[:2], strict=True):
+        assert torch.equal(completion.tokens, other.tokens)  # both are the first weights
     assert not torch.equal(kept[2].tokens, renewed[2].tokens)
     assert same[0].agent.max() == 1
 
@@ -130,7 +130,7 @@ def test_a_map_that_does_not_fit_is_refused_before_the_run(agents, message):
 def test_flags_that_do_not_go_with_frozen_agents_are_refused():
     with pytest.raises(SettingsError, match="--agents=a:frozen does nothing without an environment"):
         prepare(settings_of(**SMALL | {"agents": "a:frozen"}), GRPO)
-    with pytest.raises(SettingsError, match="further models are served by the native engine"):
+    with pytest.raises(SettingsError, match="further models are served by --engine=native"):
         job_of(engine="hf", dtype="float32")
 
 
@@ -210,7 +210,7 @@ class Told(Rivals):
 def answers_of(agents, **settings):
     environment = Told()
     run, state = begin(job_of(environment, agents=agents, **settings), single())
-    loop.draw_batch(run, state)
+    phases.draw_batch(run, state)
     return environment.answers
 
 
@@ -228,11 +228,11 @@ TWO = "rival:policy:second"
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_two_policies_give_the_same_numbers_on_two_ranks():
-    one, other = steps_of_job("dp2", TWO), steps_of_job("dp1", TWO)
-    for ours, theirs in zip(one["metrics"], other["metrics"], strict=True):
+    steps, other = steps_of_job("dp2", TWO), steps_of_job("dp1", TWO)
+    for ours, theirs in zip(steps["metrics"], other["metrics"], strict=True):
         kept = [name for name in theirs if not name.endswith(("environment_s", "recomputed_tokens"))]
         assert [ours[name] for name in kept] == pytest.approx([theirs[name] for name in kept], rel=1e-9, abs=1e-9)
-    assert gap(one["weights"], other["weights"]) < 1e-9
+    assert gap(steps["weights"], other["weights"]) < 1e-9
     assert {"actor/pg_loss", "second/loss", "actor/grad_norm", "second/grad_norm"} <= other["metrics"][0].keys()
     for metrics in other["metrics"]:
         assert metrics["rollout/logprob_gap_max"] < 1e-10, "each row is scored by the policy that wrote it"
@@ -272,10 +272,10 @@ class Single(Alone):
 
 @pytest.mark.slow
 def test_a_policy_learns_what_it_learns_without_the_second_one():
-    two, one = steps_of_job("dp1", TWO, Alone), steps_of_job("dp1", None, Single)
-    assert gap(two["weights"]["policy"], one["weights"]["policy"]) == 0
-    assert gap(two["weights"]["second"], one["weights"]["policy"]) > 1e-4
-    for metrics, expected in zip(two["metrics"], one["metrics"], strict=True):
+    two, steps = steps_of_job("dp1", TWO, Alone), steps_of_job("dp1", None, Single)
+    assert gap(two["weights"]["policy"], steps["weights"]["policy"]) == 0
+    assert gap(two["weights"]["second"], steps["weights"]["policy"]) > 1e-4
+    for metrics, expected in zip(two["metrics"], steps["metrics"], strict=True):
         assert metrics["actor/pg_loss"] == expected["actor/pg_loss"] != metrics["second/loss"]
 
 
@@ -325,4 +325,4 @@ def test_in_an_evaluation_the_model_answers_for_all_agents(tmp_path):
         for agents in (None, "rival:frozen:3", TWO)
     ]
     assert metrics[0]["eval/episodes/failed"] == 0 and metrics[0]["eval/reward"] > 0
-    assert len({one["eval/reward"] for one in metrics}) == 1  # of the policy, which does not hear the rival
+    assert len({metric["eval/reward"] for metric in metrics}) == 1  # of the policy, which does not hear the rival

@@ -88,8 +88,8 @@ def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
     adapters = {name: value for name, value in settings.items() if name == "lora_rank"}
     again = job_of(rollout_is, LoggedEnvironment(Rivals.agents), agents=agents, minibatches=1, steps=count, **adapters)
     done = repeated(tmp_path, again, single())
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
-    turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
+    assert [(item.step, str(part)) for item in done for part in item.differences if not part.agrees(0.0)] == []
+    turns = [part.total for step_again in done for part in step_again.differences if part.kind == "turns"]
     assert turns == [4 * 3 * 4] * count, "the turns of both agents are compared"
 
 
@@ -97,9 +97,9 @@ def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
 def test_by_the_clock_two_runs_are_the_same(tmp_path):
     settings = WRITTEN | {"place": "generate:1", "steps": 3}
     job = job_of(rollout_is, agents=AGENTS["second policy"], clock="tokens", **settings)
-    one, other = (launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2))
-    assert differences(one, other) == []
-    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+    first, other = (launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2))
+    assert differences(first, other) == []
+    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
 
 
 @pytest.mark.slow

@@ -61,8 +61,10 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(name, tmp_path):
     again = small_job(rollout_is, **SETTINGS, **together)
     program = functools.partial(repeated, tmp_path, again)
     done = launch(program, again.launched, "cpu") if together else program(single())
-    assert [one.step for one in done] == list(range(1, STEPS + 1))
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [item.step for item in done] == list(range(1, STEPS + 1))
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "weights of policy by their digests"} <= compared
 
@@ -107,9 +109,9 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(tmp_path):
     ]
     assert len(set.union(*versions)) > 2
     done = repeated(tmp_path, episode_run(LoggedEnvironment(Branching.agents)), single())
-    assert [one.step for one in done] == list(range(1, STEPS + 1))
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
-    turns = [part.total for one in done for part in one.differences if part.kind == "turns"]
+    assert [item.step for item in done] == list(range(1, STEPS + 1))
+    assert [(element.step, str(part)) for element in done for part in element.differences if not part.agrees(0.0)] == []
+    turns = [part.total for step_again in done for part in step_again.differences if part.kind == "turns"]
     assert len(turns) == STEPS and min(turns) >= 12
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "version", "rollout_logp", "age/mean", "episodes/turns", "turns of the episodes"} <= compared

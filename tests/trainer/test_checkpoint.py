@@ -12,12 +12,12 @@ from small_runs import GRPO, PPO, SIZES, Quiet, gap, remove_later_checkpoints, s
 from funrl import trees
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import loop
+from funrl.trainer import startup
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import checkpoint_of, export_checkpoint
 from funrl.trainer.checkpoints.saver import Evaluations, Saver, kept_steps, score_of
 from funrl.trainer.loop import train_loop
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError, record_digest
 
@@ -83,7 +83,7 @@ def test_without_a_checkpoint_the_run_begins(tmp_path):
 
 
 def begun(compose=PPO, **settings):
-    return loop.begin_run(small_job(compose, **settings), single(), Quiet())
+    return startup.begin_run(small_job(compose, **settings), single(), Quiet())
 
 
 def saver_of(run, state, folder, **settings):
@@ -259,16 +259,16 @@ def test_a_checkpoint_without_its_record_is_named(whole, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(whole, folder)
     (folder / "step-2" / "complete.json").unlink()
-    said = f"{folder / 'step-2' / 'complete.json'}: it is missing"
+    message = f"{folder / 'step-2' / 'complete.json'}: it is missing"
     for step in (None, 2):
-        with pytest.raises(DamagedError, match=re.escape(said)):
+        with pytest.raises(DamagedError, match=re.escape(message)):
             checkpoint_of(folder.parent, step)
     assert checkpoint_of(folder.parent, 1).facts["step"] == 1
     _, steps, notes, _ = run(folder, resume=True, run_dir="x")
-    assert f"{said}; the checkpoint before it is taken" in notes and [step for step, _ in steps] == [2, 3]
+    assert f"{message}; the checkpoint before it is taken" in notes and [step for step, _ in steps] == [2, 3]
     for name in ("step-1", "step-3"):
         shutil.rmtree(folder / name)
-    with pytest.raises(CheckpointError, match=re.escape(f"--resume: {said}; no other checkpoint is left")):
+    with pytest.raises(CheckpointError, match=re.escape(f"--resume: {message}; no other checkpoint is left")):
         run(folder, resume=True, run_dir="x")
 
 

@@ -20,7 +20,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.pools.transfer import WeightReceiver, WeightSender
 from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeEngine
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.ranks import run_rank
@@ -56,7 +56,7 @@ SLEEPS = (
     (NativeEngine, "step", 0.01),
     (WeightSender, "_attempt", 0.2),
     (WeightReceiver, "_receive_next", 0.2),
-    (loop, "learn_batch", 0.3),
+    (phases, "learn_batch", 0.3),
 )
 
 
@@ -79,41 +79,41 @@ def run(seed, folder, **settings):
     return launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu")
 
 
-def differences(one, other):
+def differences(first, other):
     """What two runs differ in: samples, tables, metrics that are no seconds and weights, to the bit."""
-    assert one.outcome.error is None and other.outcome.error is None
-    found = [name for name in ("shown", "table") if getattr(one.observer, name) != getattr(other.observer, name)]
-    for (step, a), (_, b) in zip(one.observer.steps, other.observer.steps, strict=True):
+    assert first.outcome.error is None and other.outcome.error is None
+    results = [name for name in ("shown", "table") if getattr(first.observer, name) != getattr(other.observer, name)]
+    for (step, a), (_, b) in zip(first.observer.steps, other.observer.steps, strict=True):
         names = [name for name in a | b if not name.startswith(OWN) and not name.endswith((*MEASURED, "_s"))]
-        found += [f"{name} of step {step}" for name in names if a.get(name) != b.get(name)]
-    weights = zip(trees.named(one.weights), trees.leaves(other.weights), strict=True)
-    return found + [name for (name, a), b in weights if not torch.equal(a, b)]
+        results += [f"{name} of step {step}" for name in names if a.get(name) != b.get(name)]
+    weights = zip(trees.named(first.weights), trees.leaves(other.weights), strict=True)
+    return results + [name for (name, a), b in weights if not torch.equal(a, b)]
 
 
 def differing_files(folders, steps):
     """Saved rows and groups that differ: tokens, versions, log-probabilities, and who wrote which group when."""
-    found = []
+    results = []
     for step in range(1, steps + 1):
         paths = [folder / "rollouts" / f"step-{step}" for folder in folders]
         names = [path.name for path in paths[0].glob("*.safetensors")]
         assert "rows-0.safetensors" in names
-        found += [f"{name} of step {step}" for name in names if len({(p / name).read_bytes() for p in paths}) > 1]
+        results += [f"{name} of step {step}" for name in names if len({(p / name).read_bytes() for p in paths}) > 1]
         records = [json.loads((path / "record.json").read_text()) for path in paths]
         assert len(records[0]["groups"]) == 4
-        found += [f"{name} of step {step}" for name in ("groups", "weights") if records[0][name] != records[1][name]]
-    return found
+        results += [f"{name} of step {step}" for name in ("groups", "weights") if records[0][name] != records[1][name]]
+    return results
 
 
 @pytest.mark.slow
 def test_two_runs_have_the_same_bits_whatever_sleeps(tmp_path):
     folders = [tmp_path / "one", tmp_path / "other"]
-    one, other = (run(seed, folder, window=3, probe_sync_every=2) for seed, folder in enumerate(folders, 1))
-    assert differences(one, other) + differing_files(folders, 4) == []
+    first, other = (run(seed, folder, window=3, probe_sync_every=2) for seed, folder in enumerate(folders, 1))
+    assert differences(first, other) + differing_files(folders, 4) == []
     log = read_groups(folders[0])
     assert log is not None
     switches = [sample for groups in log.by_step.values() for group in groups for sample in group.switches]
     assert any(len(sample) > 1 for sample in switches), "no completion is of several versions"
-    steps = [metrics for _, metrics in one.observer.steps]
+    steps = [metrics for _, metrics in first.observer.steps]
     check_ages(steps, 2 + 1)
     assert max(metrics["age/max"] for metrics in steps) > 0, "nothing was written during an update"
 
@@ -124,9 +124,9 @@ EPISODES = {"task": "calculator", "reward": None, "episode_turns": 3, "save_roll
 @pytest.mark.slow
 def test_so_have_two_runs_with_an_environment_in_workers(tmp_path):
     settings = EPISODES | {"place": "generate:1", "steps": 3, "env_workers": 1}
-    one, other = (run(seed, tmp_path / str(seed), **settings) for seed in (1, 2))
-    assert differences(one, other) == []
-    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+    first, other = (run(seed, tmp_path / str(seed), **settings) for seed in (1, 2))
+    assert differences(first, other) == []
+    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
 
 
 class Late:
@@ -166,7 +166,7 @@ def test_the_engine_waits_for_late_answers(tmp_path):
         runs[delay] = [launch(program, job.launched, "cpu") for program in programs]
     assert differences(*runs[20]) == []
     assert (tmp_path / "1").read_text() == (tmp_path / "2").read_text() != "0"
-    ages = [[metrics["age/mean"] for _, metrics in one.observer.steps] for one, *_ in runs.values()]
+    ages = [[metrics["age/mean"] for _, metrics in item.observer.steps] for item, *_ in runs.values()]
     assert ages[0] != ages[1], "a switch of weights does not stand at another token where answers take longer"
 
 

@@ -29,7 +29,7 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.tracing.tracer import Tracer
 from funrl.mesh.mesh import single
 from funrl.models import compile_layer
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.compile_phase import compile_ahead, compile_scoring, compile_updates
 from funrl.trainer.jobs import build
 
@@ -83,7 +83,7 @@ def test_no_step_compiles_and_the_phase_changes_nothing(by_eager_mode):
     for step in (1, 2):
         run.source.evaluate(state.roles, step)
         rows, state, _ = scored_batch(run, state)
-        state, _, _ = loop.update_batch(run, state, rows)
+        state, _, _ = phases.update_batch(run, state, rows)
     assert graphs() == compiled
 
 
@@ -120,11 +120,11 @@ def test_the_phase_takes_no_more_memory_than_a_step(compose):
             compile_scoring(run.job, run.parts, *weights)
         with tracer.phase("update ahead"):
             compile_updates(run.job, run.parts, *weights)
-        rows, state, _ = loop.draw_batch(run, state)
+        rows, state, _ = phases.draw_batch(run, state)
         with tracer.phase("score"):
-            rows, state, _ = loop.score_batch(run, state, rows)
+            rows, state, _ = phases.score_batch(run, state, rows)
         with tracer.phase("update"):
-            loop.learn_batch(run, state, rows)
+            phases.learn_batch(run, state, rows)
     peaks = {name: costs.total for name, costs in tracer.phases.items()}
     assert 0 < peaks["score ahead"] <= max(peaks["score"], peaks["update"])
     assert 0 < peaks["update ahead"] <= peaks["update"]
@@ -201,7 +201,7 @@ def ran(cache, how):
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert [one["error"] for one in facts] == [None, None]
+    assert [fact["error"] for fact in facts] == [None, None]
     return facts
 
 

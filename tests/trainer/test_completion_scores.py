@@ -55,12 +55,12 @@ def prompts(tmp_path_factory):
 def by_hand(folder, batch):
     """Each row's number: the head on the hidden state of its last token that is not padding, alone in a batch."""
     model, params = hf.load(folder, torch.float64)
-    found = []
+    results = []
     for row, length in zip(batch.tokens, batch.length.tolist(), strict=True):
         last = row[:length].nonzero().max()
         hidden = model.apply(params, Inputs(row[None, : last + 1])).hidden[0, -1]
-        found.append(hidden @ params["value"][0])
-    return torch.stack(found)
+        results.append(hidden @ params["value"][0])
+    return torch.stack(results)
 
 
 def rows_of_tokens(texts):
@@ -87,9 +87,9 @@ def test_the_number_at_the_end_of_the_whole_text_is_added_with_its_weight(reward
 @pytest.mark.slow
 def test_scores_are_the_same_on_every_mesh(reward_model):
     settings = {"compose": gdpo, "reward_model": reward_model, "token_budget": 64}
-    one = run_steps(2, **settings)
-    assert one["batches"][0].scores.shape == (8, 2)
-    assert_same(run_steps(2, mesh="dp3", **settings), one, 1e-9)
+    steps = run_steps(2, **settings)
+    assert steps["batches"][0].scores.shape == (8, 2)
+    assert_same(run_steps(2, mesh="dp3", **settings), steps, 1e-9)
 
 
 def test_a_rank_with_fewer_rows_and_texts_of_one_token_are_read_too(reward_model):

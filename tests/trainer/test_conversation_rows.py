@@ -75,15 +75,15 @@ def test_a_conversation_is_a_sequence_and_each_token_counts_once(job_of, per_seq
     run, state = begin(job, single())
     rows, _, _ = scored_batch(run, state)
     assert len(rows.owner) == sum(ROWS)
-    found = gradients(run, state, rows)["policy"]
+    result = gradients(run, state, rows)["policy"]
     params = trees.map(lambda x: x.detach().clone().requires_grad_(), state.roles["policy"].params)
     loss = losses_by_hand(run, params, examples)[per_sequence]
-    assert found.loss.item() == pytest.approx(loss.item(), abs=1e-12)
+    assert result.loss.item() == pytest.approx(loss.item(), abs=1e-12)
     wanted = torch.autograd.grad(loss, trees.leaves(params))
-    by_leaf = zip(trees.leaves(found.tree), wanted, strict=True)
+    by_leaf = zip(trees.leaves(result.tree), wanted, strict=True)
     assert max((got - by_hand).abs().max() for got, by_hand in by_leaf) < 1e-12
     packed = gradients(run, state, rows, token_budget=24)["policy"]  # several micro-batches
-    assert gap(packed.tree, found.tree) < 1e-12 and abs(packed.loss - found.loss) < 1e-12
+    assert gap(packed.tree, result.tree) < 1e-12 and abs(packed.loss - result.loss) < 1e-12
 
 
 def test_held_out_conversations_are_evaluated_as_they_are_trained(job_of):
@@ -97,8 +97,8 @@ def test_held_out_conversations_are_evaluated_as_they_are_trained(job_of):
 @pytest.mark.gloo
 @pytest.mark.parametrize("compose", [sft, PER_SEQUENCE])
 def test_a_mesh_does_not_change_it(job_of, compose):
-    one = job_of(compose, minibatches=2)
-    whole = launch(steps_program(one, 2), one.sizes, "cpu")
+    job = job_of(compose, minibatches=2)
+    whole = launch(steps_program(job, 2), job.sizes, "cpu")
     two = job_of(compose, minibatches=2, mesh="dp2")
     assert_same(launch(steps_program(two, 2), two.sizes, "cpu"), whole, 1e-9)
 
@@ -108,8 +108,8 @@ def test_a_rank_may_have_no_conversation_of_several_rows(job_of):
     """Nor a step: the rows of the next one are episodes again."""
     records = [conversation(("",), 2), conversation(("1", "2", "3"), 3), conversation(("",), 4), conversation(("",), 5)]
     given = {"records": records, "heldout": records[1:3], "batch_prompts": 2}
-    one = job_of(PER_SEQUENCE, **given)
-    whole = launch(steps_program(one, 4), one.sizes, "cpu")
+    job = job_of(PER_SEQUENCE, **given)
+    whole = launch(steps_program(job, 4), job.sizes, "cpu")
     names = [batch.names() for batch in whole["batches"]]
     assert {"episode_tokens" in fields for fields in names} == {False, True}
     two = job_of(PER_SEQUENCE, **given, mesh="dp2")

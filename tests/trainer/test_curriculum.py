@@ -13,7 +13,7 @@ from funrl.data.prompts import Example
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer.loop import draw_batch
+from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.checks import Difficulty, difficulty_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import CurriculumError, names_taken, weighing
@@ -35,7 +35,7 @@ def weigh(function, **given):
 def test_a_function_is_given_what_it_names_and_its_state_comes_back():
     def by_level(prompts, state, step):
         assert prompts[2] == {"prompt": "3", "level": 0}
-        return [one["level"] == len(state.get("steps", [])) for one in prompts], {
+        return [prompt["level"] == len(state.get("steps", [])) for prompt in prompts], {
             "steps": [*state.get("steps", []), step]
         }
 
@@ -43,7 +43,7 @@ def test_a_function_is_given_what_it_names_and_its_state_comes_back():
     memory = made.init()
     for step, level in ((1, 0), (2, 1), (3, 2)):
         weights, memory, metrics = made.weights(memory, step)
-        assert weights.tolist() == [one.fields["level"] == level for one in PROMPTS]
+        assert weights.tolist() == [example.fields["level"] == level for example in PROMPTS]
         assert metrics == {"curriculum/chosen_share": pytest.approx(1 / 3)}
         memory = made.observed(memory, {"x": 1.0})
     assert all(isinstance(x, torch.Tensor) for x in memory.values())
@@ -90,7 +90,7 @@ def test_prompts_outside_of_the_difficulty_have_less_weight():
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         (lambda prompts: [1.0], r"gave weights of shape \[1\]; 6 finite numbers"),
         (lambda prompts: [-1.0] * 6, "of at least 0 are needed"),
@@ -99,10 +99,10 @@ def test_prompts_outside_of_the_difficulty_have_less_weight():
         (lambda prompts: [0] * 6, "step 3: every prompt has weight 0"),
     ],
 )
-def test_a_curriculum_that_fails_says_why(function, said):
+def test_a_curriculum_that_fails_says_why(function, message):
     """In its own frames: those of funrl explain nothing."""
     made = weigh(function)
-    with pytest.raises(CurriculumError, match=said) as caught:
+    with pytest.raises(CurriculumError, match=message) as caught:
         made.weights(made.init(), 3)
     assert "trainer/sources/curriculum.py" not in str(caught.value)
 
@@ -123,7 +123,7 @@ def test_what_cannot_work_is_refused():
 def drawn_texts(job, steps=3):
     """The prompts of some steps' batches, and their metrics."""
     started, state = begin(job, single())
-    found = []
+    results = []
     for _ in range(steps):
         rows, state, metrics = draw_batch(started, state)
         batch = rows.batch
@@ -133,17 +133,19 @@ def drawn_texts(job, steps=3):
                 batch.tokens, batch.mask, map(job.tokenizer.decode, batch.tokens.tolist()), strict=True
             )
         ]
-        found.append((sorted(texts), metrics))
-    return found
+        results.append((sorted(texts), metrics))
+    return results
 
 
 @pytest.mark.parametrize("more", [{}, PARTIAL], ids=["whole", "partial"])
 def test_a_step_takes_the_prompts_that_the_weights_choose(more):
     job = small_job(GRPO, batch_prompts=3, **more)
-    longest = max(len(one.text) for one in job.task.prompts)
+    longest = max(len(prompt.text) for prompt in job.task.prompts)
     chosen = dataclasses.replace(
         job,
-        task=job.task._replace(curriculum=lambda prompts: [float(len(one["prompt"]) == longest) for one in prompts]),
+        task=job.task._replace(
+            curriculum=lambda prompts: [float(len(prompt["prompt"]) == longest) for prompt in prompts]
+        ),
     )
     plain, weighted = drawn_texts(job), drawn_texts(chosen)
     assert any(len(text) < longest for texts, _ in plain for text in texts)

@@ -18,7 +18,7 @@ from funrl.mesh.launch import launch
 from funrl.models import decoder_model, with_fields, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.tasks import arithmetic
-from funrl.trainer.loop import learn_batch
+from funrl.trainer.phases import learn_batch
 
 pytestmark = pytest.mark.gloo
 SPLIT = (  # a row with few tokens or none for a rank; fewer rows than ranks is met on dp2
@@ -95,14 +95,14 @@ EDGES = {
 
 @functools.cache
 def jobs(mesh, reward_model):
-    found = {}
+    results = {}
     for name in SPLIT if mesh == "sp2" else EDGES:
         edge = EDGES[name]
         settings = dict(edge.settings)
         if settings.get("reward_model"):
             settings |= {"reward_model": reward_model, "fsdp": mesh == "dp2"}
-        found[name] = edge.change(small_job(edge.make, mesh=mesh, eval_prompts=1, **settings))
-    return found
+        results[name] = edge.change(small_job(edge.make, mesh=mesh, eval_prompts=1, **settings))
+    return results
 
 
 def evaluated_step(job, mesh):
@@ -130,8 +130,8 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", EDGES)
 def test_the_edge_is_met_and_every_number_is_finite(name, runs):
-    found = runs("dp1")[name]
-    (batch,), (metrics,) = found["batches"], found["metrics"]
+    record = runs("dp1")[name]
+    (batch,), (metrics,) = record["batches"], record["metrics"]
     assert EDGES[name].holds(batch, metrics)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
 
@@ -139,9 +139,9 @@ def test_the_edge_is_met_and_every_number_is_finite(name, runs):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [*((name, "dp2") for name in EDGES), *((name, "sp2") for name in SPLIT)])
 def test_a_run_at_an_edge_is_the_same_on_every_mesh(name, mesh, runs):
-    one, many = runs("dp1")[name], runs(mesh)[name]
-    assert_same(many, one, 1e-9)
-    assert many["held out"] == pytest.approx(one["held out"], rel=1e-9)
+    row, many = runs("dp1")[name], runs(mesh)[name]
+    assert_same(many, row, 1e-9)
+    assert many["held out"] == pytest.approx(row["held out"], rel=1e-9)
 
 
 class Collectives(TorchDispatchMode):
@@ -168,9 +168,9 @@ def collectives_of_a_step(job, mesh):
 @pytest.mark.slow
 def test_a_step_calls_no_more_collectives_on_more_ranks():
     """From prompts to updated weights; tests/cost has the trainer's part on more ranks than are here."""
-    found = []
+    results = []
     for mesh in ("dp2", "dp3"):
         job = small_job(PPO, mesh=mesh, fsdp=True, minibatches=1, batch_prompts=3, max_new_tokens=2)
-        found += launch(functools.partial(collectives_of_a_step, job), job.sizes, "cpu")
-    assert len(found) == 5 and sum(found[0].values()) > 50
-    assert all(one == found[0] for one in found)
+        results += launch(functools.partial(collectives_of_a_step, job), job.sizes, "cpu")
+    assert len(results) == 5 and sum(results[0].values()) > 50
+    assert all(item == results[0] for item in results)

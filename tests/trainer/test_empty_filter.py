@@ -61,10 +61,10 @@ def test_a_skipped_step_changes_no_weight_and_is_said(tmp_path):
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_two_ranks_skip_the_same_step(tmp_path):
-    (_, (_, one, _, _)), (_, (_, two, _, _)) = (
+    (_, (_, first, _, _)), (_, (_, two, _, _)) = (
         run(tmp_path / mesh, mesh=mesh, dtype="float64") for mesh in ("dp1", "dp2")
     )
-    for a, b in zip(one, two, strict=True):
+    for a, b in zip(first, two, strict=True):
         names = [name for name in a[1] if name.startswith(("filter_groups/", "actor/", "reward/"))]
         assert [a[1][name] for name in names] == pytest.approx([b[1][name] for name in names], rel=1e-9, abs=1e-12)
     assert values(two, "filter_groups/skipped") == [0, 1, 0]

@@ -18,8 +18,8 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.native.backends import packed_problem
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer.jobs.agents import native_options
-from funrl.trainer.loop import draw_batch
+from funrl.trainer.jobs.engines import native_options
+from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import RewardedEngine, rollout
@@ -53,13 +53,13 @@ def test_drafts_take_fewer_passes_and_change_no_number():
     texts = {"max_new_tokens": 40, "batch_prompts": 1, "samples_per_prompt": 2, "minibatches": 1}
     job = small_job(GRPO, **texts)
     job = dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, stop=(), top_k=1))  # which ends in a loop
-    found = []
+    results = []
     for speculate in (0, 5):
         settings = with_flags(job.settings, speculate=speculate)
         run, state = begin(dataclasses.replace(job, settings=settings), single())
         rows, _, _ = draw_batch(run, state)
-        found.append((rows.batch, run.parts.generator.engine.cost()))
-    (whole, cost), (batch, fewer) = found
+        results.append((rows.batch, run.parts.generator.engine.cost()))
+    (whole, cost), (batch, fewer) = results
     assert batch.tokens.equal(whole.tokens) and (batch.rollout_logp - whole.rollout_logp).abs().max() < 1e-12
     assert fewer.passes < cost.passes and cost.drafted == 0 < fewer.accepted <= fewer.drafted
 
@@ -116,7 +116,7 @@ def test_ranks_take_prompts_as_they_have_room_or_by_their_numbers(queue, tmp_pat
 @pytest.mark.gloo
 def test_the_queue_changes_no_number():
     tickets, fixed = (run_steps(2, compose=GRPO, mesh="dp2", batch_prompts=5, queue=q) for q in ("tickets", "fixed"))
-    for one, other in zip(tickets["batches"], fixed["batches"], strict=True):
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.score, other.score)
-        assert (one.old_logp - other.old_logp).abs().max() < 1e-9
+    for ticket, other in zip(tickets["batches"], fixed["batches"], strict=True):
+        assert torch.equal(ticket.tokens, other.tokens) and torch.equal(ticket.score, other.score)
+        assert (ticket.old_logp - other.old_logp).abs().max() < 1e-9
     assert gap(tickets["weights"], fixed["weights"]) < 1e-9

@@ -91,7 +91,7 @@ NEVER = {  # name: what the line says
     "Hangs": r"the environment took longer than 0.3 s between two calls of the policy \(--env_timeout\)",
     "Gymnasium": r"Gymnasium.reset takes .*; it is called as \(self, example, seed\); .*--env=gymnasium:FILE.py:NAME",
     "NoClose": r"class NoClose lacks close; .*--env=gymnasium:FILE.py:NAME",
-    "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and goes on; at least one message",
+    "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and continues; at least one message",
     "Raises": r"RuntimeError\('no database'\) at .*own.py:\d+; --env_check=off",
     "Making": r"class Making raised RuntimeError: no database \(.*own.py:\d+\)",
     "Prompting": r"prompts\(\) raised KeyError: 'no file' \(.*own.py:\d+\)",
@@ -146,6 +146,6 @@ def test_a_run_without_a_usable_episode_fails_and_exports_nothing(files, tmp_pat
     assert "NaNReward.step returned the reward nan" in capsys.readouterr().err
     assert not (tmp_path / "refused").exists()
     assert run(files, tmp_path / "off", "--env_check=off") == 1
-    said = capsys.readouterr().err
-    assert "error: none of the run's 2 steps had an episode that can be trained on" in said
+    errors = capsys.readouterr().err
+    assert "error: none of the run's 2 steps had an episode that can be trained on" in errors
     assert (tmp_path / "off" / "metrics.jsonl").exists() and not (tmp_path / "off" / "model").exists()

@@ -12,13 +12,13 @@ from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rewards.call import RewardError
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import sync
+from funrl.trainer import loop, phases, startup
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.row_source import episode_setup, open_rewards
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.steps.sync import sync
 
 ENVIRONMENTS = '''
 import os
@@ -105,9 +105,9 @@ def job_of(files, name="Turns", **settings):
 
 
 def metrics_of_step(job):
-    run, state = loop.begin_run(job, single(), Quiet())
+    run, state = startup.begin_run(job, single(), Quiet())
     state = sync(run.parts, state, frozen=run.frozen)
-    return loop.draw_batch(run, state)[2]
+    return phases.draw_batch(run, state)[2]
 
 
 @pytest.mark.parametrize("name", ["Turns", "made"])
@@ -175,8 +175,8 @@ def test_workers_of_an_environment_change_no_bit(files, mesh):
         flags = {"env_args": f"folder:{pids}", "episode_turns": 3, "env_workers": workers, "queue": "fixed"}
         job = job_of(files, "Noted", mesh=mesh, steps=1, **flags)
         steps, params, rank = launch(program, job.sizes, "cpu", before=functools.partial(open_rewards, job))
-        found = {int(path.name) for path in pids.iterdir()}
-        assert len(found) == max(1, workers) * (2 if mesh == "dp2" else 1) and (rank in found) == (workers == 0)
+        result = {int(path.name) for path in pids.iterdir()}
+        assert len(result) == max(1, workers) * (2 if mesh == "dp2" else 1) and (rank in result) == (workers == 0)
         measured = ("memory/", *MEASURED)
         runs.append(
             [{k: v for k, v in m.items() if not k.startswith(measured) and not k.endswith(measured)} for _, m in steps]

@@ -22,9 +22,10 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch, train_loop
+from funrl.trainer import phases
+from funrl.trainer.loop import train_loop
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch
+from funrl.trainer.steps.sync import sync
 
 PARTIAL = {
     "compose": GRPO,
@@ -154,7 +155,7 @@ def test_only_episodes_of_one_step_are_kept_to_be_repeated(settings):
     for _ in range(2):
         _, state, _ = draw_batch(trainer, state)
     trainer.source.close()
-    assert bool(trainer.source.episodes) == bool(settings)  # the greedy baseline's are whole
+    assert bool(trainer.source.log.episodes) == bool(settings)  # the greedy baseline's are whole
 
 
 @functools.cache
@@ -166,9 +167,9 @@ def steps_on(mesh, **more):
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_the_same_numbers_on_two_ranks():
-    one = steps_on("dp1")
-    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
-    assert_same(steps_on("dp2", queue="tickets"), one, 1e-9)
+    steps = steps_on("dp1")
+    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in steps["batches"])
+    assert_same(steps_on("dp2", queue="tickets"), steps, 1e-9)
 
 
 @pytest.mark.gloo
@@ -219,17 +220,17 @@ def test_a_run_that_is_interrupted_goes_on(whole, tmp_path):
 @pytest.mark.gloo
 def test_the_state_before_a_failure_is_saved_with_its_episodes(whole, tmp_path, monkeypatch):
     steps, _, weights = whole("dp2")[1]
-    scored = loop.score_batch
+    scored = phases.score_batch
 
     def failing(trainer, state, rows):
         if state.step == 1 and trainer.parts.mesh.rank == 1:
             raise MemoryError("no room for the scores")
         return scored(trainer, state, rows)
 
-    monkeypatch.setattr(loop, "score_batch", failing)
+    monkeypatch.setattr(phases, "score_batch", failing)
     with pytest.raises(WorkerError, match="rank 1 failed:"):
         run(tmp_path / "run", "dp2", save_every="0")
-    monkeypatch.setattr(loop, "score_batch", scored)
+    monkeypatch.setattr(phases, "score_batch", scored)
     resumed, notes, ends = run(tmp_path / "run", "dp2", resume=True, run_dir="x")
     assert any("resumed after step 1" in note for note in notes)
     assert_equal_steps(resumed, steps[1:])

@@ -2,7 +2,6 @@
 
 import math
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch
-from funrl.trainer.steps.roles import row_fields_of
+from funrl.trainer.steps.roles import Role, row_fields_of
 from funrl.trainer.steps.step_rows import RowUnits, UpdatePlan
 
 COUNT, SAMPLES = 24, 4
@@ -242,7 +241,7 @@ def test_episodes_are_counted_by_the_mask_that_a_role_learns_from():
     loss = reduce(lambda x_BT, batch: (torch.ones_like(x_BT), {}), sequence_mean())
     numbers = np.arange(len(rows.owner))
     for mask in ("mask", "sampled"):
-        role = SimpleNamespace(loss=loss, mask=mask)
+        role = Role(None, loss=loss, mask=mask)  # type: ignore[arg-type]
         (total,) = denominators({"role": role}, rows, [numbers])
         pieces = [p.batch for p in own_micro_batches(rows, 64, mask=mask, row_fields=row_fields_of(loss))]
         nums = [loss.numerators(torch.zeros(p.mask.shape, dtype=torch.float64), p)[0][0] for p in pieces]

@@ -44,7 +44,7 @@ from funrl.environments.adapters import single_turn
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode
-from funrl.trainer import loop
+from funrl.trainer import phases
 
 
 class Branching:
@@ -56,8 +56,8 @@ class Branching:
         start = policy.start(example.tokens)
         first, trajectory = await policy.sample(start, max_tokens=3)
         heard = policy.extend(trajectory, [5, 6])
-        (left, one), (right, two) = await policy.sample(heard), await policy.sample(heard)
-        ends, rewards = [one, two], {"policy": self.reward(first.tokens, left.tokens, right.tokens)}
+        (left, item), (right, two) = await policy.sample(heard), await policy.sample(heard)
+        ends, rewards = [item, two], {"policy": self.reward(first.tokens, left.tokens, right.tokens)}
         if len(first.tokens) > 1 and first.tokens[0] % 2:
             reply, path = await policy.sample(policy.start([7, *example.tokens], agent="other"), max_tokens=2)
             ends.append(path)
@@ -112,8 +112,8 @@ CASES = [  # ranks that share rows, or the tokens of a row, see parts of an epis
 @pytest.mark.parametrize("case", quick(CASES, [("grpo", "dp2")]), ids=" on ".join)
 def test_episodes_give_the_same_numbers_on_every_mesh(case):
     name, mesh = case
-    one, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
-    assert_same(one, other, 1e-9)
+    steps, other = steps_of_mesh(name, mesh), steps_of_mesh(name, "dp1")
+    assert_same(steps, other, 1e-9)
     batch = other["batches"][0]
     assert batch.agent.max() == 1 and not batch.episode_first.all()
     for metrics in other["metrics"]:
@@ -162,8 +162,8 @@ def test_the_first_episode_of_each_prompt_is_shown_as_a_conversation_wherever_it
 def test_the_size_of_micro_batches_does_not_matter_to_sums_over_episodes():
     """Rows of an episode are in one micro-batch, however small it is to be."""
     jobs = [episode_job(sequences, Branching(), token_budget=budget) for budget in (16, 4096)]
-    one, other = (launch(steps_program(job, 1), job.sizes, "cpu") for job in jobs)
-    assert_same(one, other, 1e-9)
+    first, other = (launch(steps_program(job, 1), job.sizes, "cpu") for job in jobs)
+    assert_same(first, other, 1e-9)
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ class Breaks:
 def test_a_step_without_useful_rows_is_skipped_though_its_last_refill_failed():
     job = episode_job(dapo, Breaks(), batch_prompts=4, max_refills=2)
     run, state = begin(job, single())
-    _, _, metrics = loop.draw_batch(run, state)
+    _, _, metrics = phases.draw_batch(run, state)
     assert metrics["filter_groups/skipped"] == 1 and metrics["episodes/failed"] == 0.5
 
 

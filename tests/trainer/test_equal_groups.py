@@ -18,6 +18,6 @@ from funrl.trainer.steps.advantage_phase import equal_groups
 )
 def test_share(group, score, share):
     scores = torch.tensor(score, dtype=torch.float64)
-    found = equal_groups(scores, torch.tensor(group, dtype=torch.int64))
-    assert {k: float(v) for k, v in found.items()} == ({} if share is None else {"reward/equal_groups": share})
+    result = equal_groups(scores, torch.tensor(group, dtype=torch.int64))
+    assert {k: float(v) for k, v in result.items()} == ({} if share is None else {"reward/equal_groups": share})
     assert equal_groups(scores, None) == {}

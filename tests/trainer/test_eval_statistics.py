@@ -14,8 +14,8 @@ from funrl.trainer.sources.eval_statistics import best_at, interval, majority_at
 def test_best_at_k_is_the_mean_over_all_subsets(k):
     values_PN = np.random.default_rng(0).normal(size=(4, 5)).round(1)
     values_PN[0, :3] = 0.5  # ties
-    for found, values_N in zip(best_at(values_PN, k), values_PN, strict=True):
-        assert found == pytest.approx(np.mean([max(one) for one in itertools.combinations(values_N, k)]))
+    for item, values_N in zip(best_at(values_PN, k), values_PN, strict=True):
+        assert item == pytest.approx(np.mean([max(combination) for combination in itertools.combinations(values_N, k)]))
 
 
 @pytest.mark.parametrize(("right", "count", "k"), [(0, 8, 4), (1, 8, 4), (5, 8, 4), (8, 8, 4), (3, 200, 100)])

@@ -23,16 +23,16 @@ from funrl.mesh.pools.channel import run_store
 from funrl.rewards.call import RewardError
 from funrl.rollout.native.engine import NativeEngine
 from funrl.track.observe import RunObserver
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.placement import generate
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
+from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.gloo
 SETTINGS = {"minibatches": 1, "steps": 4, "staleness": 2, "eval_every": 2, "max_new_tokens": 12}
@@ -79,10 +79,10 @@ def watched(job, folder, delayed, mesh):
     observer = Quiet(str(folder / "checkpoints"))
     events = Events()
     write, evaluate, start = HeldoutWriter.write, GroupGenerators._evaluated, Evaluator._begin
-    learn = functools.partial(events.learned, loop.learn_batch)
+    learn = functools.partial(events.learned, phases.learn_batch)
     with contextlib.ExitStack() as stack, one_thread():
         for owner, name, function in (
-            (loop, "learn_batch", learn),
+            (phases, "learn_batch", learn),
             (Evaluator, "_begin", lambda *args, **first: events.begun(start, *args, **first)),
             (GroupGenerators, "_evaluated", lambda *args: events.evaluated(evaluate, *args)),
             (HeldoutWriter, "write", lambda *args: after_the_next_step(write, delayed, *args)),
@@ -149,7 +149,7 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
     assert evaluation_of(steps[4]) == evaluation_of(outcome.last) == evaluation_of(alone[4])
     check_ages(list(steps.values()), 2)
     again = repeated(tmp_path, small_job(rollout_is, **together), single())
-    assert [str(part) for one in again for part in one.differences if not part.agrees(0.0)] == []
+    assert [str(part) for step_again in again for part in step_again.differences if not part.agrees(0.0)] == []
 
 
 def turned(folder, aside, writer):
@@ -241,10 +241,10 @@ def waits_before(step, key, draw, trainer, state):
 @pytest.mark.slow
 def test_an_evaluation_that_a_generator_did_not_survive_is_made_when_the_run_is_resumed(tmp_path):
     settings = SETTINGS | {"place": "train:dp1 generate:dp1", "run_dir": str(tmp_path)}
-    write, draw = HeldoutWriter.write, loop.draw_batch
+    write, draw = HeldoutWriter.write, phases.draw_batch
     patches = (
         (HeldoutWriter, "write", lambda *args: dies_after("test/waits", 2, write, *args)),
-        (loop, "draw_batch", functools.partial(waits_before, 2, "test/waits", draw)),
+        (phases, "draw_batch", functools.partial(waits_before, 2, "test/waits", draw)),
     )
     job = small_job(rollout_is, **settings)
     with pytest.raises(WorkerError, match="rank 1"):

@@ -110,14 +110,14 @@ def folder(tmp_path_factory):
     tokenizer = character_tokenizer(CHARACTERS)
     sizes = {"vocab": len(CHARACTERS) + 2, "embed": 16, "layers": 1, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 32}
     model = decoder_model(with_fields(arithmetic.model_config(), max_positions=128, **sizes))
-    for seed, (name, one) in enumerate(
+    for seed, (name, item) in enumerate(
         {"model": model, "other": model, "scorer": with_value_head(model), "scorer2": with_value_head(model)}.items()
     ):
-        weights = one.init(torch.Generator().manual_seed(seed))
+        weights = item.init(torch.Generator().manual_seed(seed))
         noise = torch.Generator().manual_seed(seed)
         for x in trees.leaves(weights):  # so that some tokens are far more probable, and scores are not all 0
             x += 0.3 * torch.randn(x.shape, generator=noise) if x.ndim > 1 else 0
-        hf.save(made / name, one, weights, tokenizer)
+        hf.save(made / name, item, weights, tokenizer)
     adapted = with_lora(model, Lora(2, 4.0, ("q",)))
     own = trees.map(lambda x: torch.full(x.shape, 0.2), trained_part(adapted, adapted.shapes))
     write_peft(made / "adapter", adapted, dict(trees.named(own)), made / "model")
@@ -186,7 +186,7 @@ def other_values(flag, base, kind, folder):
         return [text]
     if flag.type is bool:
         return [str(not now).lower()]
-    choices = [re.split(", ?", found[2]) for b in flag.bounds if (found := re.match("(one|some) of ([^;]*)", b.text))]
+    choices = [re.split(", ?", match[2]) for b in flag.bounds if (match := re.match("(one|some) of ([^;]*)", b.text))]
     if choices:
         return [choice for choice in choices[0] if choice != now]
     assert flag.type is not str, f"--{flag.name} needs an `example` in its declaration, or a file here"
@@ -235,7 +235,7 @@ def what_it_does(flag, base, changed):
     lines = [line for line in changed.text.splitlines() if f"--{flag.name}" in line]
     if changed.status == 2:
         return "refused" if lines else f"refused without its name: {changed.text.strip()[-300:]}"
-    if changed.status and any(said in changed.text for said in ENDS):
+    if changed.status and any(item in changed.text for item in ENDS):
         return "line"
     if changed.status:
         return f"failed: {changed.text.strip()[-300:]}"
@@ -287,16 +287,16 @@ def test_no_flag_is_taken_without_a_word(name, folder):
             continue  # nothing repeats in texts this short, and no layer has states: see TESTED in test_flags_act.py
         if flag.effect in ("ranks", "event") and flag.name in {*TESTED, *CHANGES}:
             continue  # this run has one rank, and no such event: the test that is named there has
-        found = dict[str, str]()
+        result = dict[str, str]()
         for text in other_values(flag, flags, kind, folder):
             other = flags | {flag.name: text}
-            found[text] = what_it_does(flag, base, outcome(kind.program, other, folder))
-            if flag.effect == "work" and not found[text]:
+            result[text] = what_it_does(flag, base, outcome(kind.program, other, folder))
+            if flag.effect == "work" and not result[text]:
                 changed = outcome(kind.program, other, folder, counting=True).work
-                found[text] = "work" if changed != work_of_base() else ""
-            if found[text] in ("line", "refused", *EFFECTS):
+                result[text] = "work" if changed != work_of_base() else ""
+            if result[text] in ("line", "refused", *EFFECTS):
                 break
         allowed = {"line", "refused", flag.effect} | ({"files", "numbers"} if flag.effect != "work" else {"numbers"})
-        if not allowed & set(found.values()):
-            silent[flag.name] = found
+        if not allowed & set(result.values()):
+            silent[flag.name] = result
     assert not silent, silent

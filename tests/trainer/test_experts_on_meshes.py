@@ -10,7 +10,7 @@ from small_runs import GRPO, SIZES, assert_same, small_job, steps_program
 
 from funrl import trees
 from funrl.mesh.launch import launch
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
@@ -24,7 +24,7 @@ DEEPSEEK = SIZES | {
     "family": "deepseek_v3",
     "kv_heads": 4,
     "head": 6,
-    "latent": Latent(8, 8, 4, 2, 4),
+    "latent": LatentSizes(8, 8, 4, 2, 4),
     "experts": Experts(8, 2, 8, True, (0,), "sigmoid", True, groups=4, chosen_groups=2, scale=2.5, shared=8, wide=True),
 }
 BIASES = {"router_bias_rate": 0.01}
@@ -58,12 +58,12 @@ def alone(deepseek, steps):
 def test_steps_are_those_of_one_process(case):
     mesh, sizes, more = MESHES[case]
     steps = 2 if case == "ep2" else 1  # rows of the second are of weights that an update has changed
-    one, found = alone(sizes is DEEPSEEK, steps), steps_on(mesh, sizes, steps, **more)
-    assert_same(found, one, 1e-9)
+    first, result = alone(sizes is DEEPSEEK, steps), steps_on(mesh, sizes, steps, **more)
+    assert_same(result, first, 1e-9)
     if sizes is DEEPSEEK:
-        (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (found, one))
+        (bias,), (expected,) = (biases_of(run["weights"]["policy"]) for run in (result, first))
         assert torch.equal(bias, expected) and 0 < bias.abs().max() <= 2 * 0.01 + 1e-12
-    experts = [x for name, x in _grads(one) if "expert_" in name or name.endswith("router")]
+    experts = [x for name, x in _grads(first) if "expert_" in name or name.endswith("router")]
     assert len(experts) == 4 and all(x.abs().max() > 1e-6 for x in experts)
 
 
@@ -75,11 +75,11 @@ def test_adapters_of_latent_attention_learn_alike_where_tensor_ranks_share_token
         models = {name: with_lora(x.adapters.plain, lora) if x.adapters else x for name, x in job.models.items()}
         return launch(steps_program(dataclasses.replace(job, models=models, lora=lora), 2), job.sizes, "cpu")
 
-    one = steps("dp1")
-    learned = {name.rsplit("/", 1)[-1] for name, x in _grads(one, 1) if x.any()}
+    first = steps("dp1")
+    learned = {name.rsplit("/", 1)[-1] for name, x in _grads(first, 1) if x.any()}
     assert {"q_a_lora_b", "kv_a_lora_a", "kv_b_lora_b", "o_lora_a", "shared_up_lora_b", "down_lora_b"} <= learned
     assert not any("expert" in name or "router" in name for name in learned)
-    assert_same(steps("tp2", **SPLIT), one, 1e-9)
+    assert_same(steps("tp2", **SPLIT), first, 1e-9)
 
 
 def _grads(run, step=0):

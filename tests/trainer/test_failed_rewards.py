@@ -17,7 +17,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
 from funrl.rewards.pool import open_pool
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.sources.generation import RewardedEngine, rollout
 
@@ -111,7 +111,7 @@ def test_partial_rollouts_and_greedy_baselines_leave_out_what_failed(compose, se
         texts = texts_of(job, whole_batch(rows))
         assert texts and not any(map(fails, texts)) and metrics["reward/failed"] > 0
         assert rows.batch.get("failed") is None and rows.batch.score.isfinite().all()
-        state, _ = loop.learn_batch(run, state, rows)
+        state, _ = phases.learn_batch(run, state, rows)
 
 
 def test_several_rewards_are_told_by_their_names():
@@ -140,12 +140,12 @@ def plain(prompt, completion, level):
 
 def batched(prompts, level):
     batches.append(list(zip(prompts, level, strict=True)))
-    return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
+    return [len(prompt) + item for prompt, item in zip(prompts, level, strict=True)]
 
 
 async def both(prompts, completion_ids, level):
     assert all(ids == [7] for ids in completion_ids)
-    return [len(prompt) + one for prompt, one in zip(prompts, level, strict=True)]
+    return [len(prompt) + item for prompt, item in zip(prompts, level, strict=True)]
 
 
 batches = []
@@ -191,11 +191,11 @@ def test_a_batch_is_of_whole_prompts():
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_a_run_whose_rewards_are_skipped_is_the_same_with_workers():
-    found = []
+    results = []
     for workers in (0, 2):
         job = job_of("skip", reward_workers=workers, steps=2)
         observer = Quiet()
         with open_rewards(job, 0) as pool:
             assert loop.train_loop(job, single(), observer, pool=pool).error is None
-        found.append(observer.params)
-    assert gap(*found) == 0
+        results.append(observer.params)
+    assert gap(*results) == 0

@@ -84,7 +84,6 @@ TESTED = {  # flag: the test that fails where it does nothing
     "grad_reduce_dtype": "trainer/test_layouts.py::"
     "test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it",
     "split_residual": "cost/test_dry_ranks.py::test_tensor_ranks_hold_a_share_and_talk",
-    "balance_pictures": "cost/test_dry_pictures.py::test_patches_move_with_rows_and_lie_on_every_rank_of_a_replica",
     "remat": "cost/test_dry_run.py::test_so_it_does_whatever_the_flags",
     "backend": "trainer/test_lowered_runs.py::test_a_run_in_jax_has_the_numbers_of_one_in_torch",
     "offload": "cost/test_dry_run.py::test_what_is_offloaded_is_away_where_it_is_not_needed",

@@ -9,10 +9,10 @@ from funrl import trees
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.mesh import single
+from funrl.models.decoder import dense
 from funrl.trainer.gap import GAP_METRIC, GapError, gap_problem
-from funrl.trainer.gap_row import newest_gap, read_gap_row
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch, update_batch
+from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))
 
@@ -36,54 +36,49 @@ def test_the_gap_is_0(settings):
     assert gap_problem(trainer.job, trainer.parts) is None and trainer.gap_check is not None
     rows, _, metrics = scored_batch(trainer, state)
     assert rows.batch.mask.sum() > 20 and metrics[GAP_METRIC] == metrics["rollout/logprob_gap_mean"] == 0
-    trainer.gap_check.scored(rows, metrics, 1)
+    trainer.gap_check.scored(rows, metrics)
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_a_gap_where_there_should_be_none_stops_the_run_or_is_said(stop, tmp_path):
-    job = small_job(PPO, on_gap="stop" if stop else "say")
-    show = Quiet(str(tmp_path / "checkpoints"))
-    trainer, state = begin(job, single(), show)
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=str)
+def test_a_gap_where_there_should_be_none_stops_the_run_or_is_said(settings, stop):
+    show = Quiet()
+    trainer, state = begin(small_job(PPO, on_gap="stop" if stop else "say", **settings), single(), show)
     rows, _, _ = scored_batch(trainer, state)
     row, position = rows.batch.mask.nonzero()[7].tolist()
     off = torch.zeros_like(rows.batch.rollout_logp)
     off[row, position] = 1e-9
     rows = rows.with_fields(rollout_logp=rows.batch.rollout_logp + off)
-    token = int(rows.batch.tokens[row, position])
-    place = f"differ by 1e-09 nats where they should have the same bits, most at row {row}, position {position} (token "
-    command = f"funrl bisect {tmp_path} --gap"
     show.notes.clear()
-    for number in range(2):
-        if stop:
-            with pytest.raises(GapError) as stopped:
-                trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9}, 1)
-            show.notes.append(str(stopped.value))
-        else:
-            trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9}, 1)
-        assert f"{place}{token})" in show.notes[-1]
-        assert show.notes[-1].endswith(command) == (number == 0)  # the first of a run is saved
-    saved = read_gap_row(newest_gap(tmp_path / "gap"))
-    assert (saved.row, saved.position, saved.tokens[-1], saved.engine) == (
-        row,
-        position,
-        token,
-        rows.batch.rollout_logp[row, position],
-    )
-    assert saved.tokens == tuple(rows.batch.tokens[row, : position + 1].tolist())
-    trainer.gap_check.scored(rows, {GAP_METRIC: 0.0}, 1)
-    assert len(show.notes) == 2
+    if stop:
+        with pytest.raises(GapError) as stopped:
+            trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9})
+        show.notes.append(str(stopped.value))
+    else:
+        trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9})
+    engine, trained = (x[row, position].item() for x in (rows.batch.rollout_logp, rows.batch.old_logp))
+    assert show.notes == [
+        "engine and trainer differ by 1e-09 nats where they should have the same bits, most at row "
+        f"{row}, position {position} (token {int(rows.batch.tokens[row, position])}): "
+        f"engine {engine}, trainer {trained} nats"
+    ]
+    trainer.gap_check.scored(rows, {GAP_METRIC: 0.0})
+    assert len(show.notes) == 1
 
 
-def test_a_gap_of_adapters_is_said_and_not_saved(tmp_path):
-    show = Quiet(str(tmp_path / "checkpoints"))
-    trainer, state = begin(small_job(PPO, lora_rank=2), single(), show)
-    rows, _, _ = scored_batch(trainer, state)
-    rows = rows.with_fields(rollout_logp=rows.batch.rollout_logp + 1e-9)
-    show.notes.clear()
-    trainer.gap_check.scored(rows, {GAP_METRIC: 1e-9}, 1)
-    assert "differ by 1e-09 nats" in show.notes[-1] and show.notes[-1].endswith("of one policy without adapters")
-    trainer.gap_check.learned(rows, {GAP_METRIC: 1e-9}, state.roles["policy"].params, 1)
-    assert len(show.notes) == 2 and newest_gap(tmp_path / "gap") is None
+def test_a_gap_of_an_update_is_said(monkeypatch):
+    """Where the update's forward pass is the scoring, nothing else scores the rows."""
+    show = Quiet()
+    trainer, state = begin(small_job(GRPO, dtype="float32", minibatches=1), single(), show)
+    right = dense.gated
+    off = lambda *args: right(*args) * (1 if torch.is_inference_mode_enabled() else 1 + 1e-6)  # noqa: E731
+    monkeypatch.setattr(dense, "gated", off)
+    rows, state, metrics = scored_batch(trainer, state)
+    assert GAP_METRIC not in metrics and rows.batch.get("old_logp") is None
+    _, learned, _ = update_batch(trainer, state, rows)
+    assert learned[GAP_METRIC] > 0
+    assert show.notes[-1].startswith(f"engine and trainer differ by {learned[GAP_METRIC]:.3g} nats")
+    assert "--on_gap=stop names the token" in show.notes[-1]
 
 
 def test_tokens_of_other_weights_are_counted_apart():

@@ -20,8 +20,8 @@ from funrl.rewards.load import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.requests import Completion, RequestGroups, requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer import loop
-from funrl.trainer.loop import draw_batch, learn_batch
+from funrl.trainer import phases
+from funrl.trainer.phases import draw_batch, learn_batch
 from funrl.trainer.sources.generation import (
     RewardedEngine,
     Rollout,
@@ -56,7 +56,7 @@ SAMPLING = Sampling(max_new_tokens=3, stop=(9,), samples=2)
 
 
 def test_position_t_of_a_batch_speaks_of_token_t():
-    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING, pad=0).batch
+    batch = to_rows(EXAMPLES, ROLLOUT, SAMPLING).batch
     assert batch.tokens.shape == (4, 16)  # 7 + 3 tokens at most, rounded up to a multiple of 8
     assert batch.tokens[1].tolist() == [5, 6, 9] + [0] * 13
     assert batch.tokens[3].tolist() == [7, 8, 4, 3, 2, 6, 5, 15, 16, 17] + [0] * 6
@@ -67,14 +67,14 @@ def test_position_t_of_a_batch_speaks_of_token_t():
     assert batch.scores.tolist() == SCORES.tolist()
     sampled = [row[mask].tolist() for row, mask in zip(batch.tokens, batch.mask, strict=True)]
     assert sampled == [[11, 12, 13], [9], [14, 9], [15, 16, 17]]  # never the prompt, never padding, with the stop
-    said = [row[mask].tolist() for row, mask in zip(batch.rollout_logp, batch.mask, strict=True)]
-    assert said[2] == pytest.approx([-0.5, -0.6])
+    tolists = [row[mask].tolist() for row, mask in zip(batch.rollout_logp, batch.mask, strict=True)]
+    assert tolists[2] == pytest.approx([-0.5, -0.6])
     assert batch.rollout_logp[~batch.mask].abs().max() == 0
 
 
 def test_the_model_s_own_distribution_is_reported_where_tokens_were_cut_away_or_penalised():
     for how in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
-        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,)), 0).batch
+        batch = to_rows(EXAMPLES, ROLLOUT, Sampling(**how, samples=2, stop=(9,))).batch
         assert batch.rollout_logp[2][batch.mask[2]].tolist() == pytest.approx([-1.5, -1.6])
 
 
@@ -98,7 +98,7 @@ def test_every_rank_has_all_rows_even_with_fewer_prompts_than_ranks(count, queue
     def program(mesh):
         rewarded = RewardedEngine(engine(), mesh, lambda ids: "x" * len(ids), pool, (1.0, 0.01), queue)
         done = rollout(rewarded, examples, SAMPLING, 0)
-        rows = to_rows(examples, done, SAMPLING, pad=0)
+        rows = to_rows(examples, done, SAMPLING)
         return whole_batch(rows), first_texts(done, range(0, 2 * count, 2), str, [0] * count)
 
     (whole, texts), (expected, others) = launch(program, parse("dp3,tp2"), "cpu"), program(single())
@@ -140,8 +140,8 @@ def test_a_reward_that_fails_on_one_rank_is_raised_on_every_rank():
             return str(error)
         return ""
 
-    said = launch(program, job.sizes, "cpu")
-    assert "no such animal" in said and repr(drawn[-1].text) in said
+    message = launch(program, job.sizes, "cpu")
+    assert "no such animal" in message and repr(drawn[-1].text) in message
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05}])
@@ -187,15 +187,15 @@ def test_rewards_and_samples_stay_with_their_prompts():
 def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
     job, show = small_job(reward=lambda prompt, completion, answer, **_: float(completion[:1] == "1")), Quiet()
     run, state = begin(job, single(), show)
-    one = run.source.evaluate(state.roles, 0)
-    assert one == run.source.evaluate(state.roles, 7)
-    assert {"eval/reward", "eval/accuracy", "eval/accuracy_ci_low", "eval/response_length"} < set(one) and 0 <= one[
-        "eval/accuracy"
-    ] <= 1
+    evaluation = run.source.evaluate(state.roles, 0)
+    assert evaluation == run.source.evaluate(state.roles, 7)
+    assert {"eval/reward", "eval/accuracy", "eval/accuracy_ci_low", "eval/response_length"} < set(
+        evaluation
+    ) and 0 <= evaluation["eval/accuracy"] <= 1
     (step, prompts, texts, scores), again = show.shown
     assert (step, again[0]) == (0, 7) and again[1:] == (prompts, texts, scores)
     assert prompts == [e.text for e in job.task.heldout[:6]]
-    assert one["eval/reward"] == pytest.approx(sum(scores) / 6)  # all six held-out prompts are shown
+    assert evaluation["eval/reward"] == pytest.approx(sum(scores) / 6)  # all six held-out prompts are shown
     # Greedy: every token is the most probable one.
     example = job.task.heldout[0]
     ids = job.tokenizer.encode(texts[0], add_special_tokens=False)
@@ -209,7 +209,7 @@ def test_evaluation_is_greedy_repeatable_and_of_the_held_out_prompts():
 @pytest.mark.gloo
 def test_evaluation_with_fewer_held_out_prompts_than_ranks():
     job = small_job(mesh="dp4", eval_prompts=2)
-    one = small_job(eval_prompts=2)
+    first = small_job(eval_prompts=2)
 
     def program(job):
         def evaluate(mesh):
@@ -218,7 +218,7 @@ def test_evaluation_with_fewer_held_out_prompts_than_ranks():
 
         return evaluate
 
-    assert launch(program(job), job.sizes, "cpu") == launch(program(one), one.sizes, "cpu")
+    assert launch(program(job), job.sizes, "cpu") == launch(program(first), first.sizes, "cpu")
 
 
 def filtered(keep=None):
@@ -287,7 +287,7 @@ def test_a_batch_of_which_every_token_is_rejected_changes_nothing(compose):
     for cut in (False, True):
         rows, state, _ = draw_batch(run, state)
         rows = rows.with_fields(truncated=torch.full_like(rows.batch.truncated, cut))
-        rows, state, scored = loop.score_batch(run, state, rows)
+        rows, state, scored = phases.score_batch(run, state, rows)
         before = trees.clone(state.roles)
         state, learned = learn_batch(run, state, rows)
         same = all(torch.equal(a, b) for a, b in zip(trees.leaves(before), trees.leaves(state.roles), strict=True))
@@ -333,8 +333,8 @@ def test_a_filter_chooses_the_same_rows_on_every_mesh():
 
         return run
 
-    one, two = (small_job(filtered, mesh=m, max_refills=2) for m in ("dp1", "dp3"))
-    a, b = (launch(program(job), job.sizes, "cpu") for job in (one, two))
+    first, two = (small_job(filtered, mesh=m, max_refills=2) for m in ("dp1", "dp3"))
+    a, b = (launch(program(job), job.sizes, "cpu") for job in (first, two))
     assert torch.equal(a.tokens, b.tokens) and torch.equal(a.score, b.score) and torch.equal(a.group, b.group)
 
 

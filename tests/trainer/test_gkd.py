@@ -95,12 +95,12 @@ def test_loss_and_gradient_are_those_of_whole_distributions(beta, temperature, t
     rows, state, metrics = scored_batch(run, state)
     batch = rows.batch
     assert batch.mask.sum() > 20 and "reward/mean" in metrics  # the embedded task has one
-    found = gradients(run, state, rows, token_budget=40)["policy"]  # in several micro-batches
+    result = gradients(run, state, rows, token_budget=40)["policy"]  # in several micro-batches
     params = state.roles["policy"].params
     (value, _), grads = trees.value_and_grad(lambda w: (by_hand(run, w, batch, beta, temperature), ()))(params)
     assert value > 0.005
-    assert_same_gradients({"policy": found}, {"policy": found._replace(tree=grads, loss=value)}, 1e-10)
-    assert found.metrics["distillation/loss"] == pytest.approx(value.item(), abs=1e-10)
+    assert_same_gradients({"policy": result}, {"policy": result._replace(tree=grads, loss=value)}, 1e-10)
+    assert result.metrics["distillation/loss"] == pytest.approx(value.item(), abs=1e-10)
 
 
 def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
@@ -109,18 +109,18 @@ def test_a_teacher_that_is_the_student_gives_zero(teacher, tmp_path):
     for beta in (0, 0.5, 1):
         run, state = begin(small_job(functools.partial(gkd, beta), teacher=str(tmp_path)), single())
         rows, state, _ = scored_batch(run, state)
-        found = gradients(run, state, rows)["policy"]
-        assert abs(found.loss) < 1e-14
-        assert max(x.abs().max() for x in trees.leaves(found.tree)) < 1e-14
+        result = gradients(run, state, rows)["policy"]
+        assert abs(result.loss) < 1e-14
+        assert max(x.abs().max() for x in trees.leaves(result.tree)) < 1e-14
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_steps_are_the_same_fully_sharded(teacher):
     settings = {"compose": functools.partial(gkd, 0.5, entropy_coef=0.01), "teacher": teacher, "token_budget": 40}
-    one = run_steps(2, **settings)
-    assert one["metrics"][0]["actor/pg_loss"] > 0.01
-    assert_same(run_steps(2, mesh="dp2", fsdp=True, **settings), one, 1e-9)
+    steps = run_steps(2, **settings)
+    assert steps["metrics"][0]["actor/pg_loss"] > 0.01
+    assert_same(run_steps(2, mesh="dp2", fsdp=True, **settings), steps, 1e-9)
 
 
 @pytest.mark.slow
@@ -164,9 +164,9 @@ def test_given_texts_are_distilled_too(teacher, texts):
     assert not isinstance(job, RLJob) and job.settings.updates.minibatches == 1 and job.warmstart_steps == 0
     run, state = begin(job, single())
     rows, state, _ = scored_batch(run, state)
-    found = gradients(run, state, rows, token_budget=30)["policy"]
+    result = gradients(run, state, rows, token_budget=30)["policy"]
     value = by_hand(run, state.roles["policy"].params, rows.batch, 0.5, 1.0)
-    assert found.loss.item() == pytest.approx(value.item(), abs=1e-12)
+    assert result.loss.item() == pytest.approx(value.item(), abs=1e-12)
     first, losses = run.source.evaluate(state.roles, 0), []
     for _ in range(24):
         state, metrics = one_step(run, state)
@@ -237,7 +237,7 @@ class Shapes(TorchDispatchMode):
 def test_no_logits_of_all_tokens_are_ever_whole():
     config = dataclasses.replace(LARGER.config, vocab=37)
     placed, teacher = (place(decoder_model(dataclasses.replace(config, embed=embed))) for embed in (24, 20))
-    params, frozen = (one.model.init(torch.Generator().manual_seed(1)) for one in (placed, teacher))
+    params, frozen = (item.model.init(torch.Generator().manual_seed(1)) for item in (placed, teacher))
     batch = Batch(tokens=torch.arange(60 * 41).view(60, 41) % 37)
     with Shapes(37) as seen:
         loss = lambda w: (placed.token_scores(w, batch, teacher=Teacher(teacher, frozen)).divergence.mean(), ())  # noqa: E731
@@ -291,12 +291,12 @@ def test_from_the_command_line(teacher, prompts, texts, tmp_path, capsys):
     assert run(*given) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "given" / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2 and {"train/loss", "eval/loss"} <= set(rows[-1])
-    for flags, said in (
+    for flags, item in (
         ((f"--prompts={prompts}", "--max_new_tokens=4"), "give --teacher=DIR"),
         ((f"--data={texts}", f"--prompts={prompts}"), "--prompts has no effect in learning from given texts"),
     ):
         status, err = run(*flags)
-        assert status == 2 and said in err
+        assert status == 2 and item in err
     assert main("gkd", ["gkd", "--help"]) == 0
     assert {"--prompts", "--data", "--beta=0.5"} <= set(capsys.readouterr().out.split())
     assert run(f"--teacher={teacher}", "--dry_run") == (0, "")

@@ -81,7 +81,9 @@ def test_a_run_with_greedy_completions_is_repeated_with_the_same_bits(name, tmp_
         scores |= set(table["greedy_score"].tolist())
     assert len(scores) > 1
     done = repeated(tmp_path, again, single())
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     assert {"greedy_score", "advantage", "tokens"} <= {part.name for part in done[-1].differences}
 
 

@@ -1,4 +1,4 @@
-"""Groups as the ranks that train take them: what a resumed run begins again."""
+"""Groups as the trainer ranks take them: what a resumed run begins again."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,11 +14,11 @@ from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
-from funrl.mesh.pools.transfer import Arrived, WeightTransfer
+from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
 from funrl.rollout.requests import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import GroupGenerators, TakenGroup
+from funrl.trainer.placement.groups import BatchGroup, GroupGenerators, GroupOptions
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
@@ -32,7 +32,7 @@ def new_generators(schedule=None, window=3):
     engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
     rule = AdmissionRule(places=4, staleness=1, window=window)
     return GroupGenerators(
-        cast(Any, engine), single(), cast(Any, None), rule=rule, early=False, schedule=cast(Any, schedule)
+        cast(Any, engine), single(), cast(Any, None), options=GroupOptions(rule), schedule=cast(Any, schedule)
     )
 
 
@@ -132,7 +132,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
 
     generators.late = True
     generators.begin_step(1, 0, 5)
-    generators._taken = [TakenGroup(number, taken(number)) for number in range(3)]
+    generators._taken = [BatchGroup(number, taken(number)) for number in range(3)]
     generators.keep(np.array([1]))
     assert [number for number, _ in generators._lost] == [0, 2] and generators.dropped() == []
     for number, group in ((2, taken(4)), (0, taken(3))):
@@ -173,12 +173,12 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
     """A group of an earlier batch, which shows nothing, stands before those that others overtook it with."""
     shown = {-1: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
     written = WrittenGroup(0, None, {}, (), 0.0)
-    generators._taken = [TakenGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
+    generators._taken = [BatchGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
     samples = generators.samples(8)
     assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
     batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
     scored = with_scores(samples, rows_of(batch, np.zeros(8, dtype=np.int64), single()), 2, ["right", "reward_model"])
-    assert [(one.text, one.score, one.parts) for one in scored] == [
+    assert [(episode.text, episode.score, episode.parts) for episode in scored] == [
         ("2", 2.0, {"right": 4.0, "reward_model": 5.0}),
         ("4", 4.0, {"right": 8.0, "reward_model": 9.0}),
     ]
@@ -204,7 +204,7 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return Arrived(WeightTransfer(self.next), self.next, {})
+        return WeightDelivery(WeightTransfer(self.next), self.next, {})
 
     def complete(self, number):
         return True

@@ -36,10 +36,10 @@ def test_without_a_directory_they_are_those_of_the_seed():
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,tp2"])
 def test_weights_from_a_directory(mesh, tmp_path):
     job = small_job(mesh=mesh)
-    one, _ = start(small_job(seed=5))
-    hf.save(tmp_path / "model", job.model, one, job.tokenizer)
+    first, _ = start(small_job(seed=5))
+    hf.save(tmp_path / "model", job.model, first, job.tokenizer)
     loaded, _ = start(dataclasses.replace(job, start=str(tmp_path / "model")))
-    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(one), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trees.leaves(loaded), trees.leaves(first), strict=True))
 
 
 @pytest.mark.gloo

@@ -57,10 +57,10 @@ def test_weights_mix_files_and_a_tenth_of_each_is_held_out(tmp_path):
         lines(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": n} for n in range(count)])
     text = f"{tmp_path}/a.jsonl@0.75,{tmp_path}/b.jsonl@0.25"
     task = prompts_of(settings_of(prompts=text, eval_prompts=8), TOKENIZER, GIVEN)
-    assert task.name == "a+b" and Counter(one.text for one in task.heldout) == {"a": 4, "b": 2}
+    assert task.name == "a+b" and Counter(element.text for element in task.heldout) == {"a": 4, "b": 2}
     drawn = prompt_batch(task.prompts, 1000, 0, 0)
-    assert Counter(one.text for one in drawn) == {"a": 750, "b": 250}
-    assert not {(one.text, one.fields["answer"]) for one in drawn} & {
+    assert Counter(example.text for example in drawn) == {"a": 750, "b": 250}
+    assert not {(item.text, item.fields["answer"]) for item in drawn} & {
         (o.text, o.fields["answer"]) for o in task.heldout
     }
     task = prompts_of(settings_of(prompts=re.sub(r"@[\d.]+", "", text), eval_prompts=8), TOKENIZER, GIVEN)
@@ -85,13 +85,13 @@ def test_texts_that_are_too_long_are_refused_dropped_or_shortened(tmp_path):
     ):
         made(max_text_tokens=8)
     texts = made(max_text_tokens=8, long_prompts="drop")
-    assert [len(one.texts[0].tokens) for one in texts.examples] == [4, 6]
-    said = f"as --max_text_tokens is 8: {path}, line 2"
-    assert texts.remarks[:-1] == (f"texts: 1 of 3 are left out, {said}",) and texts.most == 8
+    assert [len(example.texts[0].tokens) for example in texts.examples] == [4, 6]
+    message = f"as --max_text_tokens is 8: {path}, line 2"
+    assert texts.remarks[:-1] == (f"texts: 1 of 3 are left out, {message}",) and texts.most == 8
     assert texts.remarks[-1].startswith("2 of the 2 held-out prompts are trained on too")
     texts = made(max_text_tokens=8, long_prompts="truncate", eval_data=path)
     assert TOKENIZER.decode(texts.examples[1].texts[0].tokens) == "abababc</s>"
-    shortened = f"1 of 3 are shortened to 8 tokens, {said}"
+    shortened = f"1 of 3 are shortened to 8 tokens, {message}"
     assert texts.remarks[:-1] == (f"texts: {shortened}", f"held-out texts: {shortened}")
     assert len(made(long_prompts="drop").remarks) == 1 and made().most == 32
     assert made(max_text_tokens=99).remarks[0].startswith("--max_text_tokens=99 changes nothing: the model has 32 ")
@@ -102,15 +102,15 @@ def test_kto_takes_pairs_and_holds_out_both_texts_of_one(tmp_path):
     path = lines(tmp_path / "rows.jsonl", rows)
     texts = texts_of(settings_of(data=path), "ratings", TOKENIZER, SMALL, GIVEN)
     assert texts.remarks == ("20 pairs are 40 texts, the chosen ones labelled good and the rejected ones bad",)
-    assert len(texts.examples) == 36 and [one.labels for one in texts.heldout] == [(1.0,), (0.0,)] * 2
-    sources = [one.source for one in texts.heldout]
+    assert len(texts.examples) == 36 and [element.labels for element in texts.heldout] == [(1.0,), (0.0,)] * 2
+    sources = [item.source for item in texts.heldout]
     assert sources[0] == sources[1] and sources[2] == sources[3]
-    assert not set(sources) & {one.source for one in texts.examples}
+    assert not set(sources) & {entry.source for entry in texts.examples}
     some = lines(tmp_path / "some.jsonl", [{"prompt": "a", "completion": "b", "label": True}] * 20)
     both = texts_of(settings_of(data=f"{some},{path}"), "ratings", TOKENIZER, SMALL, GIVEN)
     assert len(both.examples) + len(both.heldout) == 60 and 5 <= len(both.heldout) <= 6
     given = GIVEN._replace(records=rows)
-    assert [one.labels for one in texts_of(Settings(), "ratings", TOKENIZER, SMALL, given).examples[:2]] == [
+    assert [example.labels for example in texts_of(Settings(), "ratings", TOKENIZER, SMALL, given).examples[:2]] == [
         (1.0,),
         (0.0,),
     ]

@@ -1,4 +1,4 @@
-"""The source of a job: given texts are read once, by the ranks that train on them; what counts as solved."""
+"""The source of a job: given texts are read once, by the trainer ranks on them; what counts as solved."""
 
 import collections
 import collections.abc

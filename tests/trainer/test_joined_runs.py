@@ -29,8 +29,8 @@ from funrl.mesh.text import MeshError
 from funrl.processes.connections import Addresses, PeerError, write_addresses
 from funrl.rewards.call import RewardError
 from funrl.rollout.joined.generator import Counts, NotJoinedError
-from funrl.rollout.joined.office import PROGRAM_REQUESTS, Office
-from funrl.trainer import loop
+from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, LeaseServer
+from funrl.trainer import phases
 from funrl.trainer.ahead import rows as rows_ahead
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
@@ -73,20 +73,20 @@ class Ledger:
     def __init__(self, monkeypatch):
         self.opened = []
         self.arrived = []
-        open_units, collect = Office.open, Office.collect
+        open_units, collect = LeaseServer.open, LeaseServer.collect
 
-        def opening(office, units):
+        def opening(lease_server, units):
             units = list(units)
             self.opened += [(request.number, request.seed) for unit in units for request in unit]
-            open_units(office, units)
+            open_units(lease_server, units)
 
-        def collecting(office, *asked):
-            news = collect(office, *asked)
+        def collecting(lease_server, *asked):
+            news = collect(lease_server, *asked)
             self.arrived += [done.number for done in news.completions]
             return news
 
-        monkeypatch.setattr(Office, "open", opening)
-        monkeypatch.setattr(Office, "collect", collecting)
+        monkeypatch.setattr(LeaseServer, "open", opening)
+        monkeypatch.setattr(LeaseServer, "collect", collecting)
 
     def assert_once(self):
         """Each request that was opened has arrived once."""
@@ -165,7 +165,7 @@ WAIT_S = 120.0  # for a step that does not come, as the evaluation waits for it
 def learned_and_evaluated(monkeypatch):
     """A list of the steps that a run learns from and evaluates; an evaluation begins once the next step has learned."""
     events = []
-    learn, write, evaluate = loop.learn_batch, HeldoutWriter.write, HeldoutWriter.evaluate
+    learn, write, evaluate = phases.learn_batch, HeldoutWriter.write, HeldoutWriter.evaluate
 
     def learning(*given):
         state, metrics = learn(*given)
@@ -184,7 +184,7 @@ def learned_and_evaluated(monkeypatch):
         events.append(("evaluated", writer._step))
         return evaluate(writer, *given)
 
-    monkeypatch.setattr(loop, "learn_batch", learning)
+    monkeypatch.setattr(phases, "learn_batch", learning)
     monkeypatch.setattr(HeldoutWriter, "write", writing)
     monkeypatch.setattr(HeldoutWriter, "evaluate", evaluating)
     return events
@@ -192,17 +192,17 @@ def learned_and_evaluated(monkeypatch):
 
 def kills_who_takes_the_second_evaluation(monkeypatch, run_dir):
     """Kill the first generator that takes requests of a run's second evaluation, and let the one after it begin."""
-    take = Office._take
+    take = LeaseServer._take
 
-    def taking(office, name, room):
-        work = take(office, name, room)
+    def taking(lease_server, name, room):
+        work = take(lease_server, name, room)
         mark = run_dir / "first.signal"
         if not mark.exists() and any(requests[0].number // PROGRAM_REQUESTS == 2 for _, requests in work):
             os.kill(int(re.findall(r":(\d+)-", name)[0]), signal.SIGKILL)
             mark.touch()
         return work
 
-    monkeypatch.setattr(Office, "_take", taking)
+    monkeypatch.setattr(LeaseServer, "_take", taking)
 
 
 @pytest.mark.slow

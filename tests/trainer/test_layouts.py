@@ -72,18 +72,18 @@ def _noted_gradients(job, mesh):
     observer = Quiet()
     run, state = begin(job, mesh, observer)
     batch, state, _ = scored_batch(run, state)
-    return observer.notes, {name: found.tree for name, found in gradients(run, state, batch).items()}
+    return observer.notes, {name: gradient.tree for name, gradient in gradients(run, state, batch).items()}
 
 
 @pytest.mark.slow
 def test_gradients_are_summed_in_the_dtype_of_the_flag_and_the_run_says_it():
-    found = []
+    results = []
     for dtype in ("auto", "float32", "bfloat16"):
         job = small_job(GRPO, sizes=SIZES, mesh="dp2", fsdp=True, grad_reduce_dtype=dtype)
-        found.append(launch(functools.partial(_noted_gradients, job), job.sizes, "cpu"))
-    notes, (exact, single, half) = zip(*found, strict=True)
-    for said, dtype in zip(notes, ("float64", "float32", "bfloat16"), strict=True):
-        assert f"--fsdp: gradients are summed over ranks in {dtype}" in said
+        results.append(launch(functools.partial(_noted_gradients, job), job.sizes, "cpu"))
+    notes, (exact, single, half) = zip(*results, strict=True)
+    for note, dtype in zip(notes, ("float64", "float32", "bfloat16"), strict=True):
+        assert f"--fsdp: gradients are summed over ranks in {dtype}" in note
     assert 0 < relative(single, exact) < 2**-22
     assert 2**-12 < relative(half, exact) < 2**-7
 
@@ -159,7 +159,6 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
             "--generate_mesh=sp2: generation does not split the tokens of a row; write dp for sp",
         ),
         ({"mesh": "dp2", "split_residual": "on"}, "--split_residual=on does nothing: --mesh=dp2 has no tp"),
-        ({"balance_pictures": True}, "--balance_pictures does nothing: --mesh=dp1 has one device"),
         (
             {"mesh": "tp3", "split_residual": "on"},
             "--split_residual=on: the tokens of a micro-batch are a multiple of 8, which tp3 does not divide; leave",

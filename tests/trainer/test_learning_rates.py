@@ -62,10 +62,10 @@ def test_what_learns_by_which_law(name, ratio):
 
 
 def test_texts_make_distillation_supervised():
-    found = [
+    result = [
         learning_rates(settings_of(model="DIR", data=data), recipe("gkd")(), model_of(512)) for data in (None, "x")
     ]
-    assert found[1]["policy"] == pytest.approx(5 * found[0]["policy"], rel=0.06)
+    assert result[1]["policy"] == pytest.approx(5 * result[0]["policy"], rel=0.06)
 
 
 def model_of(embed):

@@ -17,9 +17,9 @@ def test_loss_and_gradients_in_float32():
     """Of the first batch: parameters after Adam are compared in float64 only, it turns 1e-7 into 3e-5."""
     entropy = functools.partial(PPO, entropy_coef=0.1)  # the loss is then not near 0 while the ratio is 1
     settings = {"dtype": "float32"}
-    one, other = (run_steps(1, with_gradients=True, mesh=m, compose=entropy, **settings) for m in ("tp2", "dp1"))
-    assert torch.equal(one["batches"][0].tokens, other["batches"][0].tokens)
-    a, b = one["grads"][0], other["grads"][0]
+    row, other = (run_steps(1, with_gradients=True, mesh=m, compose=entropy, **settings) for m in ("tp2", "dp1"))
+    assert torch.equal(row["batches"][0].tokens, other["batches"][0].tokens)
+    a, b = row["grads"][0], other["grads"][0]
     for name in ("policy", "critic"):
         assert relative(a[name].tree, b[name].tree) < 1e-5
         assert float(a[name].loss) == pytest.approx(float(b[name].loss), rel=1e-5)

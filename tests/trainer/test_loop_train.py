@@ -75,14 +75,16 @@ def test_a_run_writes_a_line_a_step_and_evaluates_first_and_last(alone):
 
 @pytest.mark.slow
 def test_the_same_lines_and_samples_on_every_mesh(alone, tmp_path):
-    _, expected, one = alone
+    _, expected, first = alone
     _, lines, run_dir = train_in(tmp_path / "other", mesh="dp2")
     for a, b in zip(lines, expected, strict=True):
         assert a.keys() == b.keys()
         kept = [k for k in b if not k.startswith(MEASURED)]
         assert {k: a[k] for k in kept} == pytest.approx({k: b[k] for k in kept}, rel=1e-9, abs=1e-9)
-    said = [s | {"reward": pytest.approx(s["reward"])} if "reward" in s else s for s in lines_of(one / "samples.jsonl")]
-    assert lines_of(run_dir / "samples.jsonl") == said
+    results = [
+        s | {"reward": pytest.approx(s["reward"])} if "reward" in s else s for s in lines_of(first / "samples.jsonl")
+    ]
+    assert lines_of(run_dir / "samples.jsonl") == results
 
 
 def test_the_saved_model_is_the_one_that_was_trained(alone):

@@ -10,8 +10,8 @@ from funrl import trees
 from funrl.compiled_kernels.kernel_library import library_problem
 from funrl.mesh.launch import launch
 from funrl.trainer.gap import GAP_METRIC
-from funrl.trainer.jobs.build import settle_proof
-from funrl.trainer.loop import verify
+from funrl.trainer.phases import prove_sync
+from funrl.trainer.steps.sync import wait_for_proof
 
 pytestmark = [pytest.mark.gloo, pytest.mark.skipif(library_problem() is not None, reason=str(library_problem()))]
 SIZES = {"embed": 32, "layers": 1, "heads": 8, "kv_heads": 4, "head": 8, "mlp": 64}
@@ -33,12 +33,12 @@ LORA = {"lora_rank": 3, "lora_alpha": 6.0, "lr": 0.05}
 def proven_steps(job, count, mesh):
     """Gaps of some steps, the proof of each sync, and the adapters' norms at the end."""
     run, state = begin(job, mesh)
-    proofs, gaps = [verify(run, state, True)], []
+    proofs, gaps = [prove_sync(run, state, first=True)], []
     for _ in range(count):
         state, metrics = one_step(run, state)
         gaps.append(metrics[GAP_METRIC])
-        proofs.append(verify(run, state))
-        settle_proof(run.parts)
+        proofs.append(prove_sync(run, state))
+        wait_for_proof(run.parts)
     weights = whole_weights(run, state)["policy"]
     return gaps, proofs, {name: x.norm().item() for name, x in trees.named(weights)}
 

@@ -19,9 +19,11 @@ from funrl.models.lora import is_trained
 from funrl.rollout.certificate import SyncError, certify
 from funrl.trainer import offload
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
-from funrl.trainer.jobs.build import sync, verify_base
-from funrl.trainer.loop import train_loop, verify
+from funrl.trainer.jobs.learning_rates import learning_rates
+from funrl.trainer.loop import train_loop
+from funrl.trainer.phases import prove_sync
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.sync import compare_base, sync
 from funrl.trainer.storage.shard_server import CheckpointError
 
 LORA = {"lora_rank": 2, "lora_alpha": 4.0}
@@ -48,7 +50,7 @@ def test_the_base_is_the_reference_and_only_adapters_are_in_the_state():
 
 def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
     run, state = begin(small_job(GRPO, **LORA), single())
-    assert verify(run, state, True)["sync/verified"] == 1.0
+    assert prove_sync(run, state, first=True)["sync/verified"] == 1.0
     generator, before = run.parts.generator, trees.clone(run.frozen["base"])
     sent = []
     load = generator.whole.load
@@ -69,7 +71,7 @@ def test_the_engine_adds_adapters_to_a_base_and_both_are_certified():
         certify(role.placed, params, engine, state.version)
     before["layers"][0]["attn"]["k"][0, 0, 0] += 1e-9
     with pytest.raises(SyncError, match=r"layers/0/attn/k differs on rank 0; 1 of 21 weights"):
-        verify_base(run.parts, {"base": before})
+        compare_base(run.parts, {"base": before})
 
 
 def test_an_engine_that_takes_no_adapters_holds_merged_weights():
@@ -108,8 +110,8 @@ def test_a_checkpoint_of_other_adapters_or_of_another_base_is_refused(tmp_path):
     tensors = load_file(file)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-12
     save_file(tensors, file, metadata={"format": "pt"})
-    said = "the base base is not the one that its adapters were trained on: layers/1/mlp/up differs"
-    with pytest.raises(CheckpointError, match=said):
+    message = "the base base is not the one that its adapters were trained on: layers/1/mlp/up differs"
+    with pytest.raises(CheckpointError, match=message):
         again(**LORA)
 
 
@@ -137,7 +139,7 @@ def test_adapters_learn_from_texts():
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(engine):
     run, _ = begin(small_job(WITH_REFERENCE, engine=engine, dtype="float32", **LORA), single())
-    plan, made = offload.plan_of_whole(run.parts.generator), offload.made_weights(run.parts)
+    plan, made = run.parts.generator.to_whole, offload.made_weights(run.parts)
     stays = dict(zip(plan.names, offload.shared(run.frozen["base"], plan, made), strict=True))
     assert {name for name, stay in stays.items() if not stay} == made
     assert stays["embed"] and len(made) == (0 if engine == "native" else 14)
@@ -145,10 +147,10 @@ def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(en
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"lora_rank": 0}, "--lora_rank=0: it must be at least 1"),
-        ({"lora_alpha": 8.0}, "--lora_alpha=8.0 does nothing without --lora_rank"),
+        ({"lora_alpha": 8.0}, "--lora_alpha=8 does nothing without --lora_rank"),
         ({"lora_targets": "q_proj"}, "--lora_targets=q_proj does nothing without --lora_rank"),
         (LORA | {"lora_targets": "q_proj,lm_head"}, "--lora_targets=q_proj,lm_head: 'lm_head' is not one of"),
         (LORA | {"optimizer": "muon"}, "--optimizer=muon with --lora_rank=2: .* use --optimizer=adamw"),
@@ -158,11 +160,12 @@ def test_the_base_is_offloaded_with_the_policy_but_for_what_the_engine_shares(en
         ),
     ],
 )
-def test_flags_that_cannot_work_are_named(settings, said):
-    with pytest.raises(SettingsError, match=said):
+def test_flags_that_cannot_work_are_named(settings, message):
+    with pytest.raises(SettingsError, match=message):
         small_job(GRPO, **settings)
 
 
 def test_adapters_learn_faster_where_no_flag_says():
-    rates = [small_job(GRPO, lr=None, **more).rates["policy"] for more in ({}, LORA)]
-    assert rates == [1e-3, 3e-3]
+    jobs = [small_job(GRPO, lr=None, **more) for more in ({}, LORA)]
+    rates = [learning_rates(job.settings, job.algorithm, job.model, job.lora is not None) for job in jobs]
+    assert [rate["policy"] for rate in rates] == [1e-3, 3e-3]

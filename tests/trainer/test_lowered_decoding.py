@@ -1,5 +1,7 @@
 """The engine whose passes run in JAX."""
 
+import functools
+
 import pytest
 
 pytest.importorskip("jax")
@@ -9,13 +11,13 @@ from funrl import trees
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.lowered.decoding import XlaBackend
+from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
 
 pytestmark = pytest.mark.xla
 
@@ -35,7 +37,8 @@ def engines(model, dtype, **options):
     """An engine in torch, and one in JAX."""
     options = {"max_rows": 4, "cache_bytes": 1 << 20} | options
     torch_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, packed=False))
-    jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=XlaBackend))
+    make_backend = functools.partial(XlaBackend, EngineDevices(SINGLE.sizes, SINGLE.sizes))
+    jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=make_backend))
     for engine in (torch_engine, jax_engine):
         engine.load(trees.named(weights(model, dtype)))
     return torch_engine, jax_engine
@@ -65,8 +68,8 @@ def requests(adapters=(None,), **sampling):
     ]
 
 
-def assert_same(wanted, found, gap):
-    by_number = {x.number: x for x in found}
+def assert_same(wanted, result, gap):
+    by_number = {x.number: x for x in result}
     for want in wanted:
         x = by_number[want.number]
         assert x.tokens.tolist() == want.tokens.tolist() and x.finish == want.finish
@@ -90,17 +93,17 @@ def test_windows_adapters_and_ways_to_sample_are_those_of_torch():
             mixed = [request(i, *case, **way) for i, (*case, way) in enumerate(cases)]
             done.append(complete(engine, mixed[:count]))
         results.append(done)
-    for wanted, found in zip(*results, strict=True):
-        assert_same(wanted, found, 1e-12)
+    for wanted, item in zip(*results, strict=True):
+        assert_same(wanted, item, 1e-12)
 
 
 @pytest.mark.slow
 def test_latent_attention_decodes_as_in_torch():
-    latent = Latent(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
+    latent = LatentSizes(kv_rank=8, q_rank=None, nope=4, rope=4, value=4)
     sizes = SIZES | {"qk_norm": None, "head": 8, "kv_heads": 4, "layers": 1}
     model = decoder_model(decoder_config(**sizes, latent=latent))
-    wanted, found = (complete(engine, requests(greedy=True)[1:3]) for engine in engines(model, torch.float64))
-    assert_same(wanted, found, 1e-12)
+    wanted, result = (complete(engine, requests(greedy=True)[1:3]) for engine in engines(model, torch.float64))
+    assert_same(wanted, result, 1e-12)
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ def steps_of_run(recipe, steps, **settings):
 def test_a_run_in_jax_has_the_numbers_of_one_in_torch(recipe, steps, settings, tolerance):
     """tests/trainer/test_lowered_meshes.py has float32, and the test below has adapters."""
     pytest.importorskip("jax")
-    wanted, found = (steps_of_run(recipe, steps, **settings, backend=name) for name in ("torch", "xla"))
-    for want, numbers in zip(wanted, found, strict=True):
+    wanted, result = (steps_of_run(recipe, steps, **settings, backend=name) for name in ("torch", "xla"))
+    for want, numbers in zip(wanted, result, strict=True):
         assert numbers.keys() == want.keys()
         assert numbers == pytest.approx(want, rel=tolerance, abs=tolerance)
 
@@ -88,8 +88,8 @@ def test_a_run_of_adapters_in_jax_is_continued_by_torch(tmp_path):
     train_loop(small_job(GRPO, **settings, resume=True, run_dir="x"), single(), again)
     assert any("resumed after step 1" in note for note in again.notes)
     assert [step for step, _ in again.steps] == [2, 3]
-    found = learned(before.steps + again.steps)
-    for numbers, want in zip(found, learned(whole.steps[:2] + whole.steps[1:]), strict=True):
+    result = learned(before.steps + again.steps)
+    for numbers, want in zip(result, learned(whole.steps[:2] + whole.steps[1:]), strict=True):
         assert numbers == pytest.approx(want, rel=1e-9, abs=1e-9)
 
 
@@ -98,7 +98,7 @@ def test_the_engine_of_one_device_decodes_in_jax():
     from funrl.trainer.lowered.decoding import XlaBackend
 
     settings = settings_of(backend="xla", compile="on")
-    assert backend.make_engine_backend(settings, settings.devices.train.chosen) is XlaBackend
+    assert backend.make_engine_backend(settings, settings.devices.train.chosen).func is XlaBackend
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_layers_of_other_code_are_refused():
 
 
 def test_jax_is_named_where_it_is_missing(monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(backend, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"--backend=xla needs jax, .* pip install 'funrl\[xla\]'"):
         small_job(GRPO, backend="xla")
 
@@ -155,7 +155,7 @@ def test_torch_xla_is_named_where_it_is_missing():
     ids=["tensor", "fsdp", "remat", "jax"],
 )
 def test_flags_that_devices_of_torch_xla_lack_are_refused(flags, says, monkeypatch):
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(backend, "find_spec", lambda name: True)
     with pytest.raises(SettingsError, match=says):
         small_job(GRPO, device="xla", **flags)
 

@@ -16,7 +16,6 @@ from funrl.mesh.mesh import single
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.decoder.routing import Experts
-from funrl.trainer.lowered.programs import XlaPrograms
 
 pytestmark = pytest.mark.xla
 
@@ -41,33 +40,36 @@ def jiggled(x):
     return x + 0.3 * torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(x.numel()))
 
 
-def both(recipe="grpo", sizes=(), remat="none", **settings):
-    """A run, its state and a batch; the same run with steps that are programs; and these programs."""
-    run, state = begin(small_job(RECIPES[recipe], sizes=SIZES | dict(sizes), **settings), single())
+def both(recipe="grpo", sizes=(), **settings):
+    """A run, the same run with steps that are programs, its state and a batch."""
+    jobs = (
+        small_job(RECIPES[recipe], sizes=SIZES | dict(sizes), **settings, backend=name) for name in ("torch", "xla")
+    )
+    (run, state), (lowered, _) = (begin(job, single()) for job in jobs)
     state = state._replace(roles={n: r._replace(params=trees.map(jiggled, r.params)) for n, r in state.roles.items()})
     rows, state, _ = scored_batch(run, state)
-    programs = XlaPrograms(remat)
-    roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
-    return run, run._replace(parts=run.parts._replace(roles=roles)), state, rows, programs
+    return run, lowered, state, rows
 
 
 def assert_same_steps(run, lowered, state, rows, tolerance=1e-12):
     wanted = gradients(run, state, rows)
-    found = gradients(lowered, state, rows)
-    assert found.keys() == wanted.keys()
+    result = gradients(lowered, state, rows)
+    assert result.keys() == wanted.keys()
     for name, want in wanted.items():
-        assert relative(found[name].tree, want.tree) < tolerance and abs(found[name].loss - want.loss) < tolerance, name
-        assert found[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
+        assert relative(result[name].tree, want.tree) < tolerance and abs(result[name].loss - want.loss) < tolerance, (
+            name
+        )
+        assert result[name].metrics == pytest.approx(want.metrics, abs=10 * tolerance), name
 
 
 @pytest.mark.parametrize("recipe", quick([*RECIPES], ["grpo"]))
 def test_gradients_are_those_of_torch(recipe):
     kind = {"temperature": 0.7} if recipe in ("grpo", "ppo") else {"reward": None}
     kind |= {"token_budget": 32} if recipe == "sft" else {}  # several micro-batches
-    run, lowered, state, rows, _ = both(recipe, **kind)
+    run, lowered, state, rows = both(recipe, **kind)
     assert_same_steps(run, lowered, state, rows)
 
 
 @pytest.mark.slow
 def test_models_have_programs():
-    assert_same_steps(*both(sizes=EVERY_SWITCH)[:4])
+    assert_same_steps(*both(sizes=EVERY_SWITCH))

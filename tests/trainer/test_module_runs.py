@@ -47,14 +47,14 @@ def digits(prompt, completion):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A random model of each kind with the tokenizer of the embedded task."""
-    tokenizer, found = arithmetic.tokenizer(), {}
+    tokenizer, results = arithmetic.tokenizer(), {}
     for name, sizes in MODELS.items():
         torch.manual_seed(0)
-        found[name] = str(tmp_path_factory.mktemp(name))
+        results[name] = str(tmp_path_factory.mktemp(name))
         config = transformers.AutoConfig.for_model(name, vocab_size=len(tokenizer), **sizes)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(found[name])
-        tokenizer.save_pretrained(found[name])
-    return found
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(results[name])
+        tokenizer.save_pretrained(results[name])
+    return results
 
 
 def _saved(run):
@@ -130,7 +130,7 @@ def test_what_it_cannot_do_is_refused_before_the_run(flags, message, folders, tm
 @pytest.mark.slow
 def test_the_dry_run_counts_all_but_generation(folders):
     settings = settings_of(model=folders["gpt2"], mesh="dp2", fsdp=True, max_new_tokens=8, batch_prompts=8)
-    found = estimate(plain_job(settings, recipe("ppo")(), 1e12), 8, HARDWARE["cpu"])
-    assert "generation, which runs transformers' own code" in found.left_out
-    assert found.phases["update_policy"].flops > 2 * found.phases["score_reference"].flops > 0
-    assert found.phases["generate"].flops == 0 < found.phases["generate"].total
+    result = estimate(plain_job(settings, recipe("ppo")(), 1e12), 8, HARDWARE["cpu"])
+    assert "generation, which runs transformers' own code" in result.left_out
+    assert result.phases["update_policy"].flops > 2 * result.phases["score_reference"].flops > 0
+    assert result.phases["generate"].flops == 0 < result.phases["generate"].total

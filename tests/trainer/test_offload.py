@@ -1,6 +1,7 @@
 """What is offloaded from the accelerator; on a CPU, nothing."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_host_buffers_are_made_once_and_hold_the_newest_values(pretended_gpu):
     tensors = [x for x in trees.leaves([r.opt_state for r in state.roles.values()]) if isinstance(x, torch.Tensor)]
     for x in tensors:
         x.away = True
-    place = offload.mover("optimizer", run.parts._replace(mesh=single("cuda:0")), lambda note: None)
+    place = offload.mover("optimizer", dataclasses.replace(run.parts, mesh=single("cuda:0")), lambda note: None)
     counts = []
     for step in range(3):
         run, state = place(run, state, "generate")

@@ -129,11 +129,11 @@ def test_own_fields_are_trained_on_saved_and_replayed(compose, tmp_path):
     drawn = read_rows(saved, single()).batch.marks
     assert drawn.offsets.diff().tolist() == [n % 3 for n in range(8)]
     assert drawn.values.tolist() == [n for n in range(8) for _ in range(n % 3)] and drawn.values.dtype == torch.int64
-    without = open_rows(tmp_path / "rollouts", 1)  # as `funrl bisect` opens them, which has no algorithm
+    without = open_rows(tmp_path / "rollouts", 1)  # as a comparison of two runs opens them, which has no algorithm
     assert without.schema["surprises"].kind is FIELDS.extended(job.algorithm.fields)["surprises"].kind
     done = launch(lambda mesh: replay(job, tmp_path, 1, mesh, Quiet()), job.sizes, "cpu")
     assert {"curiosity", "mixed", "surprises"} <= {part.name for part in done[0].differences}
-    assert [part.name for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [part.name for step_again in done for part in step_again.differences if not part.agrees(0.0)] == []
 
 
 def test_an_algorithm_of_own_fields_is_checked_like_any_other(compose):
@@ -178,11 +178,11 @@ def with_pictures():
     return batch._replace(pictures=Ragged(pictures, offsets), sizes=Ragged(sizes, offsets))
 
 
-def assert_same(one, other):
+def assert_same(first, other):
     """The same rows, bit for bit; their padding may differ."""
     fields, schema = as_dict(other), FIELDS.extended(PICTURES)
-    assert set(as_dict(one)) == set(fields)
-    for name, x in as_dict(one).items():
+    assert set(as_dict(first)) == set(fields)
+    for name, x in as_dict(first).items():
         width = min(x.shape[1], fields[name].shape[1]) if schema[name].kind.per_token else 0
         pair = [trees.leaves(schema[name].kind.fit(y, width)) for y in (x, fields[name])]
         assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*pair, strict=True)), name

@@ -20,6 +20,7 @@ from funrl.role_kinds import ROLES, RateRule, RoleKind
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.compatibility import check_algorithm
+from funrl.trainer.jobs.learning_rates import learning_rates
 from funrl.trainer.settings.settings import Settings, SettingsError, settings_of
 from funrl.trainer.steps.roles import role_names
 from funrl.trainer.steps.skipped import ADVICE
@@ -93,7 +94,8 @@ def test_own_roles_have_their_place_among_the_others(compose):
     assert role_names(algorithm) == ("policy", "grader", "forecaster", "imitator")
     job = small_job(compose, lr=1e-3)
     assert job.main_role == "policy" and set(job.directories) == {"grader"}
-    assert job.rates == {"forecaster": pytest.approx(3e-3), "imitator": 1e-3, "policy": 1e-3}
+    rates = learning_rates(job.settings, job.algorithm, job.model)
+    assert rates == {"forecaster": pytest.approx(3e-3), "imitator": 1e-3, "policy": 1e-3}
     roles = launch(lambda mesh: build(job, mesh, print), job.sizes, "cpu").roles
     assert list(roles) == ["grader", "forecaster", "imitator", "policy"]
     assert roles["grader"].loss is None and roles["grader"].placed.model.config.layers == 1

@@ -43,10 +43,10 @@ def decode(ids):
 )
 def test_steps_end_with_the_token_that_completes_their_separator(separator, steps):
     written = WrittenRow(Example([7], "x", {}), list(range(7)), True)
-    found = steps_of(written, separator, decode)
+    result = steps_of(written, separator, decode)
     if not separator:  # what a token adds of a character that it does not complete is the next one's
-        found = [step._replace(text=step.text.removeprefix("c ")) for step in found]
-    assert found == steps
+        result = [step._replace(text=step.text.removeprefix("c ")) for step in result]
+    assert result == steps
     assert steps_of(written._replace(tokens=[]), separator, decode) == []
 
 
@@ -139,8 +139,8 @@ def test_a_separator_of_ones_own(folders):
     model, params = hf.load(folders / "steps", torch.float64)
     tokenizer, several = arithmetic.tokenizer(), 0
     for tokens, mask, given in zip(batch.tokens, batch.mask, batch.token_reward, strict=True):
-        prompt, said = tokens[: int(mask.nonzero()[0])].tolist(), [t for t in tokens[mask].tolist() if t > 1]
-        steps = [step for step in tokenizer.decode(said).split("1") if step]
+        prompt, results = tokens[: int(mask.nonzero()[0])].tolist(), [t for t in tokens[mask].tolist() if t > 1]
+        steps = [step for step in tokenizer.decode(results).split("1") if step]
         several += len(steps) > 1
         wanted, text = [], prompt
         for step in steps:
@@ -163,9 +163,9 @@ def test_a_judge_reads_the_completion_and_its_verdict_is_the_score(folders):
         while len(verdict) < 8 and (not verdict or verdict[-1] != 1):
             hidden = model.apply(params, Inputs(torch.tensor([[*text, *verdict]]))).hidden[0, -1]
             verdict.append(int((model.unembed(params) @ hidden).argmax()))
-        found = re.findall("[2-7]", arithmetic.tokenizer().decode(verdict))
-        assert (score == float(found[-1])) if found else score.isnan()
-        read += bool(found)
+        matches = re.findall("[2-7]", arithmetic.tokenizer().decode(verdict))
+        assert (score == float(matches[-1])) if matches else score.isnan()
+        read += bool(matches)
     assert read > 0 and batch.scores[:, 1].nan_to_num(0).unique().numel() > 1
     torch.testing.assert_close(batch.score, batch.scores[:, 0] + 0.25 * batch.scores[:, 1].nan_to_num(0))
     assert "score_judge" in run.clock.seconds
@@ -181,9 +181,9 @@ def test_models_that_score_give_the_same_on_a_mesh(folders):
         "token_budget": 64,
         "reward_weights": "1,1,0.5,0.1",
     }
-    one = run_steps(1, **settings)
-    assert one["batches"][0].scores.shape == (8, 4)
-    assert_same(run_steps(1, mesh="dp2", fsdp=True, **settings), one, 1e-9)
+    steps = run_steps(1, **settings)
+    assert steps["batches"][0].scores.shape == (8, 4)
+    assert_same(run_steps(1, mesh="dp2", fsdp=True, **settings), steps, 1e-9)
 
 
 def test_a_text_that_is_too_long_for_a_model_ends_the_run(folders, tmp_path):
@@ -202,7 +202,7 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
     prompts.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
     (tmp_path / "odd.txt").write_text("{{completion}} {{gold}}")
     (tmp_path / "none.txt").write_text("{{prompt}}")
-    for settings, said in (
+    for settings, item in (
         (
             with_judge(folders, judge_template=f"{tmp_path}/odd.txt"),
             r"odd.txt: there is no field 'gold' for {{gold}}; .*",
@@ -216,7 +216,7 @@ def test_what_cannot_be_judged_or_read_is_refused(folders, tmp_path):
         ({"step_separator": "x"}, "--step_separator=x does nothing without --process_reward_model"),
         ({"reward_model": f"{folders}/reward@0.5", "reward_weights": "1,1"}, "reward@0.5 gives weights too; give them"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=item):
             small_job(grpo, **settings)
 
 
@@ -228,12 +228,12 @@ def test_a_trained_process_model_opens_as_a_token_classifier(tmp_path):
     peer = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64)
     assert peer.config.id2label == {0: "wrong", 1: "right"}
     record = {"prompt": "12+3=", "completions": ["5", "11"], "labels": [True, False]}
-    one = text_example(record, "steps", arithmetic.tokenizer(), PLAIN_PROMPTS._replace(step_separator="="))
-    batch = text_batch([one], 0, reader=True, steps=True)
+    first = text_example(record, "steps", arithmetic.tokenizer(), PLAIN_PROMPTS._replace(step_separator="="))
+    batch = text_batch([first], 0, reader=True, steps=True)
     value = place(model, dtype=torch.float64).values(params, batch)
     with torch.no_grad():
-        logits = peer(torch.tensor([one.texts[0].tokens])).logits[0]
-    ends = torch.tensor(one.texts[0].trained)
+        logits = peer(torch.tensor([first.texts[0].tokens])).logits[0]
+    ends = torch.tensor(first.texts[0].trained)
     torch.testing.assert_close(value[batch.mask], (logits[:, 1] - logits[:, 0])[ends], rtol=0, atol=1e-6)
     assert arithmetic.tokenizer().decode(batch.tokens[0][:10]) == "12+3=5=11="
     assert batch.label[batch.mask].tolist() == [1.0, 0.0]

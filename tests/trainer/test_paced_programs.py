@@ -86,8 +86,8 @@ class Together:
 
     async def run(self, policy, example, seed):
         start = policy.start(example.tokens)
-        (_, one), _ = await asyncio.gather(policy.sample(start, max_tokens=2), policy.sample(start, max_tokens=2))
-        return Episode([one], {"policy": 0.0})
+        (_, first), _ = await asyncio.gather(policy.sample(start, max_tokens=2), policy.sample(start, max_tokens=2))
+        return Episode([first], {"policy": 0.0})
 
 
 class Served:

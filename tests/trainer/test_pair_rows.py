@@ -92,12 +92,12 @@ def test_kto_takes_its_reference_point_from_completions_of_other_prompts():
 
 def test_a_mismatched_completion_is_cut_to_the_positions():
     tokenizer = arithmetic.tokenizer()
-    one, other = (
+    first, other = (
         text_example({"prompt": p, "completion": c, "label": 1}, "ratings", tokenizer)
         for p, c in (("12+34=", "64"), ("5=", "1234567"))
     )
     for positions, text in ((64, "12+34=1234567</s>"), (9, "12+34=123"), (3, "12+34=1")):
-        (made,) = mismatched(one, other, positions).texts
+        (made,) = mismatched(first, other, positions).texts
         assert tokenizer.decode(made.tokens) == text and sum(made.trained) == len(made.tokens) - 6
 
 

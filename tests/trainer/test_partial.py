@@ -15,11 +15,11 @@ from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
-from funrl.rollout.engine import awake, complete
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.requests import Request
-from funrl.trainer.jobs.build import sync
-from funrl.trainer.loop import draw_batch, learn_batch, score_batch
+from funrl.trainer.phases import draw_batch, learn_batch, score_batch
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.steps.sync import sync
 
 PARTIAL = {"compose": GRPO, "max_new_tokens": 12, "new_tokens_per_step": 3, "batch_prompts": 3, "minibatches": 1}
 
@@ -46,19 +46,19 @@ def test_with_the_same_weights_a_completion_is_that_of_one_step():
     begun = begun_rows(state.source)
     assert len(begun) > 3 and {len(tokens) for _, _, tokens in begun} <= {3, 6, 9}
     assert metrics["partial/unfinished_prompts"] == len({place for place, _, _ in begun})
-    found = []
+    results = []
     for _ in range(6):
         rows, state, _ = draw_batch(run, state)
         batch = rows.batch
         assert len(batch.length) == 6 and batch.group.unique().numel() == 3
-        found += [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.length, strict=True)]
+        results += [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.length, strict=True)]
     engine = run.parts.generator.engine
     for place, seed, tokens in begun:
         (prompt,) = prompt_batch(job.task.prompts, 1, 0, place)
-        with awake(engine):
+        with onload_engine(engine):
             (whole,) = complete(engine, [Request(0, prompt.tokens, job.sampling, seed)])
         assert whole.tokens[: len(tokens)].tolist() == tokens
-        assert prompt.tokens + whole.tokens.tolist() in found
+        assert prompt.tokens + whole.tokens.tolist() in results
 
 
 def test_every_token_has_the_log_probability_of_the_weights_that_drew_it():
@@ -96,9 +96,9 @@ def steps_on(mesh, **more):
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mesh", "queue"), [("dp2", "fixed"), pytest.param("tp2", "tickets", marks=pytest.mark.slow)])
 def test_the_same_numbers_on_every_mesh(mesh, queue):
-    one = steps_on("dp1")
-    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in one["batches"])
-    assert_same(steps_on(mesh, queue=queue), one, 1e-9)
+    steps = steps_on("dp1")
+    assert any(batch.version[batch.mask].unique().numel() > 1 for batch in steps["batches"])
+    assert_same(steps_on(mesh, queue=queue), steps, 1e-9)
 
 
 def test_each_completion_is_rewarded_once_and_when_it_is_finished():

@@ -13,24 +13,24 @@ from funrl.data.prompts import Example
 from funrl.mesh import collectives
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import parse, single
-from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool, open_pool
 from funrl.rewards.views import read_as
 from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
-from funrl.trainer import loop
+from funrl.trainer import loop, phases, startup
 from funrl.trainer.jobs import row_source as job_source
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.row_source import open_rewards, share_of_cores
 from funrl.trainer.sources.generation import RewardedEngine, rollout
 from funrl.trainer.sources.pending_rewards import PendingRewards
+from funrl.trainer.steps.sync import sync
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
 
 
 def completed(done):
-    return Completed(f"p{done.number}", ",".join(map(str, done.tokens.tolist())))
+    return CompletedRow(f"p{done.number}", ",".join(map(str, done.tokens.tolist())))
 
 
 def add(pending, rows):
@@ -128,9 +128,9 @@ def test_rewards_that_wait_run_side_by_side_and_have_a_phase_of_their_own(tmp_pa
 
     job = small_job(reward=waits, batch_prompts=8, samples_per_prompt=8, reward_workers=16)
     with open_rewards(job, 0) as pool:
-        run, state = loop.begin_run(job, single(), Quiet(), pool=pool)
+        run, state = startup.begin_run(job, single(), Quiet(), pool=pool)
         state = sync(run.parts, state)
-        rows, _, _ = loop.draw_batch(run, state)
+        rows, _, _ = phases.draw_batch(run, state)
         run.source.evaluate(state.roles, 0)
     times = run.clock.take()
     assert times["generate"] > 0 and times["reward"] > 0.05 < times["eval"]  # whose rewards are in it
@@ -147,14 +147,14 @@ def test_waiting_for_rewards_is_not_waiting_for_another_ranks_completions():
 
     def program(mesh):
         nonlocal seconds
-        found = []
+        results = []
         for of_rank in ((0.0, 0.0), (1.5, 0.0)):
             seconds, engine = of_rank[mesh.rank], ScriptedEngine(write)
             pool = Pool([lambda prompt, completion: time.sleep(1.5 * mesh.rank) or 1.0])
             collectives.psum(torch.ones(1), mesh, "data")  # so that they begin together
             rewarded = RewardedEngine(engine, mesh, str, pool, queue="fixed")
-            found.append(rollout(rewarded, examples, Sampling(max_new_tokens=1), 0).reward_s)
-        return found
+            results.append(rollout(rewarded, examples, Sampling(max_new_tokens=1), 0).reward_s)
+        return results
 
     seconds, examples = 0.0, [Example([1], "p", {})] * 2
     waiting, busy = launch(program, parse("dp2"), "cpu")
@@ -180,7 +180,7 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         loop.train_loop(job, m, observer, pool=pool)
         return observer.steps, observer.params, os.getpid(), pool is not None
 
-    found = []
+    results = []
     for workers in (0, 2):
         settings = {"reward": reward, "reward_workers": workers, "queue": "fixed", "steps": 1, "eval_prompts": 2}
         job = small_job(GRPO, mesh=mesh, generate_mesh=mesh, **settings)
@@ -191,9 +191,9 @@ def test_workers_change_no_bit_of_a_run(mesh, tmp_path):
         assert replicas <= len(pids) <= max(1, workers) * replicas  # one of two workers may have been quick enough
         assert (rank in pids) == (workers == 0)
         steps = [(n, {k: v for k, v in metrics.items() if not k.startswith("memory/")}) for n, metrics in steps]
-        found.append((steps, params))
-    assert found[0][0] == found[1][0]
-    assert gap(found[0][1], found[1][1]) == 0
+        results.append((steps, params))
+    assert results[0][0] == results[1][0]
+    assert gap(results[0][1], results[1][1]) == 0
 
 
 def test_only_the_first_tensor_rank_of_a_replica_has_workers():
@@ -248,7 +248,7 @@ def test_a_reward_that_takes_longer_than_its_flag_ends_the_run(tmp_path):
 
 def test_a_trainer_without_a_pool_rewards_by_itself():
     job = small_job(reward=lambda prompt, completion, **fields: os.getpid())
-    run, state = loop.begin_run(job, single(), Quiet())
+    run, state = startup.begin_run(job, single(), Quiet())
     rows, _, _ = scored_batch(run, sync(run.parts, state))
     assert run.parts.pool is None and set(rows.batch.score.tolist()) == {os.getpid()}
 
@@ -258,5 +258,5 @@ def test_many_more_workers_than_cores_are_remarked(mesh, workers, processes, mon
     monkeypatch.setattr(job_source, "cores", lambda: 4)
     job = small_job(mesh=mesh, generate_mesh=mesh, reward_workers=workers)
     remarks = job_source.remarks_on_workers(job)
-    said = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
-    assert [one.startswith(said) for one in remarks] == ([] if processes is None else [True])
+    message = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
+    assert [remark.startswith(message) for remark in remarks] == ([] if processes is None else [True])

@@ -104,10 +104,10 @@ def test_steps_are_those_of_one_process(folder, alone, mesh):
 
 @pytest.mark.slow
 def test_forks_show_the_pictures_before_them_again(folder):
-    one = steps_on(folder, history="template")
-    metrics = one["metrics"][0]
+    steps = steps_on(folder, history="template")
+    metrics = steps["metrics"][0]
     forks = {name: value for name, value in metrics.items() if name.startswith("episodes/forks/")}
-    assert list(forks) == ["episodes/forks/truncated"] and len(one["batches"][0].tokens) > 8
+    assert list(forks) == ["episodes/forks/truncated"] and len(steps["batches"][0].tokens) > 8
     assert metrics["rollout/logprob_gap_max"] < 1e-12
 
 
@@ -121,13 +121,13 @@ def test_a_prompt_with_pictures_is_an_episode_of_one_turn(folder, tmp_path):
     reward = {"reward": f"{tmp_path / 'reward.py'}:score", "reward_workers": 0}
     plain = {"model": str(folder / "model"), "prompts": str(tmp_path / "prompts.jsonl")}
     job = prepare(settings_of(**SMALL | plain | reward), GRPO)
-    one = launch(picture_steps(job, 1), job.sizes, "cpu")
+    row = launch(picture_steps(job, 1), job.sizes, "cpu")
     turns = job_of(folder, single_turn(job.task.rewards[0]), prompts=plain["prompts"])
     other = launch(picture_steps(turns, 1), turns.sizes, "cpu")
-    assert one["pictures"] == other["pictures"]
-    assert (one["batches"][0].tokens == other["batches"][0].tokens).all()
-    assert torch.equal(one["batches"][0].rollout_logp, other["batches"][0].rollout_logp)
-    assert torch.equal(one["batches"][0].score, other["batches"][0].score)
+    assert row["pictures"] == other["pictures"]
+    assert (row["batches"][0].tokens == other["batches"][0].tokens).all()
+    assert torch.equal(row["batches"][0].rollout_logp, other["batches"][0].rollout_logp)
+    assert torch.equal(row["batches"][0].score, other["batches"][0].score)
 
 
 def policy_of(tokenizer, complete=None, seed=1):
@@ -168,8 +168,8 @@ def test_the_noise_of_a_turn_depends_on_the_pictures_before_it(folder):
         policy.start(shown(text="b"))  # what an episode starts first has the seed of the episode
         with pytest.raises(EOFError):
             asyncio.run(policy.sample(policy.start(shown(grey(value)))))
-    (tokens, one, _), (same, other, _), again = seeds
-    assert tokens == same and one != other and again == seeds[0]
+    (tokens, first, _), (same, other, _), again = seeds
+    assert tokens == same and first != other and again == seeds[0]
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_saved_episodes_are_replayed_and_generated_again_with_the_same_bits(fold
     logged = LoggedEnvironment(("policy",))
     again = job_of(folder, logged, **saved)
     done = launch(lambda mesh: replay(again, tmp_path, None, mesh, Quiet(), logged), again.sizes, "cpu")
-    assert [one.step for one in done] == [1] and unlike(done) == [] and logged.compared == 8 * TURNS
+    assert [item.step for item in done] == [1] and unlike(done) == [] and logged.compared == 8 * TURNS
     assert unlike(replayed(tmp_path, job, None)) == []
 
 

@@ -37,8 +37,8 @@ from funrl.rollout.vllm.pictures import vllm_prompt
 from funrl.trainer.checkpoints.stored_models import find_stored_model
 from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
+from funrl.trainer.jobs.datasets import check_text_prompts
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.prompts import check_text_prompts
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
 from funrl.trainer.settings.settings import settings_of

@@ -1,4 +1,4 @@
-"""Rows with pictures that go from ranks that generate to ranks that train, and to ranks that score."""
+"""Rows with pictures that go from generator ranks to trainer ranks, and to ranks that score."""
 
 import functools
 import json
@@ -134,8 +134,10 @@ def test_a_run_written_ahead_is_repeated_with_the_same_bits(files, tmp_path):
     assert error is None
     check_stale([metrics for _, metrics in steps])
     done = repeated(tmp_path, prepare(settings_of(**AHEAD | files), rollout_is), single())
-    assert [one.step for one in done] == [1, 2, 3] and read_groups(tmp_path) is not None
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [item.step for item in done] == [1, 2, 3] and read_groups(tmp_path) is not None
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     compared = {part.name for part in done[-1].differences}
     assert {"patches", "grids", "version", "rollout_logp", "weights of policy by their digests"} <= compared
 
@@ -149,6 +151,8 @@ def test_episodes_written_ahead_are_repeated_with_the_same_bits(texts, tmp_path)
     check_stale([metrics for _, metrics in steps])
     logged = Given(environment=LoggedEnvironment(("policy",)))
     done = repeated(tmp_path, prepare(settings_of(**flags), rollout_is, logged), single())
-    assert [one.step for one in done] == [1, 2, 3]
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [item.step for item in done] == [1, 2, 3]
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     assert {"patches", "turns of the episodes"} <= {part.name for part in done[-1].differences}

@@ -167,12 +167,12 @@ AHEAD = {
 @pytest.mark.parametrize("name", quick(AHEAD, ["1"]))
 def test_no_token_is_older_than_the_staleness(name):
     staleness, settings = AHEAD[name]
-    one = run(rollout_is, staleness=staleness, **(STALE | settings))
-    assert one.outcome.error is None
-    check_ages([metrics for _, metrics in one.observer.steps], staleness)
+    item = run(rollout_is, staleness=staleness, **(STALE | settings))
+    assert item.outcome.error is None
+    check_ages([metrics for _, metrics in item.observer.steps], staleness)
     first = run(rollout_is, minibatches=1, steps=1).observer.shown[0]
-    assert first[0] == 0 and first in one.observer.shown
-    assert one.observer.steps[0][1]["sync/verified"] == 1
+    assert first[0] == 0 and first in item.observer.shown
+    assert item.observer.steps[0][1]["sync/verified"] == 1
 
 
 @pytest.mark.slow
@@ -246,9 +246,9 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
     [
         (
             {"engine": "vllm", "staleness": 1, "clock": "tokens"},
-            "--clock=tokens with --engine=vllm: what vLLM",
+            "--clock=tokens with --engine=vllm: what it",
         ),
-        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: vLLM computes keys"),
+        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: it computes keys"),
         (
             {"engine": "vllm", "place": "generate:join"},
             "generators that join have the native engine",
@@ -316,7 +316,7 @@ def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_p
 
 
 def ends_its_process(prompt, completion, **fields):
-    """A reward of the ranks that generate, one of which ends during the fourth of the steps' batches."""
+    """A reward of the generator ranks, one of which ends during the fourth of the steps' batches."""
     global _rewarded
     _rewarded += 1
     if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions

@@ -8,7 +8,7 @@ from small_runs import GRPO, Quiet, small_job
 
 from funrl.mesh.mesh import Mesh, single
 from funrl.processes import heartbeat
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.profiling import is_profiled
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
@@ -24,7 +24,7 @@ def ranges(path):
     timed = [event for event in events if event.get("ph") == "X"]
     own = [event for event in timed if event.get("cat") == "user_annotation"]
     rest = [event for event in timed if event.get("cat") == "cpu_op"]
-    return tuple([(one["name"], one["ts"], one["ts"] + one["dur"]) for one in some] for some in (own, rest))
+    return tuple([(row["name"], row["ts"], row["ts"] + row["dur"]) for row in some] for some in (own, rest))
 
 
 @pytest.mark.slow
@@ -34,12 +34,12 @@ def test_a_trace_has_the_phases_of_its_steps(tmp_path):
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == "rank-0-steps-1-2.json.gz" and any(str(path) in note for note in observer.notes)
     own, operators = ranges(path)
-    (first, begin, _), (last, _, end) = sorted(one for one in own if one[0].startswith("step "))
+    (first, begin, _), (last, _, end) = sorted(element for element in own if element[0].startswith("step "))
     assert (first, last) == ("step 1", "step 2")
     names = {name for name, *_ in own}
     assert {"generate", "reward", "score_policy", "advantage", "update_policy", "reshard", "verify"} <= names
     assert all(begin <= low and high <= end for name, low, high in own)
-    ((_, low, high), *_) = [one for one in own if one[0] == "update_policy"]
+    ((_, low, high), *_) = [item for item in own if item[0] == "update_policy"]
     assert any("mm" in name and low <= at and to <= high for name, at, to in operators)
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_ends_early_leaves_what_it_has_and_one_without_the_flag_nothi
         raise NotFiniteError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "learn_batch", fails)
+        patch.setattr(phases, "learn_batch", fails)
         job = small_job(GRPO, **BASE, profile="1:1")
         outcome = loop.train_loop(job, single(), Quiet(str(tmp_path / "cut" / "checkpoints")))
     assert outcome.error == "no more" and heartbeat._mark is None

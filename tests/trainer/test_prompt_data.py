@@ -14,8 +14,7 @@ from funrl.data.text_lengths import fit_examples
 from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, flat_fields
-from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, texts_of
-from funrl.trainer.jobs.prompts import split, with_chat_template
+from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, split, texts_of, with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of
@@ -51,19 +50,19 @@ def test_texts_of_several_files_are_read_where_they_are(tmp_path):
     texts = texts_of(settings_of(data=f"{first},{second}"), "preferences", TOKENIZER, SMALL, Given())
     assert texts.name == "a+b" and len(texts.examples) == 36 and len(texts.heldout) == 4
     assert isinstance(texts.examples, Mixture) and all(isinstance(part, TextFile) for part in texts.examples.parts)
-    sources = {one.source for one in (*texts.examples, *texts.heldout)}
+    sources = {item.source for item in (*texts.examples, *texts.heldout)}
     assert sources == {f"{first}, line {n}" for n in range(1, 31)} | {f"{second}, line {n}" for n in range(1, 11)}
     assert "margin" in fields_of_texts(texts)
     weighted = texts_of(settings_of(data=f"{first}@3,{tmp_path}/c.jsonl@1"), "preferences", TOKENIZER, SMALL, Given())
     assert weighted.examples.shares == (750, 250) and "margin" not in fields_of_texts(weighted)
-    assert all(one.margin is None for one in weighted.examples)
+    assert all(example.margin is None for example in weighted.examples)
     held = texts_of(settings_of(data=first, eval_data=f"{tmp_path}/c.jsonl"), "preferences", TOKENIZER, SMALL, Given())
     assert "margin" not in fields_of_texts(held), "held-out texts have none"
     given = texts_of(
         settings_of(data=first, eval_data=second, eval_prompts=4), "preferences", TOKENIZER, SMALL, Given()
     )
     assert len(given.examples) == 30 and len(given.heldout) == 4
-    assert {one.source.split(",")[0] for one in given.heldout} == {second}
+    assert {element.source.split(",")[0] for element in given.heldout} == {second}
     with pytest.raises(ValueError, match=r"b\.jsonl, line 3: the prompt with 'chosen' has 5 tokens.*of 40 examples"):
         texts_of(
             settings_of(data=f"{second},{first}"),
@@ -78,12 +77,12 @@ def test_eval_data_is_held_out_instead_of_a_tenth(tmp_path):
     train = lines(tmp_path / "a.jsonl", [{"prompt": "a", "n": n} for n in range(20)])
     held = lines(tmp_path / "b.jsonl", [{"prompt": "b", "n": n} for n in range(9)])
     task = prompts_of(settings_of(prompts=train, eval_data=held), TOKENIZER, REWARD)
-    assert len(task.prompts) == 20 and [one.fields["n"] for one in task.heldout] == list(range(9))
+    assert len(task.prompts) == 20 and [item.fields["n"] for item in task.heldout] == list(range(9))
     some = [
         prompts_of(settings_of(prompts=train, eval_data=held, eval_prompts=4, seed=seed), TOKENIZER, REWARD)
         for seed in (0, 0, 1)
     ]
-    numbers = [[one.fields["n"] for one in task.heldout] for task in some]
+    numbers = [[example.fields["n"] for example in task.heldout] for task in some]
     assert numbers[0] == numbers[1] != numbers[2] and len(numbers[0]) == 4
     records = REWARD._replace(records=[{"prompt": "a"}], eval_records=[{"prompt": "b"}])
     task = prompts_of(Settings(), TOKENIZER, records)
@@ -103,14 +102,14 @@ def test_prompts_have_the_format_of_the_flags_and_no_solved_example_is_trained_o
     assert prompts_of(settings, tokenizer, REWARD).prompts[3].text == "be;d;a:"
     with pytest.raises(SettingsError, match="--chat_template=own: the model's tokenizer has none"):
         with_chat_template(TOKENIZER, settings_of(chat_template="own"))
-    for flag, value, said in (
+    for flag, value, item in (
         ("few_shot", "x.jsonl:2", "--few_shot: x.jsonl: no such file"),
         ("tools", "x.json", "--tools: x.json: it cannot be read"),
         ("template_arguments", "think", "--template_arguments: think: write NAME:VALUE"),
         ("system_prompt", "x.txt", "--system_prompt: x.txt: it cannot be read"),
         ("few_shot", f"{path}:8", "all of its prompts are examples of --few_shot"),
     ):
-        with pytest.raises(SettingsError, match=said):
+        with pytest.raises(SettingsError, match=item):
             prompts_of(settings_of(prompts=path, **{flag: value}), TOKENIZER, REWARD)
 
 
@@ -152,14 +151,19 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     ):
         prepared()
     job = prepared(long_prompts="drop", max_prompt_tokens=4)
-    assert [one.text for one in job.task.prompts] == ["1+1="] == [one.text for one in job.task.heldout]
+    assert [prompt.text for prompt in job.task.prompts] == ["1+1="] == [example.text for example in job.task.heldout]
     begin(job, single(), show := Quiet())
-    said = f"2 of 3 are left out, as --max_prompt_tokens is 4: {path}, line 2, 3"
-    assert [note for note in show.notes if "left out" in note] == [f"prompts: {said}", f"held-out prompts: {said}"]
+    message = f"2 of 3 are left out, as --max_prompt_tokens is 4: {path}, line 2, 3"
+    assert [note for note in show.notes if "left out" in note] == [
+        f"prompts: {message}",
+        f"held-out prompts: {message}",
+    ]
     (repeated,) = (note for note in show.notes if "batch" in note)
     assert repeated.endswith(": there is 1 prompt to train on, so a step has some more than once")
     job = prepared(long_prompts="truncate")
-    assert [len(one.tokens) for one in job.task.prompts] == [4, 60, 5] and job.task.prompts[1].text == "1" * 61 + "="
+    assert [len(completion.tokens) for completion in job.task.prompts] == [4, 60, 5] and job.task.prompts[
+        1
+    ].text == "1" * 61 + "="
     with pytest.raises(SettingsError, match="--max_new_tokens=64: the model has 64 positions, which leaves none"):
         prepared(max_new_tokens=64)
 

@@ -49,7 +49,7 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
     "recipe,flags,message",
     [
         ("grpo", {"speculate": 2}, "speculate=2: layers of a qwen3_next keep a state, which cannot take back"),
-        ("grpo", {"engine": "hf"}, "engine=hf: the policy has experts, which --engine=native generates with"),
+        ("grpo", {"engine": "hf"}, "engine=hf: the policy has experts; give --engine=native"),
         (
             "rollout_is",
             {"keep_cache": True, "staleness": 1, "place": "train:1 generate:1"},

@@ -17,7 +17,7 @@ from funrl.algos.recipes.dapo import dapo
 from funrl.data.order import places_in_order
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.row_source import open_rewards
 from funrl.trainer.placement.logged import read_groups
 from funrl.trainer.placement.ranks import run_rank
@@ -92,8 +92,10 @@ def test_a_refilled_run_is_repeated_with_the_same_bits(name, tmp_path):
     assert len(kept) == len(set(kept)) == STEPS * PLACES and len({*kept, *dropped}) == len(kept) + len(dropped)
     assert sorted(kept + dropped) == list(range(len(kept + dropped)))
     done = repeated(tmp_path, refilled_job(save_rollouts=0), single())
-    assert [one.step for one in done] == list(range(1, STEPS + 1))
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [item.step for item in done] == list(range(1, STEPS + 1))
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     compared = {part.name for part in done[-1].differences}
     assert {"tokens", "rollout_logp", "group", "filter_groups/dropped_prompts", "age/mean"} <= compared
 
@@ -199,7 +201,7 @@ def noted(folder, learn, trainer, state, rows):
 
 
 def noting(job, folder, mesh, pool=None):
-    with mock.patch.object(loop, "learn_batch", functools.partial(noted, folder, loop.learn_batch)):
+    with mock.patch.object(phases, "learn_batch", functools.partial(noted, folder, phases.learn_batch)):
         return run_rank(job, mesh, Quiet(), pool=pool)
 
 

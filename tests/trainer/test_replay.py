@@ -13,7 +13,8 @@ from funrl.algos.recipes.dpo import dpo
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.checkpoints.saved_rows import keep_newest, open_rows, read_rows, saved_steps
-from funrl.trainer.loop import learn_batch, train_loop
+from funrl.trainer.loop import train_loop
+from funrl.trainer.phases import learn_batch
 from funrl.trainer.replay import replay, replay_source
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
@@ -42,7 +43,12 @@ def replayed(folder, job, step):
 
 
 def unlike(done, tolerance=0.0):
-    return [(one.step, part.name) for one in done for part in one.differences if not part.agrees(tolerance)]
+    return [
+        (step_again.step, part.name)
+        for step_again in done
+        for part in step_again.differences
+        if not part.agrees(tolerance)
+    ]
 
 
 @pytest.mark.slow
@@ -51,7 +57,7 @@ def test_a_step_made_again_has_the_same_bits(name, tmp_path):
     job = job_of(name, dtype="float32")
     trained(tmp_path, job)
     done = replayed(tmp_path, job, 4)
-    assert [one.step for one in done] == [3, 4] and unlike(done) == []
+    assert [item.step for item in done] == [3, 4] and unlike(done) == []
     compared = {part.name for part in done[1].differences}
     lead = job.main_role
     assert {f"weights of {lead} by their digests", "state of the checkpoint"} <= compared
@@ -79,7 +85,7 @@ def test_a_step_is_made_again_with_the_threads_of_the_run(tmp_path):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    assert taken == [2, 2] and [one.step for one in done] == [1, 2] and unlike(done) == []
+    assert taken == [2, 2] and [item.step for item in done] == [1, 2] and unlike(done) == []
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +108,7 @@ def test_rows_of_two_ranks_are_replayed_on_two_and_on_one(saved):
     assert unlike(replayed(folder, job, 2)) == []
     alone = replayed(folder, job_of("ppo", steps=2), 2)
     assert [part.name for part in alone[1].differences if part.kind == "weights" and part.count], "other roundings"
-    sizes = [part.largest for one in alone for part in one.differences if part.kind != "digests"]
+    sizes = [part.largest for step_again in alone for part in step_again.differences if part.kind != "digests"]
     assert 0 < max(sizes) < 1e-9
 
 
@@ -126,30 +132,30 @@ def rewrite(path, change):
 @pytest.mark.gloo
 def test_what_differs_is_named(saved):
     folder, _, _ = saved
-    one = open_rows(folder / "rollouts", 1)
-    rows = read_rows(one, single())
+    first = open_rows(folder / "rollouts", 1)
+    rows = read_rows(first, single())
     number, token = int(rows.batch.length.argmax()), 2
-    owner, job = int(one.owner("scored")[number]), job_of("ppo")
-    own = [n for n in range(8) if one.owner("scored")[n] == owner]
+    owner, job = int(first.owner("scored")[number]), job_of("ppo")
+    own = [n for n in range(8) if first.owner("scored")[n] == owner]
     place = sum(int(rows.lengths[n]) for n in own if n < number) + token
 
     def change(tensors):
         tensors["scored/old_logp"][place] += 0.5
 
-    rewrite(one.path / f"rows-{owner}.safetensors", change)
+    rewrite(first.path / f"rows-{owner}.safetensors", change)
     try:
-        found = [
+        results = [
             part for part in replayed(folder, job, 1)[0].differences if not part.agrees(1e-6) and part.kind != "digests"
         ]
     finally:
-        rewrite(one.path / f"rows-{owner}.safetensors", lambda tensors: tensors["scored/old_logp"][place].sub_(0.5))
-    assert [(part.name, part.phase) for part in found] == [("old_logp", "score_policy")]
-    assert abs(found[0].largest - 0.5) < 1e-6 and found[0].where.startswith(f"row {number}, token {token}: ")
+        rewrite(first.path / f"rows-{owner}.safetensors", lambda tensors: tensors["scored/old_logp"][place].sub_(0.5))
+    assert [(part.name, part.phase) for part in results] == [("old_logp", "score_policy")]
+    assert abs(results[0].largest - 0.5) < 1e-6 and results[0].where.startswith(f"row {number}, token {token}: ")
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    ("damage", "error", "said"),
+    ("damage", "error", "message"),
     [
         (lambda path: (path / "record.json").unlink(), DamagedError, "step-2: it cannot be read: "),
         (lambda path: (path / "record.json").write_text('{"format": 2}'), DamagedError, "its format is 2, this"),
@@ -158,10 +164,10 @@ def test_what_differs_is_named(saved):
     ],
     ids=["no record", "later format", "damaged rows", "not there"],
 )
-def test_rows_that_cannot_be_read(damage, error, said, saved, tmp_path):
+def test_rows_that_cannot_be_read(damage, error, message, saved, tmp_path):
     shutil.copytree(saved[0] / "rollouts", tmp_path / "rollouts")
     damage(tmp_path / "rollouts/step-2")
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         read_rows(open_rows(tmp_path / "rollouts", 2), single())
 
 

@@ -71,12 +71,12 @@ def run(request, tmp_path_factory):
 def test_generated_again_every_bit_is_the_same(run):
     folder, agents, settings = run
     done = generated(folder, agents, **settings)
-    assert [one.step for one in done] == [1, 2] and unlike(done) == []
+    assert [item.step for item in done] == [1, 2] and unlike(done) == []
     turns = [part for part in done[1].differences if part.kind == "turns"]
     assert turns[0].total == sum(
         node["sampled"] for logged in read_episodes(folder / "rollouts", 2) for node in to_record(logged.episode).nodes
     )
-    compared = {part.name for one in done for part in one.differences}
+    compared = {part.name for step_again in done for part in step_again.differences}
     assert {"tokens", "rollout_logp", "weights of policy by their digests", "state of the checkpoint"} <= compared
 
 
@@ -84,7 +84,7 @@ def test_generated_again_every_bit_is_the_same(run):
 def test_one_step_is_generated_again_from_a_checkpoint(run):
     folder, agents, settings = run
     done = generated(folder, agents, step=2, **settings)
-    assert [one.step for one in done] == [2] and unlike(done) == []
+    assert [item.step for item in done] == [2] and unlike(done) == []
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_greedy_episodes_have_seeds_of_their_own_and_are_generated_again(tmp_pat
     logged = LoggedEnvironment(Branching.agents)
     first, again = (episode_job(compose, environment, **settings) for environment in (Branching(), logged))
     train_loop(first, single(), Quiet(str(tmp_path / "checkpoints")))
-    seeds = [one.seed for one in read_episodes(tmp_path / "rollouts", 1)]
+    seeds = [episode.seed for episode in read_episodes(tmp_path / "rollouts", 1)]
     assert len(set(seeds)) == len(seeds) > 0
     assert unlike(replay(again, tmp_path, None, single(), Quiet(), logged)) == []
 
@@ -112,7 +112,7 @@ class Unasked:
 def test_rows_are_trained_on_without_an_environment(run):
     folder, agents, settings = run
     done = replayed(folder, job(Unasked(agents), **settings), None)
-    assert [one.step for one in done] == [1, 2] and unlike(done) == []
+    assert [item.step for item in done] == [1, 2] and unlike(done) == []
 
 
 @pytest.mark.gloo

@@ -13,11 +13,11 @@ from forked_python import start_python
 from small_runs import GRPO, Quiet, small_job
 
 from funrl import trees
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh, parse, single
 from funrl.mesh.rules import Layout
 from funrl.processes.store import keep_store, listen
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.checkpoints import rescue
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.rescue import replica_of
@@ -33,7 +33,7 @@ SETTINGS = {"steps": 3, "eval_every": 5, "queue": "fixed", "compose": GRPO}
 
 def run(folder, mesh, fail=None, stalled_s=None, **settings):
     """Metrics and weights of a run whose rank `fail` comes to a bad end in its third step."""
-    job, score = small_job(mesh=mesh, **SETTINGS | settings), loop.score_batch
+    job, score = small_job(mesh=mesh, **SETTINGS | settings), phases.score_batch
 
     def program(mesh):
         def failing(trainer, state, rows):
@@ -41,15 +41,15 @@ def run(folder, mesh, fail=None, stalled_s=None, **settings):
                 fail(mesh.rank)
             return score(trainer, state, rows)
 
-        loop.score_batch = failing
+        phases.score_batch = failing
         observer = Quiet(folder)
         try:
             train_loop(job, mesh, observer)
         finally:
-            loop.score_batch = score
+            phases.score_batch = score
         return observer.steps, [x.clone() for x in trees.leaves(observer.params)]
 
-    return launch(program, job.sizes, "cpu", waiting=Waiting(stalled_s=stalled_s))
+    return launch(program, job.sizes, "cpu", waiting=WaitLimits(stalled_s=stalled_s))
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def raises(*ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "settings", "fail", "said"),
+    ("mesh", "settings", "fail", "message"),
     [
         ("dp2", {}, killed(1), "rank 1 was killed by SIGKILL"),
         ("dp2,tp2", {}, killed(0), "rank 0 was killed by SIGKILL"),
@@ -95,10 +95,10 @@ def raises(*ranks):
     ],
 )
 def test_the_state_before_the_failure_is_saved_and_the_run_goes_on_with_the_same_bits(
-    mesh, settings, fail, said, tmp_path
+    mesh, settings, fail, message, tmp_path
 ):
     begin = time.monotonic()
-    with pytest.raises(WorkerError, match=said):
+    with pytest.raises(WorkerError, match=message):
         run(str(tmp_path), mesh, fail, stalled_s=5.0, **settings)
     assert time.monotonic() - begin < 120  # the timeout is ten minutes
     assert list(complete_checkpoints(tmp_path)) == [2]
@@ -139,13 +139,13 @@ def test_the_state_of_a_run_of_torchrun_whose_first_rank_is_killed_is_saved(tmp_
     try:
         assert ranks[0].wait(timeout=300) == -signal.SIGKILL
         ranks[1].terminate()
-        _, said = ranks[1].communicate(timeout=300)
+        _, message = ranks[1].communicate(timeout=300)
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
         del server
-    assert ranks[1].returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], said
+    assert ranks[1].returncode != 0 and list(complete_checkpoints(tmp_path)) == [2], message
 
 
 @pytest.mark.slow
@@ -213,17 +213,15 @@ def test_a_stopped_writer_of_checkpoints_is_named_and_the_state_is_saved_elsewhe
 def test_a_writer_that_is_slow_is_named_and_ends_the_run_at_the_timeout(monkeypatch):
     seconds = iter(range(0, 10_000, 5))
     monkeypatch.setattr(writer_watch.time, "monotonic", lambda: float(next(seconds)))
-    watch, said = WriterWatch(3, "RUN/checkpoints/.step-7.2", WriterLimits(60.0, 300.0, 1200.0)), []
-    while not (found := watch.poll(os.getpid()))[1]:
-        said += [found[0]] if found[0] else []
-    assert [text.split(" s:")[0] for text in said] == [f"no progress for {n}" for n in (60, 120, 240, 480, 960)]
-    assert said[0] == (
+    watch, results = WriterWatch(3, "RUN/checkpoints/.step-7.2", WriterLimits(60.0, 300.0, 1200.0)), []
+    while not (poll := watch.poll(os.getpid()))[1]:
+        results += [poll[0]] if poll[0] else []
+    assert [text.split(" s:")[0] for text in results] == [f"no progress for {n}" for n in (60, 120, 240, 480, 960)]
+    assert results[0] == (
         f"no progress for 60 s: rank 3 waits for process {os.getpid()}, which writes RUN/checkpoints/.step-7.2, on a "
         "slow disk or a dead one; the run ends after 20 minutes of that (--timeout)"
     )
-    assert found[1] == (
-        f"process {os.getpid()} has not written RUN/checkpoints/.step-7.2 within 20 minutes (--timeout)"
-    )
+    assert poll[1] == (f"process {os.getpid()} has not written RUN/checkpoints/.step-7.2 within 20 minutes (--timeout)")
 
 
 def test_an_interrupt_ends_a_run_at_once(tmp_path):
@@ -238,9 +236,11 @@ def test_an_interrupt_ends_a_run_at_once(tmp_path):
 def test_replicas_are_over_the_axes_that_split_nothing():
     sizes = parse("dp2,ep2,tp2")
     split = {"w": Layout((8, 8), (("tensor",), ("expert",)), tuple(sizes.values()))}
-    found = [replica_of(Mesh(sizes, rank), split) for rank in range(8)]
-    assert [one.number for one in found] == [0] * 4 + [1] * 4
-    assert [one.mesh.rank for one in found] == [*range(4)] * 2
-    assert [one.layouts["w"].box(one.mesh.rank) for one in found[:4]] == [split["w"].box(rank) for rank in range(4)]
+    replicas = [replica_of(Mesh(sizes, rank), split) for rank in range(8)]
+    assert [request.number for request in replicas] == [0] * 4 + [1] * 4
+    assert [item.mesh.rank for item in replicas] == [*range(4)] * 2
+    assert [element.layouts["w"].box(element.mesh.rank) for element in replicas[:4]] == [
+        split["w"].box(rank) for rank in range(4)
+    ]
     alone = replica_of(single(), {})
     assert (alone.number, alone.mesh.world) == (0, 1)

@@ -1,4 +1,4 @@
-"""Models that reward completions of groups written ahead: on the ranks that train, or on some of their own."""
+"""Models that reward completions of groups written ahead: on the trainer ranks, or on some of their own."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from test_rewarding_pools import settings_of
 
 from funrl.algos.filters.by_group import mean_between
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.mesh.launch import Waiting, WorkerError, launch
+from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools.channel import Requests, answer_key, run_store
 from funrl.rewards.call import RewardError
@@ -45,14 +45,14 @@ def without_large():
 
 STEPS = 3
 AHEAD = {
-    "on the ranks that train and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
+    "on the trainer ranks and on others": (rollout_is, ["reward_model", "judge"], "train:1 generate:1 judge:1", {}),
     "of greedy completions": (stale_remax, ["judge"], "train:1 generate:1", {}),
     "with a filter": (without_large, ["judge"], "train:1 generate:1", {"max_refills": 6, "reward": large_for_some}),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", quick(AHEAD, ["on the ranks that train and on others"]))
+@pytest.mark.parametrize("name", quick(AHEAD, ["on the trainer ranks and on others"]))
 def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     compose, names, place, further = AHEAD[name]
     flags = REPLAYED | {"steps": STEPS} | settings_of(folders, *names)
@@ -64,7 +64,9 @@ def test_they_are_repeated_with_the_same_bits(name, folders, tmp_path):
     assert all(metrics[f"reward/{model}/mean"] for model in names for _, metrics in steps)
     flags |= {"reward": further["reward"]} if "reward" in further else {}
     done = repeated(tmp_path, small_job(compose, **flags), single())
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     assert len(done) == STEPS and {"scores", "tokens"} <= {part.name for part in done[-1].differences}
     log = read_groups(tmp_path)
     assert log is not None
@@ -88,9 +90,9 @@ def test_a_resumed_run_takes_each_group_once(folders, tmp_path):
 def test_runs_by_the_clock_are_the_same_twice(folders, tmp_path):
     flags = settings_of(folders, "judge") | {"place": "train:1 generate:1 judge:1", "steps": 3}
     runs = [tmp_path / "one", tmp_path / "other"]
-    one, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
-    assert differences(one, other) + differing_files(runs, 3) == []
-    assert max(metrics["age/max"] for _, metrics in one.observer.steps) > 0
+    first, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
+    assert differences(first, other) + differing_files(runs, 3) == []
+    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
 
 
 @pytest.mark.slow
@@ -99,8 +101,8 @@ def test_samples_and_evaluations_have_their_scores(folders):
     ahead = run(rollout_is, place="train:1 generate:1 reward_model:1", staleness=1, **flags)
     together = run(rollout_is, **flags)
     by_step = [
-        {shown[0]: (shown, parts) for shown, parts in zip(one.observer.shown, one.observer.parts, strict=True)}
-        for one in (ahead, together)
+        {shown[0]: (shown, parts) for shown, parts in zip(item.observer.shown, item.observer.parts, strict=True)}
+        for item in (ahead, together)
     ]
     for step in (0, 1):  # an evaluation and a batch of the first weights
         assert by_step[0][step] == by_step[1][step] and by_step[0][step][1][0].keys() >= {"reward_model"}
@@ -180,7 +182,7 @@ _batches = 0
 
 
 def dies_meanwhile(answer, requests, number, waits_for):
-    """Wait for an answer; the second of the ranks that train ends its process where it waits for the third batch."""
+    """Wait for an answer; the second trainer rank ends its process where it waits for the third batch."""
     store = run_store()
     while requests.mesh.rank == 1 and not store.check([answer_key(number)]):
         if store.check([SCORING]):
@@ -206,6 +208,6 @@ def test_a_run_that_ends_while_a_model_scores_leaves_its_state_and_its_log(name,
     flags = {"place": f"{place} generate:1 reward_model:1", "staleness": 1, "save_rollouts": 1, "eval_every": 9}
     job = small_job(rollout_is, minibatches=1, steps=4, **flags, **settings_of(folders, "reward_model"))
     with pytest.raises(WorkerError, match=message):
-        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=Waiting(timeout))
+        launch(functools.partial(trained, tmp_path, job), job.launched, "cpu", waiting=WaitLimits(timeout))
     assert list(complete_checkpoints(tmp_path / "checkpoints")) == [2]
     assert list(read_groups(tmp_path).by_step) == [1, 2]

@@ -36,7 +36,7 @@ from funrl.models import decoder_model, with_fields
 from funrl.models.huggingface import directories as hf
 from funrl.role_kinds import ROLES
 from funrl.tasks import arithmetic
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.compatibility import check_algorithm
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.declaration import run_kind
@@ -92,7 +92,7 @@ def test_a_step_provides_what_an_algorithm_reads_and_computes_nothing_else(name,
     ids = {"teacher_topk"} if "topk_logp" in needed else set()
     for field in COMPUTED:
         assert (field in batch.names()) == (field in needed | ids), field
-    _, metrics = loop.learn_batch(run, state, rows)
+    _, metrics = phases.learn_batch(run, state, rows)
     assert all(x == x for x in metrics.values()), metrics
 
 
@@ -170,7 +170,7 @@ def test_a_teacher_gives_likely_tokens_and_the_policy_comes_nearer_to_it(teacher
         assert (batch.teacher_topk_logp.diff(dim=-1)[batch.mask] <= 0).all()
         losses = []
         for _ in range(12):
-            state, metrics = loop.learn_batch(run, state, rows)
+            state, metrics = phases.learn_batch(run, state, rows)
             losses.append(metrics["distillation/loss"])
         assert losses[-1] < 0.5 * losses[0]
     assert metrics["distillation/teacher_mass"] == pytest.approx(1, abs=1e-5)  # all tokens
@@ -228,7 +228,7 @@ def test_the_implicit_reward_model_begins_as_the_policy_and_learns_on_its_own():
     batch = rows.batch
     torch.testing.assert_close(batch.implicit_logp, batch.ref_logp)
     before, reference = (trees.clone(tree) for tree in (state.roles["implicit_reward"].params, run.frozen["reference"]))
-    state, metrics = loop.learn_batch(run, state, rows)
+    state, metrics = phases.learn_batch(run, state, rows)
     assert {"implicit_reward/loss", "implicit_reward/grad_norm"} <= set(metrics)
     after = state.roles["implicit_reward"].params
     assert not all(map(torch.equal, trees.leaves(before), trees.leaves(after)))
@@ -241,11 +241,11 @@ def test_the_implicit_reward_model_learns_from_whole_completions_whatever_is_rej
     for pieces in ((), (mask_truncated(),)):
         make = lambda pieces=pieces: corrected(dataclasses.replace(prime(), filter=None), *pieces)  # noqa: E731
         run, state = start(make)
-        rows, state, _ = loop.draw_batch(run, state)
+        rows, state, _ = phases.draw_batch(run, state)
         rows = rows.with_fields(truncated=torch.arange(len(rows.owner)) % 2 == 0)
-        rows, state, _ = loop.score_batch(run, state, rows)
+        rows, state, _ = phases.score_batch(run, state, rows)
         assert rows.batch.sampled.sum() > rows.batch.mask.sum() or not pieces
-        state, metrics = loop.learn_batch(run, state, rows)
+        state, metrics = phases.learn_batch(run, state, rows)
         params = trees.leaves(state.roles["implicit_reward"].params)
         ends.append((params, metrics["implicit_reward/loss"], metrics["actor/pg_loss"]))
     assert all(map(torch.equal, ends[0][0], ends[1][0])) and ends[0][1] == ends[1][1]
@@ -276,7 +276,7 @@ def test_the_state_of_a_controller_goes_from_step_to_step():
 def test_a_filter_drops_single_rows_too():
     half = lambda batch: torch.arange(len(batch.score)) % 2 == 0  # noqa: E731
     run, state = start(lambda: dataclasses.replace(grpo(), filter=half))
-    batch = loop.draw_batch(run, state)[0].batch
+    batch = phases.draw_batch(run, state)[0].batch
     assert len(batch.tokens) == 4 and len(set(batch.group.tolist())) == 4
 
 

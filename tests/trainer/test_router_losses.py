@@ -57,8 +57,8 @@ def test_several_micro_batches_have_the_gradient_of_one():
 
 def test_metrics_of_the_load():
     counts = torch.tensor([[2.0, 2, 2, 2], [8, 0, 0, 0]], dtype=torch.float64)
-    found = load_metrics({ROUTER_COUNTS: counts, "other": torch.ones(())})
-    assert {name: x.item() for name, x in found.items()} == {
+    metrics = load_metrics({ROUTER_COUNTS: counts, "other": torch.ones(())})
+    assert {name: x.item() for name, x in metrics.items()} == {
         "other": 1,
         "router/load_max": 4.0,
         "router/entropy": pytest.approx(0.5),

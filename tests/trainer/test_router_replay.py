@@ -23,11 +23,11 @@ MOE = {"compose": GRPO, "task": "arithmetic_moe"}
 @pytest.mark.parametrize("mesh", ["dp1", "dp2,ep2"])
 def test_replayed_choices_are_those_that_the_trainer_makes_of_the_same_numbers(mesh):
     generate = None if mesh == "dp1" else "ep2,tp2"
-    found = run_steps(1, sizes=EXPERTS, mesh=mesh, generate_mesh=generate, router_replay=True, minibatches=1, **MOE)
-    routes = [batch.routes for batch in found["batches"]]
-    found["batches"] = [batch._replace(routes=None) for batch in found["batches"]]
-    assert_same(found, without(), 1e-9)
-    for batch, of_tokens in zip(found["batches"], routes, strict=True):
+    steps = run_steps(1, sizes=EXPERTS, mesh=mesh, generate_mesh=generate, router_replay=True, minibatches=1, **MOE)
+    routes = [batch.routes for batch in steps["batches"]]
+    steps["batches"] = [batch._replace(routes=None) for batch in steps["batches"]]
+    assert_same(steps, without(), 1e-9)
+    for batch, of_tokens in zip(steps["batches"], routes, strict=True):
         at = torch.arange(batch.tokens.shape[1])
         known, last = at < batch.length[:, None] - 1, at == batch.length[:, None] - 1
         assert of_tokens.shape[2] == 2 and of_tokens[known].min() >= 0 and of_tokens.max() < 4
@@ -56,7 +56,7 @@ def gaps(monkeypatch, speculate=0):
     )
     run, state = begin(job, single())
     rows, _, _ = scored_batch(run, state)
-    role, found = run.parts.roles["policy"], []
+    role, results = run.parts.roles["policy"], []
     for module in (linear, norm, rotary, varlen_attention):
         monkeypatch.setattr(module, "computes_exactly", lambda *_: False)
     for replay in (True, False):
@@ -65,8 +65,8 @@ def gaps(monkeypatch, speculate=0):
             with torch.no_grad():
                 logp = placed.token_scores(state.roles["policy"].params, piece.batch).logp
             total.append((logp - piece.batch.rollout_logp)[piece.batch.mask].abs())
-        found.append(torch.cat(total).mean().item())
-    return found
+        results.append(torch.cat(total).mean().item())
+    return results
 
 
 @pytest.mark.parametrize("speculate", [0, 2])
@@ -78,7 +78,7 @@ def test_replay_narrows_the_gap(speculate, monkeypatch):
 @pytest.mark.parametrize(
     "how,message",
     [
-        ({"compose": GRPO}, "--router_replay=True: no model of this run has experts"),
+        ({"compose": GRPO}, "--router_replay: no model of this run has experts"),
         ({**MOE, "new_tokens_per_step": 3}, "--router_replay: with --new_tokens_per_step=3 the engine computes"),
     ],
 )

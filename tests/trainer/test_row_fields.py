@@ -12,7 +12,7 @@ from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.jobs.compatibility import check_algorithm
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, settings_of
@@ -32,30 +32,30 @@ def by_advantage():
 
 
 def test_a_term_may_read_the_score_of_its_row():
-    found = []
+    results = []
     for make in (by_score, by_advantage):
         run, state = begin(small_job(make, token_budget=BUDGET), single())
         rows, state, _ = scored_batch(run, state)
-        found.append(gradients(run, state, rows)["policy"])
+        results.append(gradients(run, state, rows)["policy"])
         counts = rows.batch.mask.sum(1)
         if make is by_score:
             for name in ("score", "group"):
                 mean = (rows.batch.get(name) * counts).sum() / counts.sum()
-                assert found[0].metrics[name] == pytest.approx(mean.item()), "the mean over tokens of their rows'"
-        _, metrics = loop.learn_batch(run, state, rows)
+                assert results[0].metrics[name] == pytest.approx(mean.item()), "the mean over tokens of their rows'"
+        _, metrics = phases.learn_batch(run, state, rows)
         assert math.isfinite(metrics["actor/pg_loss"])
     assert len(set(rows.batch.score.tolist())) > 2
-    assert_same_gradients({"policy": found[0]}, {"policy": found[1]}, 1e-12)
-    assert max(x.abs().max() for x in trees.leaves(found[0].tree)) > 1e-3
+    assert_same_gradients({"policy": results[0]}, {"policy": results[1]}, 1e-12)
+    assert max(x.abs().max() for x in trees.leaves(results[0].tree)) > 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_the_score_in_a_term_is_the_same_on_two_ranks():
-    one, two = (
+    row, two = (
         run_steps(1, with_gradients=True, compose=by_score, token_budget=BUDGET, mesh=mesh) for mesh in ("dp1", "dp2")
     )
-    assert_same_gradients(two["grads"][0], one["grads"][0], 1e-10)
+    assert_same_gradients(two["grads"][0], row["grads"][0], 1e-10)
 
 
 def reading(field, compose=grpo):
@@ -95,7 +95,7 @@ def test_every_field_that_passes_the_check_comes_to_the_update():
         small_job(lambda: dataclasses.replace(grpo(), losses={"policy": reduce(term, token_mean())})), single()
     )
     rows, state, _ = scored_batch(run, state)
-    loop.learn_batch(run, state, rows)
+    phases.learn_batch(run, state, rows)
 
 
 def test_what_does_not_come_to_the_update_says_so():

@@ -17,18 +17,18 @@ from funrl.trainer.settings.settings import scoring_budget, settings_of
 @pytest.fixture
 def passes(monkeypatch):
     """Tokens of every forward pass of packed rows, by whether it has a gradient."""
-    found = {True: set(), False: set()}
+    results = {True: set(), False: set()}
 
     def watched(model, *_, **__):
         def layer(config, mesh, params, x_BTD, context):
             if context.kv_cache is None:
-                found[torch.is_grad_enabled()].add(x_BTD.shape[1])
+                results[torch.is_grad_enabled()].add(x_BTD.shape[1])
             return model.layer(config, mesh, params, x_BTD, context)
 
         return layer
 
     monkeypatch.setattr(build, "compile_layer", watched)
-    return found
+    return results
 
 
 def reward_model(folder):
@@ -73,5 +73,5 @@ def test_the_budget_is_four_of_the_updates_where_no_flag_says():
 
 @pytest.mark.parametrize("recipe", [PPO, dpo], ids=["ppo", "dpo"])
 def test_it_changes_no_number(recipe):
-    one, other = (run_steps(1, **texts_or_rewards(recipe), token_budget=64, score_token_budget=n) for n in (None, 8))
-    assert_same(other, one, 1e-12)
+    first, other = (run_steps(1, **texts_or_rewards(recipe), token_budget=64, score_token_budget=n) for n in (None, 8))
+    assert_same(other, first, 1e-12)

@@ -67,10 +67,10 @@ def whole_tensors():
 def ranks_of(mesh):
     """Of each rank its mesh, its tensors and their layouts."""
     sizes, whole = parse(mesh), whole_tensors()
-    found = {n: layout(n, shape, logical, RULES, sizes) for n, (shape, logical, _) in AXES.items()}
+    results = {n: layout(n, shape, logical, RULES, sizes) for n, (shape, logical, _) in AXES.items()}
     for rank in range(Mesh(sizes).world):
-        boxes = {n: tuple(slice(*ends) for ends in one.box(rank)) for n, one in found.items()}
-        yield Mesh(sizes, rank), {n: x[boxes[n]] for n, x in whole.items()}, found
+        boxes = {n: tuple(slice(*ends) for ends in item.box(rank)) for n, item in results.items()}
+        yield Mesh(sizes, rank), {n: x[boxes[n]] for n, x in whole.items()}, results
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -78,8 +78,8 @@ def test_every_element_is_written_once(mesh, monkeypatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 32)
     written = {name: torch.zeros(shape, dtype=torch.int) for name, (shape, _, _) in AXES.items()}
     created, nbytes = [], []
-    for one, tensors, found in ranks_of(mesh):
-        own = own_shards(tensors, found, one)
+    for item, tensors, element in ranks_of(mesh):
+        own = own_shards(tensors, element, item)
         created += own.created
         nbytes.append(own.nbytes)
         for part in own.parts:
@@ -113,23 +113,23 @@ def write_checkpoint(folder, mesh, server):
     beside, numbers = str(folder / ".step-1"), {"step": 3, "coefficient": 0.1}
     scalars = {"step": Array((), "int64", (), True), "coefficient": Array((), "float64", (), True)}
     memories, arrays = [], {}
-    for one, tensors, found in ranks_of(mesh):
-        own = own_shards(tensors, found, one)
+    for item, tensors, element in ranks_of(mesh):
+        own = own_shards(tensors, element, item)
         memory = Memory(own.nbytes)
-        copy_to_memory(own, tensors, found, one, memory)
+        copy_to_memory(own, tensors, element, item, memory)
         mine, created = own.arrays, own.created
-        if one.rank == 0:
+        if item.rank == 0:
             mine, created = own.arrays | scalars, own.created | set(scalars)
         names = {part.name for part in own.parts} | created
         server.send(
             WriteShards(
                 beside,
-                one.rank,
+                item.rank,
                 memory.path,
                 {n: x for n, x in mine.items() if n in names},
                 own.parts,
                 frozenset(created),
-                numbers if one.rank == 0 else {},
+                numbers if item.rank == 0 else {},
             )
         )
         arrays, memories = arrays | mine, [*memories, memory]
@@ -143,8 +143,8 @@ def read_on(mesh, folder, arrays, server, monkeypatch):
     monkeypatch.setattr(reading, "gather_objects", lambda value, mesh: [value])
     monkeypatch.setattr(shards, "_finer", lambda layout: layout)
     database = Database(str(folder / "step-1"), arrays, server)
-    for one, tensors, found in ranks_of(mesh):
-        got = dict(read_tensors(database, {name: x.dtype for name, x in tensors.items()}, found, mesh=one))
+    for item, tensors, element in ranks_of(mesh):
+        got = dict(read_tensors(database, {name: x.dtype for name, x in tensors.items()}, element, mesh=item))
         assert got.keys() == tensors.keys()
         yield from ((got[name], x) for name, x in tensors.items())
 
@@ -230,9 +230,9 @@ def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, 
     server, memories, arrays, written = ShardServer(), [], {}, 0
     owner = {"a/x": np.array([1, 0, 1, 1, 0, 0, 1]), "a/none": np.zeros(0, np.int64)}
     for rank in range(Mesh(sizes).world):
-        one, parts = Mesh(sizes, rank), []
+        first, parts = Mesh(sizes, rank), []
         for names in (("a/x", "a/y"), ("a/none",)):
-            held = HeldRows(frozenset(names), owner[names[0]], one)
+            held = HeldRows(frozenset(names), owner[names[0]], first)
             mine = {name: whole[name][held.own] for name in names}
             parts.append((held, mine, own_row_shards(mine, held)))
         shards = joined_shards(parts[0][2], parts[1][2])
@@ -248,12 +248,12 @@ def test_rows_are_written_by_those_who_have_them_and_read_in_equal_shares(mesh, 
     assert server.answers(wait=True) == [] and written == 7 * 64 * 2, "each row once"
     for ranks in ("dp1", "dp4,tp2"):
         for rank in range(Mesh(parse(ranks)).world):
-            one = Mesh(parse(ranks), rank)
-            held = HeldRows(frozenset(whole), np.zeros(7, np.int64), one)
-            found = read_held_rows(Database(str(tmp_path / "step-1"), arrays, server), held, one)
+            first = Mesh(parse(ranks), rank)
+            held = HeldRows(frozenset(whole), np.zeros(7, np.int64), first)
+            held_rows = read_held_rows(Database(str(tmp_path / "step-1"), arrays, server), held, first)
             for name, x in whole.items():
-                share = own_range(len(x), one, one.row_axes)
-                assert torch.equal(found[name], x[share.start : share.stop]) and found[name].dtype == x.dtype
+                share = own_range(len(x), first, first.row_axes)
+                assert torch.equal(held_rows[name], x[share.start : share.stop]) and held_rows[name].dtype == x.dtype
     server.close()
 
 

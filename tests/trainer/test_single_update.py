@@ -1,5 +1,6 @@
 """With one update a batch, the update's own forward pass says what the policy said before it."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -8,9 +9,9 @@ from selection import quick
 from small_runs import GRPO, PPO, assert_same, begin, gap, run_steps, scored_batch, small_job, whole_weights
 
 from funrl.mesh.mesh import single
-from funrl.trainer.jobs.build import sync
 from funrl.trainer.jobs.job import needs_old_scores
-from funrl.trainer.loop import learn_batch
+from funrl.trainer.phases import learn_batch
+from funrl.trainer.steps.sync import sync
 
 ALGORITHMS = {
     "entropy": functools.partial(GRPO, entropy_coef=0.1),
@@ -27,7 +28,7 @@ def two_steps(compose, score_old):
     assert not policy.writes
     if score_old:
         roles = {**run.parts.roles, "policy": policy._replace(writes={"old_logp": "logp"})}
-        run = run._replace(parts=run.parts._replace(roles=roles))
+        run = run._replace(parts=dataclasses.replace(run.parts, roles=roles))
     records = []
     for _ in range(2):
         rows, state, metrics = scored_batch(run, state)

@@ -50,11 +50,11 @@ def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path)
     assert "score of row " in note and "e+30: the reward function gave it" in note
     (file,) = (tmp_path / "skipped").iterdir()
     assert file.name == "step-2-policy-1.safetensors" and str(file) in note
-    with safe_open(file, "pt") as found:
-        rows, scores = found.get_tensor("rows"), found.get_tensor("score")
+    with safe_open(file, "pt") as result:
+        rows, scores = result.get_tensor("rows"), result.get_tensor("score")
         assert rows.tolist() and set(rows.tolist()) <= {6, 7} and (scores > 1e29).any()
-        assert found.get_tensor("tokens").shape[0] == len(rows) and "advantage" in found.keys()  # noqa: SIM118
-        assert found.metadata()["update"] == "step 2, policy" and found.metadata()["rank"] in "01"
+        assert result.get_tensor("tokens").shape[0] == len(rows) and "advantage" in result.keys()  # noqa: SIM118
+        assert result.metadata()["update"] == "step 2, policy" and result.metadata()["rank"] in "01"
 
 
 @pytest.mark.slow
@@ -101,8 +101,8 @@ def test_what_is_saved_is_bounded(tmp_path, monkeypatch):
         skips.add(NotFiniteError("x"), f"step {step}, policy", "policy", rows, np.arange(3), Suspects(np.arange(0)))
     files = sorted((tmp_path / "skipped").iterdir())
     assert [file.name for file in files] == ["step-0-policy-1.safetensors", "step-1-policy-2.safetensors"]
-    with safe_open(files[0], "pt") as found:
-        assert found.get_tensor("rows").tolist() == [0, 1]
+    with safe_open(files[0], "pt") as result:
+        assert result.get_tensor("rows").tolist() == [0, 1]
     assert len(notes) == 3 and skips.take() == {"update/skipped": 3.0} and skips.take() == {"update/skipped": 0.0}
 
 

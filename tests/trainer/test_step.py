@@ -21,7 +21,7 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.rules import Layout, shard
 from funrl.trainer.jobs.build import build
-from funrl.trainer.loop import learn_batch
+from funrl.trainer.phases import learn_batch
 from funrl.trainer.steps.micro import mini_batches, own_micro_batches
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.score import score_role
@@ -79,7 +79,7 @@ def test_micro_batches_change_nothing():
     run, state, rows = scored(WITH_ENTROPY)
     state = moved(state)
     whole = gradients(run, state, rows, MANY)
-    assert all(norm(one.tree) > 1e-2 for one in whole.values())
+    assert all(norm(item.tree) > 1e-2 for item in whole.values())
     for budget in (1, FEW, 100):
         assert_equal(gradients(run, state, rows, budget), whole)
 
@@ -137,12 +137,12 @@ def test_scores_of_several_micro_batches_are_those_of_one():
     run, state, rows = scored(PPO)
     role = run.parts.roles["policy"]._replace(writes={"old_logp": "logp", "old_entropy": "entropy"})
     params = state.roles["policy"].params
-    one, batch = score_role(role, params, rows, MANY), rows.batch
+    row, batch = score_role(role, params, rows, MANY), rows.batch
     for budget in (1, FEW, 100):
-        for name, found in score_role(role, params, rows, budget).items():
-            assert found.shape == batch.tokens.shape and not found.requires_grad
-            assert (found - one[name]).abs().max() < 1e-12
-    assert one["old_entropy"][batch.mask].min() > 0
+        for name, tensor in score_role(role, params, rows, budget).items():
+            assert tensor.shape == batch.tokens.shape and not tensor.requires_grad
+            assert (tensor - row[name]).abs().max() < 1e-12
+    assert row["old_entropy"][batch.mask].min() > 0
 
 
 class Linear(NamedTuple):

@@ -12,7 +12,7 @@ from funrl.fields import FIELDS
 from funrl.mesh.mesh import single
 from funrl.models import decoder_model, place, with_fields
 from funrl.tasks import arithmetic
-from funrl.trainer import loop
+from funrl.trainer import phases
 from funrl.trainer.steps import learn as learning
 from funrl.trainer.steps.micro import own_micro_batches, plan_epoch
 from funrl.trainer.steps.roles import Role
@@ -61,15 +61,17 @@ def test_a_model_is_given_int64_and_its_most_likely_tokens_are_held_in_four_byte
     batch = Batch(tokens=tokens, mask=tokens > 3, length=torch.tensor([8, 8]), **beside)
     rows = score({"teacher": role}, {"teacher": plain.init(torch.Generator().manual_seed(0))}, rows_of(batch))
     assert rows.batch.teacher_topk.dtype == TOKEN_INT and rows.batch.teacher_topk.max() < plain.config.vocab
-    assert {x.dtype for one in given for x in (one.tokens, one.positions, one.segments)} == {torch.int64}
+    assert {
+        x.dtype for completion in given for x in (completion.tokens, completion.positions, completion.segments)
+    } == {torch.int64}
 
 
 def test_a_pass_is_planned_once_and_never_taken_from_another_division(monkeypatch):
     run, state = begin(small_job(epochs=2, minibatches=2), single())
-    rows, state, _ = loop.draw_batch(run, state)
+    rows, state, _ = phases.draw_batch(run, state)
     plans = []
     monkeypatch.setattr(learning, "plan_epoch", lambda *plan, **kw: plans.append(plan[-1]) or plan_epoch(*plan, **kw))
-    plan = loop.update_plan(run.job, run.parts, state.step + 1)
+    plan = phases.update_plan(run.job, run.parts, state.step + 1)
     assert learning.epoch_of(rows, plan, 0) is rows.epoch and plans == []
     assert learning.epoch_of(rows, plan, 1).number == 1
     other = learning.epoch_of(rows, plan._replace(minibatches=4), 0)

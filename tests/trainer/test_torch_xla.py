@@ -1,5 +1,6 @@
 """Steps on a device of torch_xla, the one of PJRT for CPUs, against those in torch."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,14 +14,14 @@ from small_runs import GRPO, MEASURED, PPO, begin, gradients, one_step, relative
 
 from funrl.cli import main as cli
 from funrl.mesh.mesh import single
-from funrl.trainer.lowered.xla_device import TorchXlaPrograms
+from funrl.trainer.lowered.programs import with_programs
+from funrl.trainer.lowered.torch_xla_steps import torch_xla_device
 
 
 def on_device(run, state):
     """The run with its steps on the device."""
-    programs = TorchXlaPrograms()
-    roles = {name: role._replace(programs=programs) for name, role in run.parts.roles.items()}
-    return run._replace(parts=run.parts._replace(roles=roles)), state
+    roles = with_programs(run.parts.roles, torch_xla_device(run.parts.roles))
+    return run._replace(parts=dataclasses.replace(run.parts, roles=roles)), state
 
 
 def steps_of(run, state):
@@ -37,20 +38,20 @@ def test_gradients_of_the_embedded_model_in_float32_are_those_of_torch():
     run, state = begin(small_job(GRPO, sizes=None, dtype="float32"), single())
     rows, state, _ = scored_batch(run, state)
     lowered, _ = on_device(run, state)
-    wanted, found = gradients(run, state, rows), gradients(lowered, state, rows)
+    wanted, result = gradients(run, state, rows), gradients(lowered, state, rows)
     for name, want in wanted.items():
-        assert relative(found[name].tree, want.tree) < 1e-6
-        assert abs(found[name].loss - want.loss) < 1e-6
+        assert relative(result[name].tree, want.tree) < 1e-6
+        assert abs(result[name].loss - want.loss) < 1e-6
 
 
 def test_scores_and_updates_of_two_roles_are_those_of_torch():
     job = small_job(PPO)
-    found, others = steps_of(*on_device(*begin(job, single())))  # first: autograd counts devices once
+    result, others = steps_of(*on_device(*begin(job, single())))  # first: autograd counts devices once
     wanted, numbers = steps_of(*begin(job, single()))
     for want, other in zip(numbers, others, strict=True):
         assert other == pytest.approx(want, abs=1e-9)
     for name, role in wanted.roles.items():
-        assert relative(found.roles[name].params, role.params) < 1e-9
+        assert relative(result.roles[name].params, role.params) < 1e-9
 
 
 def losses_of(folder):

@@ -11,7 +11,7 @@ from funrl.mesh.mesh import single
 from funrl.rollout.certificate import SyncDigests
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.sync_proof import READ_AFTER
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 
 WRONG = "layers/1/mlp/up"
 
@@ -65,7 +65,7 @@ def test_the_flags_say_what_is_compared(flags, verified, probed):
     assert [reports.get("sync/verified") for reports in observer.reports] == verified
     assert [i for i, reports in enumerate(observer.reports) if "sync/probe_gap" in reports] == probed
     assert [i for i, phases in enumerate(observer.phases) if "verify" in phases] == [
-        i for i, one in enumerate(verified) if one is not None
+        i for i, item in enumerate(verified) if item is not None
     ]
 
 
@@ -110,7 +110,7 @@ def test_no_result_is_read_before_the_engine_has_begun(monkeypatch):
     recorded(NativeEngine, "load", "sync")
     recorded(NativeEngine, "step", "iteration")
     recorded(SyncDigests, "compare", "read")
-    recorded(loop, "score_batch", "score")
+    recorded(phases, "score_batch", "score")
     _, outcome = run(probe_sync_every=0, max_new_tokens=40)
     assert outcome.error is None
     *syncs, last = events_by_sync(events)
@@ -164,6 +164,6 @@ def test_a_run_on_ranks_is_verified_at_every_step(mesh, how):
         return loop.train_loop(job, mesh, observer).error, observer.reports
 
     error, reports = launch(program, job.sizes, "cpu")
-    assert error is None and [one["sync/verified"] for one in reports] == [1.0] * 2
+    assert error is None and [report["sync/verified"] for report in reports] == [1.0] * 2
     bound = 0.05 if job.settings.models.dtype == "bfloat16" else 1e-9
-    assert max(one["sync/probe_gap"] for one in reports) < bound
+    assert max(row["sync/probe_gap"] for row in reports) < bound

@@ -47,7 +47,7 @@ from funrl.processes.workers import can_fork
 from funrl.rollout.episodes import Episode
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
-from funrl.trainer import loop
+from funrl.trainer import loop, phases
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.settings.declaration import SettingsError
@@ -70,9 +70,9 @@ def server():
     with start_python(["-m", "funrl.rollout.vllm.server", "--port=0"], os.environ, stderr=None) as program:
         assert program.stdout is not None
         try:
-            said = next((line for line in program.stdout if line.startswith("listening at ")), None)
-            assert said is not None, program.wait(60)  # libraries may write lines of their own before it
-            url = said.split()[-1]
+            message = next((line for line in program.stdout if line.startswith("listening at ")), None)
+            assert message is not None, program.wait(60)  # libraries may write lines of their own before it
+            url = message.split()[-1]
             vllm_client(url, small_job(GRPO, sizes=SIZES, dtype="float32").model)
             yield Server(url, program)
         finally:
@@ -124,8 +124,8 @@ def weights_amid_rows():
 def scored_by_their_versions(file):
     """Each token that is learned from is scored by the weights that it is said to be of, and noted in a file."""
     weights = {}
-    sync = loop.sync
-    learn = loop.learn_batch
+    sync = phases.sync
+    learn = phases.learn_batch
 
     def synced(parts, state, *rest, **named):
         weights[state.version + 1] = trees.map_named(lambda _, x: x.clone(), state.roles["policy"].params)
@@ -145,7 +145,7 @@ def scored_by_their_versions(file):
                 print(json.dumps(Token(state.step + 1, row, version, gap)), file=lines)
         return learn(trainer, state, rows)
 
-    with mock.patch.object(loop, "sync", synced), mock.patch.object(loop, "learn_batch", learned):
+    with mock.patch.object(loop, "sync", synced), mock.patch.multiple(phases, sync=synced, learn_batch=learned):
         yield
 
 
@@ -201,9 +201,9 @@ def test_steps_of_ppo_have_the_trainers_log_probabilities(mesh):
     done, peer = (run_steps(2, compose=PPO, sizes=SIZES, engine=engine, **settings) for engine in ("vllm", "native"))
     assert 0 < max(reported["rollout/logprob_gap_max"] for reported in done["metrics"]) < 1e-4
     # The noise is the same, so the native engine draws the same tokens, and learns the same.
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+    for completion, other in zip(done["batches"], peer["batches"], strict=True):
+        assert completion.tokens.equal(other.tokens)
+        assert (completion.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
 @needs_vllm
@@ -211,9 +211,9 @@ def test_steps_with_a_server_are_those_of_the_native_engine(server):
     flags = {"engine": "vllm_server", "engine_url": server.url}
     done = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32", **flags)
     peer = run_steps(2, compose=GRPO, sizes=SIZES, dtype="float32")
-    for one, other in zip(done["batches"], peer["batches"], strict=True):
-        assert one.tokens.equal(other.tokens)
-        assert (one.rollout_logp - other.rollout_logp).abs().max() < 1e-4
+    for completion, other in zip(done["batches"], peer["batches"], strict=True):
+        assert completion.tokens.equal(other.tokens)
+        assert (completion.rollout_logp - other.rollout_logp).abs().max() < 1e-4
 
 
 @needs_vllm
@@ -343,7 +343,7 @@ def test_the_servers_of_a_run_are_one_for_each_data_rank():
         ({"engine_url": "http://a"}, "http://a is not http://HOST:PORT"),
         ({"engine_url": None}, "--engine=vllm_server needs --engine_url"),
         ({"engine": "native"}, "does nothing without --engine=vllm_server"),
-        ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3.0 does nothing"),
+        ({"engine_url": None, "engine": "native", "engine_timeout": 3.0}, "--engine_timeout=3 does nothing"),
     ):
         with pytest.raises(SettingsError, match=message):
             small_job(GRPO, **{"mesh": "dp2"} | flags | more)

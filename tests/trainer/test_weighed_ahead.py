@@ -72,7 +72,9 @@ def test_a_batch_is_chosen_by_the_steps_that_are_known_when_it_begins(tmp_path):
     check_prompts(job, log)
     assert all(metrics["curriculum/chosen_share"] < 1 for _, metrics in steps[: STEPS - STALENESS])
     done = repeated(tmp_path, weighed_job(tmp_path, place=None, staleness=0, save_rollouts=0), single())
-    assert [(one.step, str(part)) for one in done for part in one.differences if not part.agrees(0.0)] == []
+    assert [
+        (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
+    ] == []
     assert len(done) == STEPS and len((tmp_path / "calls.jsonl").read_text().splitlines()) == STEPS
 
 

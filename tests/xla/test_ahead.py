@@ -12,9 +12,8 @@ from funrl.mesh.text import parse
 from funrl.xla import ahead
 from funrl.xla.ahead import equations_of, is_attention, product_flops, sent_by, topology_mesh
 from funrl.xla.errors import XlaError
-from funrl.xla.operators.attention import _segment_attention
-from funrl.xla.operators.products import _grouped_linear, _grouped_weight
-from funrl.xla.operators.result import OperatorResult
+from funrl.xla.operators import OperatorResult, _grouped_linear, _grouped_weight
+from funrl.xla.tpu_kernels import splash_attention
 
 pytestmark = pytest.mark.xla
 
@@ -32,8 +31,8 @@ def test_products_in_a_loop_count_as_often_as_it_turns():
 
         return lax.scan(turn, x, w)[0] @ w[0]
 
-    found = counted(run, jnp.zeros((3, 4)), jnp.zeros((5, 4, 4)))
-    assert sum(product_flops(equation) * turns for equation, turns in found) == (5 + 1) * 2 * 3 * 4 * 4
+    result = counted(run, jnp.zeros((3, 4)), jnp.zeros((5, 4, 4)))
+    assert sum(product_flops(equation) * turns for equation, turns in result) == (5 + 1) * 2 * 3 * 4 * 4
 
 
 def test_products_of_experts_count_rows_where_their_experts_are():
@@ -46,15 +45,15 @@ def test_products_of_experts_count_rows_where_their_experts_are():
 
     rows, embed, inner = 2 * 128, 4, 6
     arrays = (jnp.zeros(shape, jnp.bfloat16) for shape in ((rows, embed), (2, inner, embed), (rows, inner)))
-    found = counted(run, *arrays, jnp.zeros(2, jnp.int32))
-    one = 2 * rows // 2 * embed * inner
-    assert [n for n in (product_flops(x, expert_ranks=2) * turns for x, turns in found) if n] == [one] * 3
+    result = counted(run, *arrays, jnp.zeros(2, jnp.int32))
+    first = 2 * rows // 2 * embed * inner
+    assert [n for n in (product_flops(x, expert_ranks=2) * turns for x, turns in result) if n] == [first] * 3
 
 
 def test_sums_by_group_of_xla_count_all_rows_for_each_group():
     arrays = (jnp.zeros(shape, jnp.float16) for shape in ((7, 6), (7, 4)))  # which the kernel does not take
-    found = counted(lambda *args: _grouped_weight(RESULT, *args), *arrays, jnp.zeros(3, jnp.int32))
-    assert sum(product_flops(x, expert_ranks=2) for x, _ in found) == 3 * 2 * 7 * 4 * 6
+    result = counted(lambda *args: _grouped_weight(RESULT, *args), *arrays, jnp.zeros(3, jnp.int32))
+    assert sum(product_flops(x, expert_ranks=2) for x, _ in result) == 3 * 2 * 7 * 4 * 6
 
 
 def test_of_attention_s_kernel_tiles_up_to_the_diagonal_count():
@@ -63,8 +62,8 @@ def test_of_attention_s_kernel_tiles_up_to_the_diagonal_count():
     for tokens, tiles in ((512, 1), (1024, 3)):
         q, k = (jax.ShapeDtypeStruct((tokens, heads, 128), jnp.bfloat16) for heads in (2, 1))
         offsets = jax.ShapeDtypeStruct((3,), jnp.int32)
-        found = counted(lambda *args: _segment_attention(RESULT, *args, numbers), q, k, k, offsets)
-        kernels = [product_flops(x) for x, _ in found if is_attention(x)]
+        result = counted(lambda *args: splash_attention(RESULT, *args, numbers), q, k, k, offsets)
+        kernels = [product_flops(x) for x, _ in result if is_attention(x)]
         assert kernels == [2 * tiles * 2 * 2 * 512 * 512 * 128]
 
 

@@ -5,9 +5,9 @@ import pytest
 pytest.importorskip("jax")
 import torch
 from jax.experimental.pallas import tpu as pltpu
+from single_device import program_of
 
 from funrl.compiled_kernels.blockwise_attention import blockwise_attention, kernel_attention
-from funrl.xla.compiled import Compiled
 
 pytestmark = pytest.mark.xla
 
@@ -33,8 +33,9 @@ def test_results_and_gradients_are_those_of_blocks(window, cap):
     args = (tuple(inputs), d_out, OFFSETS)
     out, grads = gradients(blockwise_attention)(*args)
     with pltpu.force_tpu_interpret_mode():
-        program = Compiled(gradients(kernel_attention), "attention")
+        program = program_of(gradients(kernel_attention))
         results = program(*args)
-    assert program.made[0].nodes < 60  # of which one is the kernel, and one its gradient
+    (compiled,) = program.compiled.values()
+    assert len(compiled.program.graph.graph.nodes) < 60  # of which one is the kernel, and one its gradient
     for x, y in zip((results[0], *results[1]), (out, *grads), strict=True):
         assert (x - y).abs().max() < 1e-5 < y.abs().max()

@@ -5,15 +5,15 @@ import pytest
 pytest.importorskip("jax")
 import jax
 import torch
+from single_device import program_of
 
 from funrl import trees
 from funrl.batch import Batch
 from funrl.compiled_kernels.varlen_attention import segment_offsets
 from funrl.models import decoder_config, decoder_model, place
-from funrl.xla.chains import chains_of
-from funrl.xla.compiled import Compiled, to_jax
-from funrl.xla.interpret import lowered
+from funrl.xla.interpret import chains_of, lowered
 from funrl.xla.layers import as_one_operator
+from funrl.xla.meshes import to_jax
 from funrl.xla.trace import trace_program
 
 pytestmark = pytest.mark.xla
@@ -66,7 +66,7 @@ def test_the_gradient_of_turns_and_a_rest_is_that_of_plain_layers():
     model = decoder_model(decoder_config(**SIZES, layers=5, windows=(3, None) * 2 + (3,)))
     args = (weights(model), batch())
     want = gradient_of(model, None)(*args)
-    made = Compiled(gradient_of(model, as_one_operator(model.layer, "full")), "step")(*args)
+    made = program_of(gradient_of(model, as_one_operator(model.layer, "full")))(*args)
     for (name, x), y in zip(trees.named(made), trees.leaves(want), strict=True):
         assert (x - y).abs().max() < 1e-12, name
 

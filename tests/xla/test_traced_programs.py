@@ -4,10 +4,10 @@ import pytest
 
 pytest.importorskip("jax")
 import torch
+from single_device import program_of
 from torch import Tensor
 
 from funrl import trees
-from funrl.xla.compiled import Compiled
 from funrl.xla.errors import XlaError
 from funrl.xla.trace import operators_of, trace_program
 
@@ -32,15 +32,15 @@ def step(params: trees.Tree, x: Tensor):
 
 def test_a_program_is_its_function():
     params, x = {"z": draw(4, 4), "a": draw(4)}, draw(3, 4)  # dicts whose keys are not sorted
-    program = Compiled(step, "step")
+    program = program_of(step)
     for scale in (1.0, 0.5):
         want, made = step(params, x * scale), program(params, x * scale)
         assert [name for name, _ in trees.named(made)] == [name for name, _ in trees.named(want)]
         for got, expected in zip(trees.leaves(made), trees.leaves(want), strict=True):
             assert got.dtype == torch.float64 and (got - expected).abs().max() < 1e-14
-    assert len(program.made) == 1  # numbers are no part of a program
+    assert len(program.compiled) == 1  # numbers are no part of a program
     program(params, draw(5, 4))
-    assert len(program.made) == 2
+    assert len(program.compiled) == 2
 
 
 def test_arguments_are_not_written():
@@ -49,7 +49,7 @@ def test_arguments_are_not_written():
 
     x = draw(3)
     before = x.clone()
-    assert torch.equal(Compiled(lambda x: doubled(x.clone()), "doubled")(x), before * 2) and torch.equal(x, before)
+    assert torch.equal(program_of(lambda x: doubled(x.clone()))(x), before * 2) and torch.equal(x, before)
 
 
 def noise(x):

@@ -164,7 +164,7 @@ def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
     """
     check_beta(beta)
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "row")
         moved_BT = where_masked(batch.old_logp - getattr(batch, against), signal.mask)
         moved_B = batch.across.sums(moved_BT).to(signal.x.dtype)
@@ -255,7 +255,7 @@ def length_weighted_center() -> Advantage:
     Warning: a group of one row gets 0; verl's opo gives its raw reward.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "row")
         length_B = batch.across.sums(batch.mask).to(signal.x.dtype)
         return signal._replace(x=signal.x - group_mean(signal.x, groups_of(batch.group), length_B)), state

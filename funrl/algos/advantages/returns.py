@@ -51,7 +51,7 @@ def generalised_advantages(
     """
     rows = max(1, CACHED // max(reward_BT.shape[1], 1))  # rows are independent; a few at a time fit in the cache
 
-    def by_rows(x: Any) -> Iterator[Any]:
+    def by_rows(x: object) -> Iterator[Any]:
         return iter(x.split(rows)) if isinstance(x, Tensor) and x.dim() == 2 and len(x) > 1 else itertools.repeat(x)
 
     inputs = (reward_BT, value_BT, mask_BT, gamma, gae_lambda, critic_lambda)
@@ -104,7 +104,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
         if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
             raise ValueError(f"gae({name}={factor}): it must be from 0 to 1")
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
         if callable(gae_lambda):
             own_lambda = gae_lambda(row_or_episode_sums(torch.ones_like(signal.x), batch.mask, batch))

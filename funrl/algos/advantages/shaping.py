@@ -147,7 +147,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "row")
         beyond_B = (batch.across.sums(batch.mask) - (limit - buffer)).clamp_min(0)
         return signal._replace(x=signal.x - factor * beyond_B.to(signal.x.dtype) / buffer), state

@@ -77,7 +77,7 @@ def step_groups(weight: float = 1.0, gamma: float = 0.95, eps: float | None = No
 def turn_relative(outcome_weight: float = 1.0, eps: float = 1e-6) -> Advantage:
     """MT-GRPO's advantages of turns: A_T[i, k] + outcome_weight A_O[i], and A_O[i] in the last turn; [B] -> [B, T].
 
-    A_T[i, k] = (r[i, k] - mean_G r[k]) / (std_G r[k] + eps) over the episodes of the group that go on after a turn k,
+    A_T[i, k] = (r[i, k] - mean_G r[k]) / (std_G r[k] + eps) over the episodes of the group that have a turn after k,
     each with one number; r sums `token_reward` over the turn. x is A_O, as `group_center` and `group_scale` give it. A
     turn that no other episode has gets A_T = 0, as do equal rewards.
 
@@ -142,7 +142,7 @@ def turn_length_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advanta
     if not 0 < buffer <= limit:
         raise ValueError(f"turn_length_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def punish(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def punish(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         turns = row_turns(batch, batch.mask)
         lengths_BT = turns.on_tokens(turns.sums(torch.ones_like(turns.mask, dtype=signal.x.dtype)))
         penalty_BT = factor * (lengths_BT - (limit - buffer)).clamp_min(0) / buffer

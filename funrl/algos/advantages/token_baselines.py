@@ -33,7 +33,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
     position. A group of one row always gets 0; verl gives its raw return.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
         mask_BT = signal.mask
         dtype = signal.x.dtype
@@ -139,7 +139,7 @@ def label_outcomes() -> Advantage:
       ValueError: in a run, a score is not in 0 to 1.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         score_B = batch.score
         if not torch.compiler.is_compiling() and not bool(((score_B >= 0) & (score_B <= 1)).all()):
             raise ValueError(

@@ -131,7 +131,7 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
     """
     check_factors("turn_gae", gamma=gamma, gae_lambda=gae_lambda)
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "token")
         turns = row_turns(batch, signal.mask)
         rewards_BK = turns.sums(signal.x)
@@ -158,7 +158,7 @@ def turn_count(turns: RowTurns, batch: Batch) -> int:
 
 
 def groups_with(present_U: Tensor, group_U: Tensor) -> Groups:
-    """The groups of those that are present; each other one is alone."""
+    """Groups of the present units; each absent unit is alone."""
     groups = groups_of(group_U)
     alone_U = groups.count + torch.arange(len(group_U), device=group_U.device)
     return groups_of(torch.where(present_U, groups.index, alone_U))

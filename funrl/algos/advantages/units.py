@@ -47,6 +47,14 @@ def units_of(batch: Batch) -> Units | None:
     return Units(index_B, first_U)
 
 
+def episode_units(batch: Batch) -> Units:
+    """`units_of` rows of episodes. Raises: ValueError, the batch has no field `episode`."""
+    units = units_of(batch)
+    if units is None:
+        raise ValueError("the rows are not of episodes: the batch has no field 'episode'")
+    return units
+
+
 def by_unit(batch: Batch, units: Units) -> Batch:
     """The batch with one number for each unit in its row fields [U], and token fields as they are.
 
@@ -83,7 +91,7 @@ def episode_fields(batch: Batch, units: Units) -> dict[str, Tensor]:
 
 
 def units_of_copies(unit_N: Tensor, rows_N: Tensor) -> Tensor:
-    """Numbers of the units of chosen rows, such that a unit that is chosen twice is two.
+    """Unit index of each chosen row; a unit chosen twice counts as two units.
 
     Args:
       unit_N: [N] of the chosen rows.

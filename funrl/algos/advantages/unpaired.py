@@ -25,7 +25,7 @@ def reference_point() -> Advantage:
     step, over all rows of the step.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         moved_BT = where_masked(batch.old_logp - batch.ref_logp, batch.mask)
         total = where_masked(batch.across.sums(moved_BT), batch.mismatched).sum()
         z = (total / batch.mismatched.sum().clamp_min(1)).clamp_min(0)

@@ -112,7 +112,7 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
     if high < 0:
         raise ValueError(f"reject_second_moment(high={high}): the bound must be at least 0")
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
         counted_BT = signal.mask
         if harmful:
@@ -156,7 +156,7 @@ def keep_best(threshold: float = 0.0) -> Advantage:
     References: RAFT++, Xiong et al., 2025, https://arxiv.org/abs/2504.11343
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         check_rank(signal, "row")
         best_B = (signal.x == group_max(signal.x, groups_of(batch.group))) & (signal.x > threshold)
         signal = signal._replace(x=best_B.to(signal.x.dtype))
@@ -175,7 +175,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
       mask_truncated_completions.
     """
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         after = signal.mask & ~batch.across.own(batch.truncated)[:, None]
         return _without(signal, after, in_denominator), state
 
@@ -183,7 +183,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
 
 
 def _rejection(within: Callable[[Tensor, Tensor, Batch], Tensor], in_denominator: bool) -> Advantage:
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
         return _rejected(signal, within(d_BT, signal.mask, batch), in_denominator, batch=batch), state
 

@@ -12,7 +12,7 @@ from funrl.algos.terms import Term
 from funrl.batch import Batch
 
 
-class Clipped(NamedTuple):
+class ClippedSurrogate(NamedTuple):
     """A clipped surrogate, per token.
 
     Attributes:
@@ -33,7 +33,7 @@ def clipped_surrogate_loss(
     clip_high: float = 0.2,
     dual_clip: float | None = None,
     delta: float | None = None,
-) -> Clipped:
+) -> ClippedSurrogate:
     """L = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), elementwise; the arguments are `clipped_surrogate`'s.
 
     Example:
@@ -45,10 +45,10 @@ def clipped_surrogate_loss(
     loss = torch.maximum(open_loss, clipped_loss)
     clipped = (clipped_loss > open_loss).to(loss.dtype)
     if dual_clip is None:
-        return Clipped(loss, clipped, torch.zeros_like(loss))
+        return ClippedSurrogate(loss, clipped, torch.zeros_like(loss))
     bound = -dual_clip * advantage
     dual_clipped = ((advantage < 0) & (loss > bound)).to(loss.dtype)
-    return Clipped(torch.where(advantage < 0, torch.minimum(loss, bound), loss), clipped, dual_clipped)
+    return ClippedSurrogate(torch.where(advantage < 0, torch.minimum(loss, bound), loss), clipped, dual_clipped)
 
 
 def clipped_surrogate(

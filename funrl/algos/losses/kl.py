@@ -29,7 +29,10 @@ KL_KINDS = ("k1", "k2", "k3", "abs")
 
 
 def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """A one-sample estimate of KL(pi || other), elementwise; the table above says which.
+    """A one-sample estimate of KL(pi || other), elementwise.
+
+    With d = log other - log pi, k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d, and abs is |d|. A "+" gives the gradient
+    of k2.
 
     Args:
       kind: "k1", "k2", "k3" or "abs", or one of these with "+".
@@ -47,29 +50,28 @@ def kl_estimate(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 
     def estimate(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
         d_BT = other_BT - logp_BT
-        if kind == "k1":
-            return -d_BT
-        if kind == "k2":
-            return 0.5 * d_BT.square()
-        if kind == "abs":
-            return d_BT.abs()
-        d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-        return d_BT.expm1() - d_BT
+        value_BT = _value(kind.removesuffix("+"), d_BT)
+        if not kind.endswith("+"):
+            return value_BT
+        moves_BT = _value("k2", d_BT)
+        return moves_BT - moves_BT.detach() + value_BT.detach()
 
-    if not kind.endswith("+"):
-        return estimate
-    value = kl_estimate(kind[:-1])
-    gradient = kl_estimate("k2")
+    return estimate
 
-    def straight_through(logp_BT: Tensor, other_BT: Tensor) -> Tensor:
-        moves_BT = gradient(logp_BT, other_BT)
-        return moves_BT - moves_BT.detach() + value(logp_BT, other_BT).detach()
 
-    return straight_through
+def _value(kind: str, d_BT: Tensor) -> Tensor:
+    if kind == "k1":
+        return -d_BT
+    if kind == "k2":
+        return 0.5 * d_BT.square()
+    if kind == "abs":
+        return d_BT.abs()
+    d_BT = d_BT.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return d_BT.expm1() - d_BT
 
 
 def kl_to(field: str, kind: str, metric: str) -> Term:
-    """An estimate per token of KL(pi || the policy whose log-probabilities `field` holds), reported as `metric`."""
+    """Estimate per token of KL(pi || the policy whose log-probabilities `field` holds), reported as `metric`."""
     estimate = kl_estimate(kind)
 
     def term(logp_BT: Tensor, batch: Batch):

@@ -3,20 +3,6 @@
 Rewards are in nats before beta: log pi/pi_ref, or log pi, of a whole completion or per token; d = chosen - rejected,
 s the logistic function. beta is 1 / nats. See `funrl.algos.losses.preference` for which reward goes with which loss.
 
-| loss | formula | reference |
-|---|---|---|
-| sigmoid | -log s(beta d - margin), smoothed | DPO https://arxiv.org/abs/2305.18290; cDPO, Mitchell, 2023 |
-| hinge | max(0, 1 - beta d) | SLiC https://arxiv.org/abs/2305.10425; RSO https://arxiv.org/abs/2309.06657 |
-| ipo | (d - 1 / (2 beta))^2 | IPO https://arxiv.org/abs/2310.12036 |
-| robust | the unbiased form of smoothed sigmoid | https://arxiv.org/abs/2403.00409 |
-| exo | KL((s(beta d), s(-beta d)) from (1 - eps, eps)) | EXO https://arxiv.org/abs/2402.00856 |
-| nca | -log s(beta c) - (log s(-beta c) + log s(-beta r)) / 2 | NCA https://arxiv.org/abs/2402.05369 |
-| bco | -log s(beta c) - log s(-beta r) | BCO https://arxiv.org/abs/2404.04656 |
-| sppo | (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 | SPPO-hard https://arxiv.org/abs/2405.00675 |
-| apo_zero | 1 - s(beta c) + s(beta r) | APO https://arxiv.org/abs/2408.06266 |
-| apo_down | s(beta c) + 1 - s(beta d) | APO https://arxiv.org/abs/2408.06266 |
-| discopop | (1 - g) (-log s(beta d)) + g exp(-beta d), g = s(beta d / tau) | https://arxiv.org/abs/2406.08414 |
-
 Warning: TRL ignores label smoothing silently in sigmoid, hinge and nca; here only the losses that use it take it.
 """
 
@@ -61,28 +47,46 @@ def smoothed(logit: Tensor, smoothing: float) -> Tensor:
 def sigmoid_pairs(beta: float = 0.1, smoothing: float = 0.0, margin: float = 0.0) -> PairLoss:
     """DPO; with `smoothing` cDPO; with `margin` and per-token likelihoods SimPO (its gamma).
 
+    -(1 - smoothing) log s(beta d - margin) - smoothing log s(-(beta d - margin)), d = chosen - rejected.
+
     Args:
       smoothing: probability that a label is wrong, in [0, 1/2).
       margin: the target for beta d.
+    References: DPO, Rafailov et al., 2023, https://arxiv.org/abs/2305.18290; cDPO, Mitchell, 2023
     """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: smoothed(beta * (chosen - rejected) - margin, smoothing))
 
 
 def hinge_pairs(beta: float = 0.1) -> PairLoss:
-    """SLiC's and RSO's hinge."""
+    """SLiC's and RSO's hinge.
+
+    max(0, 1 - beta d), d = chosen - rejected.
+
+    References: SLiC, https://arxiv.org/abs/2305.10425; RSO, https://arxiv.org/abs/2309.06657
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: torch.relu(1 - beta * (chosen - rejected)))
 
 
 def ipo_pairs(beta: float = 0.1) -> PairLoss:
-    """IPO's square, for per-token rewards, as in its authors' code and TRL."""
+    """IPO's square, for per-token rewards, as in its authors' code and TRL.
+
+    (d - 1 / (2 beta))^2, d = chosen - rejected.
+
+    References: IPO, https://arxiv.org/abs/2310.12036
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: (chosen - rejected - 1 / (2 * beta)).square())
 
 
 def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
-    """DPO made unbiased for labels that are wrong with probability `smoothing` < 1/2."""
+    """DPO made unbiased for labels that are wrong with probability `smoothing` < 1/2.
+
+    (-(1 - smoothing) log s(beta d) + smoothing log s(-beta d)) / (1 - 2 smoothing), d = chosen - rejected.
+
+    References: https://arxiv.org/abs/2403.00409
+    """
     check_beta(beta)
     if not 0 <= smoothing < 0.5:
         raise ValueError(f"smoothing is {smoothing}: it must be at least 0 and below 1/2")
@@ -95,7 +99,12 @@ def robust_pairs(beta: float = 0.1, smoothing: float = 0.1) -> PairLoss:
 
 
 def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
-    """EXO's reverse divergence; `smoothing` in (0, 1) is the target probability of the rejected completion."""
+    """EXO's reverse divergence; `smoothing` in (0, 1) is the target probability of the rejected completion.
+
+    p log(p / (1 - smoothing)) + (1 - p) log((1 - p) / smoothing), p = s(beta (chosen - rejected)).
+
+    References: EXO, https://arxiv.org/abs/2402.00856
+    """
     check_beta(beta)
     if not 0 < smoothing < 1:
         raise ValueError(f"smoothing is {smoothing}: it must be in (0, 1)")
@@ -109,7 +118,12 @@ def exo_pairs(beta: float = 0.1, smoothing: float = 1e-3) -> PairLoss:
 
 
 def nca_pairs(beta: float = 0.1) -> PairLoss:
-    """NCA, which keeps the likelihood of the chosen completion from falling."""
+    """NCA, which keeps the likelihood of the chosen completion from falling.
+
+    -log s(beta chosen) - (log s(-beta chosen) + log s(-beta rejected)) / 2.
+
+    References: NCA, https://arxiv.org/abs/2402.05369
+    """
     check_beta(beta)
 
     def loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -119,26 +133,46 @@ def nca_pairs(beta: float = 0.1) -> PairLoss:
 
 
 def bco_pairs(beta: float = 0.1) -> PairLoss:
-    """BCO on pairs, without its running mean of rewards, as TRL's bco_pair."""
+    """BCO on pairs, without its running mean of rewards, as TRL's bco_pair.
+
+    -log s(beta chosen) - log s(-beta rejected).
+
+    References: BCO, https://arxiv.org/abs/2404.04656
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: -logsigmoid(beta * chosen) - logsigmoid(-beta * rejected))
 
 
 def sppo_pairs(beta: float = 0.1) -> PairLoss:
-    """SPPO with win rates of 1 and 0."""
+    """SPPO with win rates of 1 and 0.
+
+    (chosen - 1 / (2 beta))^2 + (rejected + 1 / (2 beta))^2.
+
+    References: SPPO-hard, https://arxiv.org/abs/2405.00675
+    """
     check_beta(beta)
     half = 1 / (2 * beta)
     return PairLoss(beta, lambda chosen, rejected: (chosen - half).square() + (rejected + half).square())
 
 
 def apo_zero_pairs(beta: float = 0.1) -> PairLoss:
-    """APO for chosen completions better than the policy's: chosen up, rejected down."""
+    """APO for chosen completions better than the policy's: chosen up, rejected down.
+
+    1 - s(beta chosen) + s(beta rejected).
+
+    References: APO, https://arxiv.org/abs/2408.06266
+    """
     check_beta(beta)
     return PairLoss(beta, lambda chosen, rejected: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected))
 
 
 def apo_down_pairs(beta: float = 0.1) -> PairLoss:
-    """APO for chosen completions worse than the policy's: both down, rejected further."""
+    """APO for chosen completions worse than the policy's: both down, rejected further.
+
+    s(beta chosen) + 1 - s(beta d), d = chosen - rejected.
+
+    References: APO, https://arxiv.org/abs/2408.06266
+    """
     check_beta(beta)
     return PairLoss(
         beta, lambda chosen, rejected: torch.sigmoid(beta * chosen) + 1 - torch.sigmoid(beta * (chosen - rejected))
@@ -148,8 +182,11 @@ def apo_down_pairs(beta: float = 0.1) -> PairLoss:
 def discopop_pairs(beta: float = 0.1, tau: float = 0.05) -> PairLoss:
     """DiscoPOP's log-ratio modulated blend; exp(-beta d) is clamped to exp(20).
 
+    -(1 - g) log s(beta d) + g exp(-beta d), g = s(beta d / tau), d = chosen - rejected.
+
     Args:
       tau: width of the blend's transition, in units of beta d.
+    References: https://arxiv.org/abs/2406.08414
     """
     check_beta(beta)
 

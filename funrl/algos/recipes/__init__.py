@@ -1,9 +1,10 @@
 """Recipes: one algorithm per file, made by a function of the same name. Every argument has a default."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
-NAMES = (
+_FIRST = (  # in lists; other files follow by name
     "ppo",
     "grpo",
     "dr_grpo",
@@ -59,6 +60,7 @@ NAMES = (
     "rae",
     "echo",
 )
+NAMES = (*_FIRST, *sorted({file.stem for file in Path(__file__).parent.glob("[a-z]*.py")} - {*_FIRST}))
 
 
 def recipe(name: str) -> Any:

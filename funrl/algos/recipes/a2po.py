@@ -6,8 +6,6 @@ verl: the authors' fork takes the optimal value over samples of the reference be
 TRL: A2POTrainer, likewise with 8 samples of the reference; drops prompts that the reference never solves.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import optimal_value_baseline
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -4,8 +4,6 @@ References: Gupta et al., 2025, https://arxiv.org/abs/2501.03884.
 verl: none. TRL: CPOTrainer with loss_type="alphapo" and alpha; its simpo_gamma is `margin`.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce
 from funrl.algos.losses.pair_losses import sigmoid_pairs
 from funrl.algos.losses.preference import log_likelihood, preference

@@ -5,8 +5,6 @@ verl: none. LLaMA-Factory: use_asft_loss, asft_alpha 0.1; logits of both models 
   anchor.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, Divergence, add, reduce, scale, weighted
 from funrl.algos.losses.likelihood import dynamic_likelihood
 from funrl.algos.losses.reductions import token_mean

@@ -7,8 +7,6 @@ verl: none; Trinity-RFT has the authors' version. ms-swift: chord_sft_dataset, w
 Each prompt brings a demonstration, as text in its field "demonstration" (`--fields=demonstration:COLUMN`).
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.imitation import weigh_demonstrations
 from funrl.algos.advantages.shaping import to_tokens

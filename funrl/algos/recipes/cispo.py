@@ -5,8 +5,6 @@ References: MiniMax, 2025, https://arxiv.org/abs/2506.13585; ScaleRL, Khatri et 
 verl: the lower clip is 10, which has no effect. TRL: epsilon_high is the bound itself, 1 + high here.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

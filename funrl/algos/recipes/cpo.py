@@ -4,8 +4,6 @@ References: Xu et al., 2024, https://arxiv.org/abs/2401.08417.
 verl: none. TRL: CPOTrainer, whose cpo_alpha is `likelihood_coef`.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce, sum_losses
 from funrl.algos.losses.pair_losses import sigmoid_pairs
 from funrl.algos.losses.preference import chosen_likelihood, log_likelihood, preference

@@ -5,8 +5,6 @@ verl: its recipe adds a dual clip of 10. TRL: loss_type dapo is the token mean a
   part of it.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import overlong_penalty, to_tokens
 from funrl.algos.compose import with_regularizers

@@ -6,8 +6,6 @@ verl: both forms, the policy gradient only with the clipped loss. TRL: GKD and D
   vocabulary; its MiniLLM was removed by 1.16.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.advantages.teacher_rewards import teacher_advantage
 from funrl.algos.compose import with_regularizers

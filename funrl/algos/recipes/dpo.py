@@ -13,8 +13,6 @@ verl: none in its main tree. TRL: DPOTrainer; its ipo takes the mean over tokens
   with loss_weights is `likelihood_coef` (once rpo_alpha), use_weighting `on_policy` with `weight_bound=None`.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

@@ -7,8 +7,6 @@ verl: loss modes dppo_tv and dppo_kl; the cap is the dual clip's constant, 3.0 b
   unless bypass_mode is on. TRL 1.16 has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -5,8 +5,6 @@ verl: norm_adv_by_std_in_grpo=False with seq-mean-token-sum-norm, which divides 
   given. TRL: loss_type dr_grpo divides by max_completion_length and counts empty rows too.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

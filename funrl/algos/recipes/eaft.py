@@ -4,8 +4,6 @@ References: Diao et al., 2026, https://arxiv.org/abs/2601.02151.
 verl: none. LLaMA-Factory: use_eaft_loss; the entropy is that of the 20 most probable tokens. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce, weighted
 from funrl.algos.losses.likelihood import entropy_gated_likelihood
 from funrl.algos.losses.reductions import token_mean

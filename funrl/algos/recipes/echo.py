@@ -7,8 +7,6 @@ verl: in a recipe. TRL has none. prime-rl weighs messages by role, 0.1 for tools
 Without an environment nothing is observed, and this is GRPO with a mean over tokens.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.advantages.steps import learn_observations

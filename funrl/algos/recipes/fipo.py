@@ -6,8 +6,6 @@ verl: in the authors' fork. ms-swift: loss_type fipo, whose weight is from 1 to 
 The weight is 1 at the first update on a batch: use --minibatches or --epochs of 2 or more.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -9,8 +9,6 @@ verl: mean and deviation of the last step are over tokens, which moves the zeros
 TRL: multi_objective_aggregation="normalize_then_sum", over rows, eps 1e-4.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from funrl.algos.advantages.baselines import batch_scale

@@ -7,8 +7,6 @@ TRL: none.
 Without an environment there is one step in one state, and this is Dr. GRPO's advantage times 1 + step_coef.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.steps import step_groups
 from funrl.algos.compose import with_regularizers

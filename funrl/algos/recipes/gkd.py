@@ -9,8 +9,6 @@ The step computes the teacher's hidden states in the same micro-batch and the di
 [tokens, vocabulary] tensor is materialised, and no output of the teacher is stored.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, Divergence, add, reduce
 from funrl.algos.losses.clipped import entropy_bonus
 from funrl.algos.losses.reductions import token_mean

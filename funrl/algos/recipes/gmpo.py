@@ -5,8 +5,6 @@ verl: a plain mean over the rows of each micro-batch, so the loss grows with the
 TRL: in its experimental trainers; it clips the log-ratio, as here.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

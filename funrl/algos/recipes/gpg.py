@@ -7,8 +7,6 @@ Run it with --minibatches=1 and one epoch. There is no ratio in the loss: from t
 come from an older policy, without a correction.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, informative_rescale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -6,8 +6,6 @@ verl: token-mean by default (`per_sequence=False`), KL factor 0.001, k3 clamped 
   mini-batches dapo divides each by the mean number of tokens of all.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

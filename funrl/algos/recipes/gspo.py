@@ -5,8 +5,6 @@ verl: clamps the log-ratio at 10 from above; any reduction, the token mean by de
 TRL: importance_sampling_level="sequence" under any loss_type, by default dapo's token mean; clips of 0.2.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -7,8 +7,6 @@ The group's mean of the implicit rewards comes from the policy before the step, 
 batch: run it with --minibatches=1, or accept a mean that lags by less than a step.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_log_ratio
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -1,12 +1,10 @@
-"""Hierarchical GRPO: agents that propose are compared over the prompt, those that solve within their episode.
+"""Hierarchical GRPO: proposing agents are compared over the prompt, solving agents within their episode.
 
 References: prime-rl's hierarchical_grpo, https://github.com/PrimeIntellect-ai/prime-rl.
 verl and TRL: none. prime-rl names the roles that are compared within an episode, and does not divide by a deviation.
 
 Without an environment there is one agent, and this is GRPO without the deviation.
 """
-
-from __future__ import annotations
 
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.advantages.steps import hierarchical_center

@@ -5,8 +5,6 @@ verl: none. TRL: KTOTrainer; desirable_weight and undesirable_weight are `desira
   apo_zero_unpaired is `loss="apo_zero"`. It recomputes the reference point in every micro-batch.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from funrl.algos.advantages.unpaired import reference_point

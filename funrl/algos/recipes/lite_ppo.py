@@ -5,8 +5,6 @@ verl: no estimator divides by the batch's deviation without whitening over token
   norm_std_type batch. TRL: scale_rewards="batch" with loss_type dapo; eps 1e-4.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import batch_scale, group_center
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

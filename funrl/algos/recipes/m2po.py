@@ -7,8 +7,6 @@ verl: the authors' fork, which counts the tokens that an update would move furth
 It is for rows that an older policy sampled, as with --new_tokens_per_step; on fresh rows nothing is dropped.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -8,8 +8,6 @@ verl: in the authors' fork, 1e-6 is added to the mean and a singleton group keep
   estimator. prime-rl: as here. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import relative_to_mean
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

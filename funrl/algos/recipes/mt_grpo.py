@@ -6,8 +6,6 @@ verl: none. TRL: none; the authors' code is for two turns, the first of which ca
 Without an environment there is one turn, and this is GRPO.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.steps import turn_length_penalty, turn_relative
 from funrl.algos.compose import with_regularizers

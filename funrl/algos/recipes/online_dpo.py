@@ -5,8 +5,6 @@ verl: in a recipe. TRL: OnlineDPOTrainer, two samples a prompt, between which a 
   takes the mean over tokens, which is `loss="ipo", per_token=True` here.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm
 from funrl.algos.filters.by_group import unequal_scores
 from funrl.algos.recipes.dpo import dpo

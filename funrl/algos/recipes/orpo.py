@@ -4,8 +4,6 @@ References: Hong et al., 2024, https://arxiv.org/abs/2403.07691.
 verl: none. TRL: ORPOTrainer, whose likelihood covers the prompt too; here it covers the mask.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce, sum_losses
 from funrl.algos.losses.preference import chosen_likelihood, odds_ratio
 from funrl.algos.losses.reductions import sequence_mean

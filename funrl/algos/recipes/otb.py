@@ -5,8 +5,6 @@ verl: optimal_token_baseline and, with turns=True, tir_optimal_token_baseline; i
   sum_pi_squared, and its tail keeps the raw return. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.returns import reward_to_go
 from funrl.algos.advantages.shaping import token_rewards
 from funrl.algos.advantages.token_baselines import optimal_token_baseline

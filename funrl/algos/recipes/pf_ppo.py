@@ -5,8 +5,6 @@ verl: use_pf_ppo samples with the global random state; its default trainer write
   their original order. TRL has none.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from funrl.algos.advantages.resampling import resample_rows

@@ -7,8 +7,6 @@ TRL: its PPOTrainer, no longer in 1.16, had a KL of 0.05 in the reward, lambda 0
   its own end-of-text penalty.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.returns import gae, whiten
 from funrl.algos.advantages.shaping import token_rewards
 from funrl.algos.compose import kl_controller, with_regularizers

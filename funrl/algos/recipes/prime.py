@@ -9,8 +9,6 @@ Whitening is over tokens: where completions differ in length, a group of equal o
 that is alone in its group, gets minus the mean over the batch's tokens instead of 0.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import leave_one_out
 from funrl.algos.advantages.returns import reward_to_go, whiten
 from funrl.algos.advantages.shaping import to_last_token

@@ -5,8 +5,6 @@ verl: trains none. TRL: its PRMTrainer, no longer in 1.16, took the cross-entrop
   their difference.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.losses.reward_models import step_reward

@@ -4,8 +4,6 @@ References: rLLM, 2026, https://rllm-project.com/post.html?post=continual_learni
 verl: reinforce_plus_plus whitens over tokens instead of rows. rLLM: variance over n; here over n - 1. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import batch_center, batch_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -4,8 +4,6 @@ References: SPIRAL, Liu et al., 2025, https://arxiv.org/abs/2506.24119.
 verl and TRL: none. prime-rl has it, with baselines that a restart forgets; here they are in the checkpoint.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.advantages.steps import role_baseline
 from funrl.algos.compose import with_regularizers

@@ -5,8 +5,6 @@ verl: the authors' fork, plus a KL of factor 0.001. ROLL: GRPO's estimator witho
   with reward 0 has a loss of 0 but still counts in the denominator. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers
 from funrl.algos.core import Algorithm, chain, reduce

@@ -4,8 +4,6 @@ References: Zhai et al., 2026, https://arxiv.org/abs/2602.05630.
 verl: none. ms-swift: loss_type real, the mean over groups, each of which must be in one micro-batch. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import class_sizes, group_center
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -4,8 +4,6 @@ References: Hu et al., 2025, https://arxiv.org/abs/2501.03262.
 verl: the same estimator. OpenRLHF: divides by n, not n - 1, in the variance. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.returns import reward_to_go, whiten
 from funrl.algos.advantages.shaping import token_rewards
 from funrl.algos.compose import kl_controller, with_regularizers

@@ -5,8 +5,6 @@ verl: token mean; keeps the return without baseline at tool tokens; its default 
   reward. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import greedy_baseline
 from funrl.algos.advantages.returns import reward_to_go
 from funrl.algos.advantages.shaping import token_rewards

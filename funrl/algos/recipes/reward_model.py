@@ -4,8 +4,6 @@ References: Ouyang et al., 2022, https://arxiv.org/abs/2203.02155.
 verl: trains none. TRL: RewardTrainer; center_rewards_coefficient is `center`, a margin is used where the data have one.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce
 from funrl.algos.losses.reductions import sequence_mean
 from funrl.algos.losses.reward_models import pairwise_reward

@@ -6,8 +6,6 @@ verl: token mean; a singleton group keeps its raw reward. TRL: `per_sequence`, a
   chain would.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import batch_scale, leave_one_out
 from funrl.algos.advantages.shaping import kl_in_reward, to_tokens
 from funrl.algos.compose import kl_controller, with_regularizers

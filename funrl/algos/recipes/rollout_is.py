@@ -5,8 +5,6 @@ verl: none as a loss; rollout_correction masks by the policy before the update. 
   clips of 0.2. TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -4,8 +4,6 @@ References: Gao et al., 2025, https://arxiv.org/abs/2511.20347.
 verl: ignores the configured aggregation and uses this one. TRL: the same loss, but empty rows count.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import group_center, group_scale
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

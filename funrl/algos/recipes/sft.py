@@ -4,8 +4,6 @@ References: DFT, Wu et al., 2025, https://arxiv.org/abs/2508.05629.
 verl: the token mean. TRL: the token mean; loss_type="dft" is `dynamic`.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce, weighted
 from funrl.algos.losses.likelihood import dynamic_likelihood, negative_log_likelihood
 from funrl.algos.losses.reductions import sequence_mean, token_mean

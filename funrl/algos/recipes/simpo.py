@@ -4,8 +4,6 @@ References: Meng et al., 2024, https://arxiv.org/abs/2405.14734.
 verl: none in its main tree. TRL: CPOTrainer with loss_type="simpo", whose simpo_gamma is `margin`, with cpo_alpha=0.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce
 from funrl.algos.losses.pair_losses import sigmoid_pairs
 from funrl.algos.losses.preference import log_likelihood, preference

@@ -9,8 +9,6 @@ needed. The current policy samples the opponent in every step. The reference sta
 iteration is a new run that starts from the weights of this one.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from funrl.algos.core import Algorithm

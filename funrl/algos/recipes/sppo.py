@@ -4,8 +4,6 @@ References: Wu et al., 2024, https://arxiv.org/abs/2405.00675.
 verl: in a recipe, regresses on the raw reward. TRL: sppo_hard, a DPO loss on pairs, where one of two always wins.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import win_rate
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

@@ -5,8 +5,6 @@ verl: none. ROLL: pg_variant topr, with ratios per token, good and bad separated
 TRL has none.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.baselines import constant_baseline
 from funrl.algos.advantages.shaping import to_tokens
 from funrl.algos.compose import with_regularizers

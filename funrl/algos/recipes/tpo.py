@@ -7,8 +7,6 @@ verl: none. TRL: TPOTrainer, whose tpo_alpha is `likelihood_coef` and whose tpo-
   `margin`; its column "reference" is the text to imitate, as here.
 """
 
-from __future__ import annotations
-
 from funrl.algos.core import Algorithm, reduce, sum_losses
 from funrl.algos.losses.likelihood import restrict
 from funrl.algos.losses.pair_losses import sigmoid_pairs

@@ -4,8 +4,6 @@ References: Yue et al., 2025, https://arxiv.org/abs/2504.05118.
 verl and TRL: no such recipe. The paper also pretrains the critic on Monte Carlo returns, with the policy frozen.
 """
 
-from __future__ import annotations
-
 from funrl.algos.advantages.returns import gae, length_adaptive, whiten
 from funrl.algos.advantages.shaping import to_last_token
 from funrl.algos.advantages.token_selection import mark_positives

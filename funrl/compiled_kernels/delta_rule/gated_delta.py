@@ -57,7 +57,7 @@ def gated_delta_rule(
 def continue_delta_rule(
     q_BTKN: Tensor, k_BTKN: Tensor, v_BTHM: Tensor, log_decay_BTH: Tensor, beta_BTH: Tensor, state_BHNM: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` over rows that go on from a state each, without a gradient.
+    """`gated_delta_rule` over rows with an initial state each, without a gradient.
 
     Args:
       state_BHNM: of the tokens before, in float32 or wider; unchanged. The others are as in `gated_delta_rule`.
@@ -88,7 +88,7 @@ def part_of_delta_rule(
     beta_BTH: Tensor,
     segments_BT: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`gated_delta_rule` over parts of rows, as linear functions of a state S that the first token may go on from.
+    """`gated_delta_rule` over parts of rows, as linear functions of the state S before the first token.
 
     The columns behind the values are those of the state's own effect: a loop that begins with S = [0 | identity].
 
@@ -106,10 +106,10 @@ def part_of_delta_rule(
     return read_chunks(parts, values, states)[:, : v_BTHM.shape[1]], end_BHNX
 
 
-class Condensed(NamedTuple):
+class ChunkEffects(NamedTuple):
     """Effect of chunks of tokens on the state S of a head, [B, chunks, H, C, ...].
 
-    A chunk's new values are updates - readers S; the state behind it is whole S + keys^T values, and its results are
+    A chunk's new values are updates - readers S; the state after it is whole S + keys^T values, and its results are
     queries S + attended values.
     """
 
@@ -128,7 +128,7 @@ def condensed(
     log_decay_BTH: Tensor,
     beta_BTH: Tensor,
     segments_BT: Tensor | None,
-) -> Condensed:
+) -> ChunkEffects:
     """Chunks of rows."""
     group = v_BTHM.shape[2] // k_BTKN.shape[2]
     wide = torch.promote_types(v_BTHM.dtype, torch.float32)
@@ -137,7 +137,7 @@ def condensed(
     within, since, whole = _decays(log_decay, _runs(v_BTHM, segments_BT))
 
     def of_group(x: Tensor, factor: Tensor) -> Tensor:
-        """Numbers of each key head times factors of its value heads."""
+        """Multiply values of each key head by factors of its value heads."""
         return (x.unsqueeze(3) * factor.unflatten(2, (-1, group))).flatten(2, 3)
 
     def of_keys(x: Tensor, k: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ def condensed(
     unit = torch.eye(overlap.shape[-1], dtype=wide, device=overlap.device).expand_as(overlap)
     inverse = torch.linalg.solve_triangular(overlap, unit, upper=False, unitriangular=True)
     weighted = inverse * beta.unsqueeze(-2)
-    return Condensed(
+    return ChunkEffects(
         updates=weighted @ v,
         readers=of_keys(weighted * since.unsqueeze(-2), k),
         keys=of_group(k, within[..., -1, :].unsqueeze(-1)),
@@ -160,7 +160,7 @@ def condensed(
     )
 
 
-def read_chunks(parts: Condensed, values: Tensor, states: Tensor) -> Tensor:
+def read_chunks(parts: ChunkEffects, values: Tensor, states: Tensor) -> Tensor:
     """Results of all tokens of all chunks, [B, tokens, H, M]."""
     factors = (parts.queries, states, parts.attended, values)
     queries, states, attended, values = (x.flatten(0, 2) for x in factors)

@@ -34,7 +34,7 @@ _AXIS = "sequence"
 
 
 def split_delta_rule(heads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], segments_1T: Tensor, mesh: Mesh) -> Tensor:
-    """`gated_delta_rule` over a row of which each rank of `sequence` has a part.
+    """`gated_delta_rule` over a row split over the ranks of `sequence`.
 
     Args:
       heads: queries and keys [1, t, K, N], values [1, t, H, M], decays and betas [1, t, H], all of this rank's
@@ -58,7 +58,7 @@ def split_delta_rule(heads: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], segme
 
 
 def split_convolution(x_1tD: Tensor, weight_DW: Tensor, segments_1T: Tensor, mesh: Mesh) -> Tensor:
-    """`causal_convolution` over a row of which each rank of `sequence` has a part: of this rank's tokens.
+    """`causal_convolution` over a row split over the ranks of `sequence`: of this rank's tokens.
 
     Args:
       x_1tD: of this rank's t = T / sp tokens.
@@ -83,7 +83,7 @@ def _own(x_1T: Tensor, mesh: Mesh, step: int, count: int) -> Tensor:
 
 
 def _states(ends_RHNX: Tensor, continues_R: Tensor, value: int) -> Tensor:
-    """States [ranks, H, N, M] that the first token of each rank's part goes on from; 0 where it begins a sequence."""
+    """States [ranks, H, N, M] before the first token of each rank's part; 0 where it begins a sequence."""
     values_RHNM, transitions_RHNN = ends_RHNX.tensor_split((value,), -1)
     states = [torch.zeros_like(values_RHNM[0])]
     for rank in range(len(ends_RHNX) - 1):

@@ -1,6 +1,6 @@
 """`delta_net_pass` in core operators of static shapes, for programs that are traced.
 
-New tokens are in rows of equally many. A sequence has one row or several that follow one another, the last of which may
+New tokens are in rows of equally many. A sequence has one row or several that follow one another; the last may
 be filled up. The recurrence over chunks is one operator, which begins a row by the row before or by a cell.
 """
 
@@ -70,7 +70,7 @@ def static_delta_net_pass(inputs: DeltaInputs, cells: tuple[Tensor, Tensor], cel
 
 
 def _goes_on(cells_R: Tensor, first_R: Tensor, tokens: int) -> Tensor:
-    """Bool: the rows that go on from the row before, which is full."""
+    """Bool: the rows that continue the row before, which is full."""
     same_R = (cells_R == cells_R.roll(1)) & (first_R == first_R.roll(1) + tokens)
     return same_R & (torch.arange(len(cells_R), device=cells_R.device) > 0)
 
@@ -82,9 +82,9 @@ def _continued_states(
     """Values and states of the chunks of rows, as `funrl::chunk_states`, of rows one after the other.
 
     Args:
-      updates, readers, keys, whole: [rows, chunks, H, ...], as in `gated_delta.Condensed`.
+      updates, readers, keys, whole: [rows, chunks, H, ...], as in `gated_delta.ChunkEffects`.
       first: [rows, H, N, M], the state that a row begins with, unless
-      goes_on: [rows] bool: it goes on from the state behind the row before.
+      goes_on: [rows] bool: it continues from the state after the row before.
     """
     values = torch.empty_like(updates)
     states = updates.new_empty(*updates.shape[:3], *first.shape[-2:])

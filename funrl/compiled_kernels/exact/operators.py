@@ -7,7 +7,6 @@ functions that call them: `linear`, `low_rank_linear`, `rms_norm`, `rotate` and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from funrl.compiled_kernels.kernel_library import library
 from funrl.compiled_kernels.packed import BITS, packed_linear, real_of
 
 
-def _like(x: Tensor, *_: Any) -> Tensor:
+def _like(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 

@@ -25,7 +25,7 @@ def kernel_operator(schema: str, meta: Callable) -> Callable[[Callable], Callabl
         torch.library.register_fake(f"funrl::{name}", meta, lib=_LIBRARY)
         operator = getattr(torch.ops.funrl, name).default
 
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> Any:
             return operator(*args) if torch.compiler.is_compiling() or is_watched() else fn(*args)
 
         return call
@@ -62,7 +62,7 @@ class DirectOperator:
         return self.definition.register_fake(fn)
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
     for x in args:
         if isinstance(x, Tensor):
             yield x

@@ -18,7 +18,7 @@ from funrl.compiled_kernels.exact.norm_operators import exact_scale_rows, exact_
 
 
 class NormNumbers(NamedTuple):
-    """Numbers of a norm.
+    """Sizes of a norm.
 
     Attributes:
       size: of all numbers whose mean square is taken.

@@ -37,7 +37,6 @@ class StepCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ["pages", "threads"]),
         *((name, ctypes.c_void_p) for name in ["logits", "adapters", "adapter"]),
         ("adapter_count", ctypes.c_int64),
-        ("trace", ctypes.c_void_p),
     ]
 
 

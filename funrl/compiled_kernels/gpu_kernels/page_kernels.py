@@ -413,8 +413,8 @@ class _Sizes(NamedTuple):
     Attributes:
       page, block: tokens of a page, and keys at a time.
       group: query heads that share keys.
-      heads, width: these, and the numbers of a head, as powers of two.
-      stages: blocks of keys in shared memory; fewer of wide heads, of which other GPUs than Hopper hold no more.
+      heads, width: head count and head size, rounded up to powers of two.
+      stages: blocks of keys in shared memory; fewer for wide heads, as GPUs other than Hopper hold no more.
     """
 
     page: int

@@ -1,4 +1,4 @@
-"""Triton kernels of the divergence of two rows of logits, each of which they read once.
+"""Triton kernels of the divergence of two rows of logits; each row is read once.
 
 `funrl.compiled_kernels.linear_divergence` computes the same in plain passes.
 """

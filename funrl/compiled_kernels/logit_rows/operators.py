@@ -87,7 +87,7 @@ def _(out_CV, *_):
 
 
 def row_facts(normalizer_T: Tensor, result: dict[str, Tensor], grad: dict[str, Tensor]) -> Tensor:
-    """Numbers of each row that `logit_gradients` takes, [T, 6] float32.
+    """Scalars of each row for `logit_gradients`, [T, 6] float32.
 
     Args:
       normalizer_T: log sum e^z over the whole vocabulary.

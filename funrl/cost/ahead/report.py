@@ -1,29 +1,66 @@
-"""The report of `funrl compile`: what the steps of a run take of a chip, beside what a dry run says."""
+"""The report of `funrl compile`: what the steps of a run take of a chip, beside what a dry run says.
+
+The steps of a job and the passes of its engine are compiled ahead of time for chips that are not here. The roles' steps
+run on rows of the job with programs that compile and compute nothing. Passes are the functions that the lowered engine
+traces: a prefill, the sampling after it, and a decoding iteration, with their costs by a dry run. On a mesh each
+replica of the engine is the chips that share a row index. Weights have no memory.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+from torch import Tensor
+
+from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.cost.ahead.decoding import DecodingPlan, compile_decoding, decoding_plan, decoding_problem
-from funrl.cost.ahead.steps import CompiledSteps, compile_steps
+from funrl.cost.decoding import EngineWork, WaveSizes, hardware_page_tokens, traced_passes, wave_sizes, waves
 from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
 from funrl.cost.rows import full_rows
 from funrl.cost.search import chosen_mesh
 from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
-from funrl.cost.tracing.estimate import Estimate, rows_of_a_pass
-from funrl.cost.tracing.hardware import HARDWARE, Hardware
-from funrl.mesh.mesh import Mesh
+from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended, rows_of_a_pass
+from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
+from funrl.cost.tracing.turns import turns_of
+from funrl.cost.weight_costs import agent_bytes, engine_bytes
+from funrl.mesh.mesh import AXES, ROW_AXES, Mesh, single
 from funrl.mesh.text import SHORT, text
+from funrl.models.errors import ModelError
+from funrl.models.weight_dtypes import weight_dtypes
+from funrl.optim import layouts_of
+from funrl.rollout.native.cache_sizes import FREE_SHARE
+from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
+from funrl.rollout.native.passes import PassWork
+from funrl.rollout.native.static_decode import bucket
+from funrl.trainer.jobs.build import build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
+from funrl.trainer.lowered.decoding import EMPTY_STACKS, EnginePrograms, pass_places
+from funrl.trainer.lowered.jax_steps import jax_devices, stored_layouts
+from funrl.trainer.lowered.programs import RolePrograms, StepProgram
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.xla.ahead import ACCELERATORS, AheadProgram, topology_mesh
+from funrl.trainer.steps.advantage_phase import advantages
+from funrl.trainer.steps.learn import denominators
+from funrl.trainer.steps.micro import own_micro_batches, row_cost
+from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.roles import RoleState, row_fields_of, weights_of
+from funrl.trainer.steps.router_losses import Choices, token_count
+from funrl.trainer.steps.score import score
+from funrl.trainer.steps.step_rows import Rows
+from funrl.xla.ahead import ACCELERATORS, AheadProgram, compile_for_chips, struct_of, topology_mesh
+from funrl.xla.errors import XlaError
+from funrl.xla.meshes import ShardedFunction, spec_of, traced_mesh
+from funrl.xla.operators import HOST_DTYPES
 
 FINDING = 0.15  # share by which compiled steps and the dry run may differ without a remark
 
@@ -55,26 +92,27 @@ def compile_report(
     chips = topology_mesh(target, job.sizes)
     tokens = tokens_of(settings, algorithm)
     rows = rows_of_chips(job, check_width(job, tokens))
-    steps = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
+    steps, resident = compile_steps(job, chips, lambda host, parts: full_rows(host, parts, tokens, rows), note)
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
-    plan = plan_of(job, tokens, hardware, steps.resident)
-    passes = plan if isinstance(plan, str) else compile_decoding(plan, target, note)
-    phases = phases_of(steps, expected)
-    if isinstance(plan, str) or isinstance(passes, str):
-        generation = f"decoding is not compiled: {passes}"
-    else:
+    phases = {}
+    for name, programs in steps.items():
+        costs = expected.phases.get(name)
+        dry = PhaseCosts() if costs is None else dry_costs(costs, expected.axes)
+        phases[name] = CompiledPhase(programs, resident, dry)
+    try:
+        plan = decoding_plan(job, tokens, hardware, resident)
+        mesh = topology_mesh(target, plan.job.generate_sizes)
+        passes = {
+            kind: tuple(compile_for_chips(function, args, mesh, note)[0] for function, args in functions)
+            for kind, functions in engine_passes(plan, mesh).items()
+        }
         generation = plan.text
-        phases = phases_of_engine(plan, passes, steps.resident) | phases
+        phases = phases_of_engine(plan, passes, resident) | phases
+    except (NoDecoding, XlaError, ModelError) as error:
+        generation = f"decoding is not compiled: {error}"
     what = f"a micro-batch of {settings.updates.token_budget} tokens on each of {chips.size} chips of {target}"
-    programs = [program for phase in phases.values() for program in phase.programs]
-    parts = [
-        f"{text(job.sizes)}, {settings.models.dtype}: {what}\n{generation}",
-        "\n".join(program_table(programs)),
-        "\n".join(phase_table(phases)),
-        "\n".join(traffic_table(phases)),
-        "\n".join(differences(phases)),
-    ]
-    return "\n\n".join(parts)
+    head = f"{text(job.sizes)}, {settings.models.dtype}: {what}\n{generation}"
+    return "\n\n".join([head, *phase_tables(phases), "\n".join(differences(phases))])
 
 
 def rows_of_chips(job: Job, width: int) -> int:
@@ -91,76 +129,53 @@ def of_one_pass(job: Job, rows: int) -> Job:
     return dataclasses.replace(job, settings=settings)
 
 
-GroupAxes = Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
-
-
-class Expected(NamedTuple):
-    """Costs of a phase by a dry run.
+class PhaseCosts(NamedTuple):
+    """Costs of a phase on a chip.
 
     Attributes:
-      memory: bytes of a chip at the peak.
-      flops: on a chip.
-      sent: bytes of a chip's collectives, by mesh axes.
+      memory: bytes at the peak.
+      flops: of products.
+      sent: bytes of collectives, by mesh axes of more than one chip.
     """
 
-    memory: float
-    flops: float
-    sent: Mapping[tuple[str, ...], float]
+    memory: float = 0.0
+    flops: float = 0.0
+    sent: Mapping[tuple[str, ...], float] = {}
 
 
 class CompiledPhase(NamedTuple):
-    """The programs of a phase, and what a dry run says of it.
+    """The programs of a phase.
 
     Attributes:
       programs: in their order.
       resident: bytes of a chip that stay there, arguments of the programs among them.
-      expected: None: the dry run has no such phase.
+      dry: costs by a dry run; zeros where it has no such phase.
     """
 
     programs: tuple[AheadProgram, ...]
     resident: float
-    expected: Expected | None
+    dry: PhaseCosts
 
     @property
-    def dry(self) -> Expected:
-        """Costs by the dry run; zeros where it has no such phase."""
-        return self.expected or Expected(0.0, 0.0, {})
-
-    @property
-    def memory(self) -> float:
-        """Bytes of a chip at the peak: what stays there, and what the largest program takes beside it."""
-        return self.resident + max(x.beside_arguments for x in self.programs)
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of a chip."""
-        return sum(x.flops for x in self.programs)
-
-    @property
-    def attention(self) -> int:
-        """Those of them in attention's kernel."""
-        return sum(x.attention for x in self.programs)
+    def costs(self) -> PhaseCosts:
+        """Costs of the programs: at the peak the largest takes memory beside what stays."""
+        sent = Counter[tuple[str, ...]]()
+        for x in (x for program in self.programs for x in program.sent):
+            sent[x.axes] += x.nbytes
+        memory = self.resident + max(x.beside_arguments for x in self.programs)
+        return PhaseCosts(memory, sum(x.flops for x in self.programs), sent)
 
 
-def plan_of(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan | str:
-    """`decoding_plan`; or the reason why the job's passes are not compiled."""
-    problem = decoding_problem(job)
-    if problem is not None:
-        return problem
-    assert isinstance(job, RLJob)
-    return decoding_plan(job, tokens, hardware, resident)
+def dry_costs(costs: Costs, axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]) -> PhaseCosts:
+    """Costs of a phase by a dry run.
 
-
-def phases_of(steps: CompiledSteps, expected: Estimate) -> dict[str, CompiledPhase]:
-    """Phases of the roles, by their names in a dry run."""
-    programs = {f"score_{name}": (program,) for name, program in steps.scores.items()}
-    programs |= {f"update_{name}": (x, steps.updates[name]) for name, x in steps.gradients.items()}
-    phases = {}
-    for name, some in programs.items():
-        costs = expected.phases.get(name)
-        dry = None if costs is None else Expected(costs.total, costs.flops, sent_of(costs, expected.axes))
-        phases[name] = CompiledPhase(some, steps.resident, dry)
-    return phases
+    Args:
+      axes: of the groups, as in `Estimate`.
+    """
+    sent = Counter[tuple[str, ...]]()
+    for (_, group), traffic in costs.traffic.items():
+        sent[axes[group][1]] += traffic.nbytes  # type: ignore[assignment]
+    return PhaseCosts(costs.total, costs.flops, sent)
 
 
 def phases_of_engine(
@@ -179,67 +194,35 @@ def phases_of_engine(
     kept = passes["decode"][0].arguments - plan.weight_bytes
     phases = {}
     for name, programs in passes.items():
-        costs = plan.costs[name]
-        dry = Expected(resident + costs.total - plan.weight_bytes, costs.flops, sent_of(costs, plan.axes))
+        dry = dry_costs(plan.costs[name], plan.axes)
+        dry = dry._replace(memory=resident + dry.memory - plan.weight_bytes)
         phases[name] = CompiledPhase(programs, resident + kept, dry)
     return phases
 
 
-def program_table(programs: Sequence[AheadProgram]) -> list[str]:
-    """Lines about each program."""
-    head = ("program", "compiled", "arguments", "results", "in their place", "temporary", "code", "GFLOP")
-    rows = [
-        (
-            x.name,
-            f"{x.seconds:.0f} s",
-            *map(size, (x.arguments, x.results, x.aliased, x.temporary, x.code)),
-            f"{x.flops / 1e9:.4g}",
-        )
-        for x in programs
-    ]
-    return table(head, rows)
+def phase_tables(phases: Mapping[str, CompiledPhase]) -> list[str]:
+    """Tables of the programs; of memory and FLOPs of each phase; and of its collectives by kind and axes.
 
-
-def phase_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
-    """Lines about memory and FLOPs of a chip in each phase, beside the dry run's."""
-    rows = []
-    for name, phase in phases.items():
-        flops = (f"{x / 1e9:.4g}" for x in (phase.flops, phase.dry.flops))
-        rows.append((name, size(phase.memory), size(phase.dry.memory), *flops))
-    return table(("phase", "memory", "dry run", "GFLOP", "dry run"), rows)
-
-
-def sent_in(programs: Sequence[AheadProgram]) -> dict[tuple[str, ...], float]:
-    """Bytes of a chip's collectives by mesh axes of more than one chip."""
-    totals: dict[tuple[str, ...], float] = defaultdict(float)
-    for program in programs:
-        for sent in program.sent:
-            totals[sent.axes] += sent.nbytes
-    return dict(totals)
-
-
-def sent_of(
-    costs: Costs, axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
-) -> dict[tuple[str, ...], float]:
-    """Bytes of a rank's collectives by mesh axes, as a dry run counts them.
-
-    Args:
-      axes: of the groups, as in `Estimate`.
+    Those of phases have the dry run's numbers beside the compiled programs'.
     """
-    totals: dict[tuple[str, ...], float] = defaultdict(float)
-    for (_, group), traffic in costs.traffic.items():
-        totals[axes[group][1]] += traffic.nbytes
-    return dict(totals)
-
-
-def traffic_table(phases: Mapping[str, CompiledPhase]) -> list[str]:
-    """Lines about the collectives of each phase by kind and axes, and the dry run's bytes over the same axes."""
-    rows = []
+    programs = []
+    costs = []
+    collectives = []
     for name, phase in phases.items():
-        for sent in (sent for program in phase.programs for sent in program.sent):
-            dry = phase.dry.sent.get(sent.axes, 0)
-            rows.append((name, sent.kind, short(sent.axes), str(sent.count), size(sent.nbytes), size(dry)))
-    return table(("phase", "collective", "over", "count", "bytes", "dry run, all kinds"), rows) if rows else []
+        pair = phase.costs, phase.dry
+        costs.append((name, *(size(x.memory) for x in pair), *(f"{x.flops / 1e9:.4g}" for x in pair)))
+        for x in phase.programs:
+            sizes = map(size, (x.arguments, x.results, x.aliased, x.temporary, x.code))
+            programs.append((x.name, f"{x.seconds:.0f} s", *sizes, f"{x.flops / 1e9:.4g}"))
+            for sent in x.sent:
+                nbytes = sent.nbytes, phase.dry.sent.get(sent.axes, 0)
+                collectives.append((name, sent.kind, short(sent.axes), str(sent.count), *map(size, nbytes)))
+    heads = {
+        ("program", "compiled", "arguments", "results", "in their place", "temporary", "code", "GFLOP"): programs,
+        ("phase", "memory", "dry run", "GFLOP", "dry run"): costs,
+        ("phase", "collective", "over", "count", "bytes", "dry run, all kinds"): collectives,
+    }
+    return ["\n".join(table(head, rows)) for head, rows in heads.items() if rows]
 
 
 def short(axes: Sequence[str]) -> str:
@@ -252,22 +235,248 @@ def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
     """Lines about numbers that differ from the dry run's by more than `FINDING`."""
     lines = []
     for name, phase in phases.items():
-        if phase.expected is None:
-            lines.append(f"{name}: the dry run has no such phase")
-            continue
-        sent = sent_in(phase.programs)
-        wanted = phase.expected.sent
-        pairs: dict[str, tuple[float, float, Callable[[float], str]]] = {
-            "memory": (phase.memory, phase.expected.memory, size),
-            "FLOPs": (phase.flops, phase.expected.flops, lambda x: f"{x / 1e9:.4g} G"),
-        }
-        for axes in sorted({*sent, *wanted}):
-            pairs[f"bytes over {short(axes)}"] = (sent.get(axes, 0), wanted.get(axes, 0), size)
-        for what, (compiled, want, shown) in pairs.items():
+        costs = phase.costs
+        dry = phase.dry
+        pairs = {"memory": (costs.memory, dry.memory), "FLOPs": (costs.flops, dry.flops)}
+        for axes in sorted({*costs.sent, *dry.sent}):
+            pairs[f"bytes over {short(axes)}"] = costs.sent.get(axes, 0), dry.sent.get(axes, 0)
+        for what, (compiled, want) in pairs.items():
             if abs(compiled - want) > FINDING * want:
+                attention = sum(x.attention for x in phase.programs)
+                numbers = [f"{x / 1e9:.4g} G" if what == "FLOPs" else size(x) for x in (compiled, want, attention)]
                 share = f" ({compiled / want - 1:+.0%})" if want else ""
-                line = f"finding: {what} of {name}: compiled {shown(compiled)}, dry run {shown(want)}{share}"
-                if what == "FLOPs" and phase.attention:
-                    line += f"; {shown(phase.attention)} of the compiled are whole tiles of attention"
+                line = f"finding: {what} of {name}: compiled {numbers[0]}, dry run {numbers[1]}{share}"
+                if what == "FLOPs" and attention:
+                    line += f"; {numbers[2]} of the compiled are whole tiles of attention"
                 lines.append(line)
     return lines or [f"the dry run agrees within {FINDING:.0%}"]
+
+
+def compile_steps(
+    job: Job, mesh: jax.sharding.Mesh, rows_of: Callable[[Job, Parts], Rows], note: Callable[[str], None]
+) -> tuple[dict[str, tuple[AheadProgram, ...]], int]:
+    """Compile scores, gradients and updates of the roles of a job.
+
+    Args:
+      job: of the flags, for the mesh.
+      mesh: of the chips; its axes have the sizes of the job's.
+      rows_of: (job of one process, its parts) -> rows that give each chip a micro-batch.
+      note: receives lines about what was done.
+
+    Returns: programs by the dry run's names of phases, "score_reference", or "update_policy" with two; and bytes of a
+      chip that weights and optimizer states of all roles take.
+    """
+    compiled: dict[StepProgram, AheadProgram] = {}
+
+    def program(purpose: str, function: ShardedFunction) -> StepProgram:
+        """Compile at a call; the results have no meaning."""
+
+        def run(*args: trees.Tree) -> trees.Tree:
+            compiled[run], results = compile_for_chips(function, args, mesh, note)
+            device = "cpu" if purpose == "scores" else "meta"
+            return trees.map(lambda x: torch.zeros(x.shape, dtype=HOST_DTYPES[x.dtype], device=device), results)
+
+        return run
+
+    alone = dict.fromkeys(AXES, 1)
+    host = dataclasses.replace(job, sizes=alone, generate_sizes=alone)
+    parts = build(host, dataclasses.replace(single(), driven=dict(mesh.shape)), note)
+    place, optimize = on_mesh(job, parts.roles)
+    devices = jax_devices(mesh, place, optimize, job.settings.devices.remat, program)
+    programs = {name: RolePrograms(devices, role, name) for name, role in parts.roles.items()}
+    roles = {name: role._replace(programs=programs[name]) for name, role in parts.roles.items()}
+    own = {}
+    for name, role in roles.items():
+        if role.base is None or role.loss is not None:
+            dtype = job.dtype if role.loss is None else job.master
+            own[name] = trees.map(lambda x, d=dtype: torch.empty(x.shape, dtype=d, device="meta"), role.stored)
+    states = {n: RoleState(own[n], r.optimizer.init(own[n])) for n, r in roles.items() if r.optimizer is not None}
+    frozen = {name: tree for name, tree in own.items() if name not in states}
+    budget = job.settings.updates.token_budget
+    rows = score(roles, weights_of(roles, states, frozen), rows_of(host, parts), budget)
+    chain = job.algorithm.advantage
+    if chain is not None:
+        rows, _, _ = advantages(chain, chain.init(), rows, host.reward_names)
+    for name, state in states.items():
+        role = roles[name]
+        assert role.loss is not None
+        total = denominators({"": role}, rows, [np.arange(len(rows.owner))])[0][""].denominators
+        fields = row_fields_of(role.loss)
+        pieces = own_micro_batches(rows, budget, row_cost(role.placed), mask=role.mask, row_fields=fields)
+        group = [next(pieces).batch for _ in range(programs[name].lanes)]
+        chosen = Choices(None, token_count(group, role.placed.mesh)) if role.router.wanted else None
+        _, grads = programs[name].value_and_grad(state.params, role, group, total, frozen, chosen)
+        programs[name].update(role, grads, state, torch.zeros(()))
+    resident = 0
+    for name, weights in own.items():
+        stored = stored_layouts(place(name, traced_mesh(mesh.shape)))
+        pairs = [(weights, stored)]
+        if name in states:
+            pairs.append((states[name].opt_state, layouts_of(states[name].opt_state, stored)))
+        for x, layout in (pair for trees_ in pairs for pair in zip(*map(trees.leaves, trees_), strict=True)):
+            resident += math.prod(layout.local_shape()) * x.dtype.itemsize
+    kinds = {"score": ("scores",), "update": ("gradient", "update")}
+    phases = {
+        f"{kind}_{name}": tuple(compiled[role.programs[purpose]] for purpose in purposes)
+        for kind, purposes in kinds.items()
+        for name, role in programs.items()
+        if purposes[0] in role.programs
+    }
+    return phases, resident
+
+
+class DecodingPlan(NamedTuple):
+    """The engines of a job, and what a dry run says of one pass of each kind.
+
+    Attributes:
+      job: with an engine on each replica of `job.generate_sizes`.
+      weights: layouts of an engine's weights.
+      sizes: of the passes of the first wave.
+      page_tokens: tokens of a page.
+      own_bytes: bytes of a chip that the engines' own weights take in every phase.
+      costs: of one pass, by kind, at the full length of its rows.
+      axes: as in `Estimate`, of the mesh to generate on.
+    """
+
+    job: RLJob
+    weights: trees.Tree
+    sizes: WaveSizes
+    page_tokens: int
+    own_bytes: float
+    costs: Mapping[str, Costs]
+    axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the engine's weights on a chip."""
+        empty = trees.map(lambda x: torch.empty(x.local_shape(0), device="meta"), self.weights)
+        return trees.nbytes(trees.map(torch.Tensor.to, empty, weight_dtypes(self.weights, self.job.dtype)))
+
+    @property
+    def text(self) -> str:
+        """Description for people."""
+        sizes = self.sizes
+        pages = f"{sizes.row_pages} page{'s' * (sizes.row_pages > 1)} of {self.page_tokens} tokens"
+        return f"generation on {text(self.job.generate_sizes)}: each engine decodes {sizes.rows} rows of {pages}"
+
+
+class NoDecoding(Exception):
+    """The passes of an engine are not compiled; the message is the reason."""
+
+
+def decoding_problem(job: Job) -> str | None:
+    """Reason why the passes of an engine are not compiled; None: they are."""
+    if not isinstance(job, RLJob):
+        return "the run does not generate"
+    settings = job.settings
+    model = job.models[job.main_role]
+    reasons = {
+        f"--engine={settings.engines.engine} decodes by itself": not settings.engines.abilities.own_steps,
+        "--place gives generation other chips": settings.devices.place is not None,
+        "--speculate drafts tokens on the host": bool(settings.engines.speculate),
+        "--router_replay records experts in torch": settings.routers.router_replay,
+        "the model has no pages": not model.pages,
+        "prompts may own pictures, whose positions are made on the host": model.owned is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) -> DecodingPlan:
+    """The plan of a job's engines.
+
+    Args:
+      tokens: of a prompt.
+      hardware: of each chip.
+      resident: bytes of a chip that weights and optimizer states of the roles take.
+
+    Raises:
+      NoDecoding: the passes of its engines are not compiled.
+    """
+    problem = decoding_problem(job)
+    if problem is not None or not isinstance(job, RLJob):
+        raise NoDecoding(problem)
+    job = dataclasses.replace(job, judge=None)
+
+    def quiet(line: str) -> None:
+        """Print nothing: the dry run has."""
+
+    with pretended(job.sizes) as mesh:
+        whole = build(job, mesh, quiet)
+        generator = whole.generator
+        if generator.base is not None:
+            raise NoDecoding("adapters are beside the weights of a base")
+        own_bytes = engine_bytes(job, whole, generator)[0] + agent_bytes(job, whole)
+        engines = 1 + len(generator.frozen) + len(generator.policies)
+        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resident - own_bytes) / engines
+        turns = turns_of(job.settings)
+        work = EngineWork(job, generator, generator, tokens, room=room, hardware=hardware, turns=turns)
+        sizes = wave_sizes(work, job.sampling, max(rows for number, rows in waves(work, job.sampling) if number))
+        length = turns.row_tokens(tokens, job.sampling.max_new_tokens)
+
+        def costs_of(shallow: Job) -> dict[str, Costs]:
+            assert isinstance(shallow, RLJob)
+            engine = build(shallow, mesh, quiet).generator
+            own = work._replace(job=shallow, generator=engine)
+            return traced_passes(own, job.sampling, sizes, length).phases
+
+        costs = of_all_layers(job, costs_of)
+        weights = generator.whole.weights.layouts
+        return DecodingPlan(
+            job=job,
+            weights=weights,
+            sizes=sizes,
+            page_tokens=hardware_page_tokens(hardware),
+            own_bytes=own_bytes,
+            costs=costs,
+            axes=axes_of(generator.mesh),
+        )
+
+
+def engine_passes(
+    plan: DecodingPlan, mesh: jax.sharding.Mesh
+) -> dict[str, list[tuple[ShardedFunction, tuple[trees.Tree, ...]]]]:
+    """Passes of the engines of a mesh, by kind: each engine is a lane, with rows and pages of its own.
+
+    A prefill has new tokens of as many prompts as a pass has, each of full length, and the sampling of the first tokens
+    after it; in a decoding iteration each row gets a token.
+
+    Returns: functions of a chip's shards, and their whole arguments without memory.
+    """
+    job = plan.job
+    model = job.model
+    sizes = plan.sizes
+    pages = sizes.rows * sizes.row_pages
+    functions = EnginePrograms(model, job.generate_sizes, job.dtype, plan.page_tokens)
+    spare = Spare(pages, sizes.rows if model.cell_bytes(functions.chips, job.dtype) else None)
+    dtypes = weight_dtypes(plan.weights, job.dtype)
+    empty = trees.map(lambda x, dtype: torch.empty(x.shape, dtype=dtype, device="meta"), plan.weights, dtypes)
+    specs = functions.stacks.stack(trees.map(spec_of, plan.weights), lambda xs: PartitionSpec(None, *xs[0]))
+    params = trees.map(lambda x, spec: struct_of(x, spec, mesh), functions.stacks.stack(empty, torch.stack), specs)
+    begin = params, {}, functions.cache(spare)
+    engines = functions.chips.size(ROW_AXES)
+
+    def rows_of_all(x: Tensor) -> Tensor:
+        """Rows of all engines without memory, for those of one."""
+        return torch.empty(engines * len(x), *x.shape[1:], dtype=x.dtype, device="meta")
+
+    counts = np.full(sizes.prompts, sizes.prompt_tokens)
+    table_SP = torch.zeros(sizes.prompts, sizes.row_pages, dtype=torch.int32)
+    tokens_N = torch.zeros(counts.sum(), dtype=torch.int64)
+    cells = np.arange(sizes.prompts)
+    prompts = PassWork(tokens_N, counts, counts, table_SP, counts.cumsum() - 1, cells=cells)
+    places, _ = pass_places(prompts, plan.page_tokens, spare)
+    hidden_RD = torch.empty(bucket(sizes.prompts), model.config.embed, dtype=job.dtype, device="meta")
+    noise_R = torch.empty(len(hidden_RD), dtype=torch.float64, device="meta")
+    form = DecodeForm(bucket(sizes.rows), bucket(sizes.row_pages), ((0, job.sampling),))
+    rows_B = torch.arange(form.rows)
+    state = empty_state(rows_B, len(job.stop), form.pages)
+    state = state._replace(numbers_CS=state.numbers_CS.T)
+    none = ((-1, None),)
+    prefill = functions.prefill(none)._replace(name=f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens")
+    sample = functions.sample(job.sampling)._replace(name="sampling after a prefill")
+    decode = functions.decode(none, form, spare)._replace(name="decoding iteration")
+    first = params, {}, EMPTY_STACKS, *map(rows_of_all, (hidden_RD, noise_R)), None
+    return {
+        "prefill": [(prefill, (*begin, trees.map(rows_of_all, places))), (sample, first)],
+        "decode": [(decode, (*begin, *trees.map(rows_of_all, (state, rows_B))))],
+    }

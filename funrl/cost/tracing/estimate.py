@@ -25,11 +25,11 @@ from funrl.models.fsdp import layers_of_group
 from funrl.models.lora import decoder_of
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.models.vision.model import VISION
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import sizes_of, token_ranks
+from funrl.trainer.steps.parts import Parts
 
 Counted = TypeVar("Counted")
 FieldShapes = Mapping[str, tuple[torch.Size, torch.dtype]]  # name of a field -> its shape per token and its dtype

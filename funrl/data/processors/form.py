@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+import textwrap
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.data.json_lines import DataError
-from funrl.data.processors.square_pictures import check_square_file, square_file_text, square_side
-from funrl.data.processors.tiled_pictures import check_tiled_file, cut_into_tiles, tile_side, tiled_file_text
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a record is read before torch is imported
     from funrl.models.vision.config import TowerConfig
+    from funrl.models.vision.tiles import Tiles
 
+BILINEAR = 2  # number of Pillow's way of resizing
+BICUBIC = 3
 MOST_RATIO = 200  # of the sides of a picture, as in transformers
 
 
@@ -43,28 +46,46 @@ class PictureForm(NamedTuple):
 
 
 class FixedSize(NamedTuple):
-    """Ways of models whose pictures have the sizes that config.json gives, so that no bound on pixels changes them.
+    """Pictures whose sizes config.json gives, so that no bound on pixels changes them.
 
     Attributes:
       pixels: of a side of a picture, or of each tile.
       words: for these pictures.
-      check: `(name of a file, its fields, tower)`; raises DataError where a processor's file says otherwise.
-      text: `(tower, processor_class)` -> the text of a processor's file.
+      fields: of a processor's file, by which transformers takes pictures as they are read here.
+      switches: further ones that have these values where they are given.
     """
 
     pixels: int
     words: str
-    check: Callable[[str, Mapping[str, Any], TowerConfig], None]
-    text: Callable[[TowerConfig, str], str]
+    fields: Mapping[str, Any]
+    switches: Mapping[str, Any]
+
+    def check(self, name: str, got: Mapping[str, Any]) -> None:
+        """Check the fields of a processor's file. Raises: DataError, one has another value."""
+        for field, value in {**self.fields, **self.switches}.items():
+            if got.get(field) not in (None, value):
+                given = textwrap.shorten(str(got[field]), 80, placeholder="...")
+                raise DataError(
+                    f"{name} has {field} {given}, but the model takes {value!s:.80}; write that, or leave it out"
+                )
 
 
 def fixed_size(tower: TowerConfig) -> FixedSize | None:
-    """Ways of a tower whose pictures have fixed sizes; None: they keep their proportions, within bounds."""
-    if (side := square_side(tower)) is not None:
-        return FixedSize(side, f"every picture as {side} x {side} pixels", check_square_file, square_file_text)
-    if (side := tile_side(tower)) is not None:
-        return FixedSize(side, f"pictures in tiles of {side} x {side} pixels", check_tiled_file, tiled_file_text)
-    return None
+    """Fixed sizes of the pictures of a tower; None: they keep their proportions, within bounds."""
+    tiles = tower.layout.tiles
+    if tower.layout.side is not None:
+        pixels = tower.layout.side * tower.patch
+        words = f"every picture as {pixels} x {pixels} pixels"
+        own = {"resample": BILINEAR, "image_seq_length": (tower.layout.side // tower.merge) ** 2}
+        switches = {"do_resize": True, "do_pan_and_scan": False}
+    elif tiles is not None:
+        pixels = tiles.pixels
+        words = f"pictures in tiles of {pixels} x {pixels} pixels"
+        own = {"resample": BICUBIC, "image_grid_pinpoints": [[y * pixels, x * pixels] for y, x in tiles.canvases]}
+        switches = {"do_resize": True, "do_pad": True, "do_center_crop": False}
+    else:
+        return None
+    return FixedSize(pixels, words, {"size": {"height": pixels, "width": pixels}, **own}, switches)
 
 
 def picture_parts(picture: Any, form: PictureForm, alone: bool) -> tuple[list[Any], tuple[int, int]]:
@@ -92,9 +113,10 @@ def fitted(picture: Any, form: PictureForm) -> Any:
     Raises:
       DataError: it is too long for its width.
     """
-    if tile_side(form.tower) is not None:
+    layout = form.tower.layout
+    if layout.tiles is not None:
         return picture
-    square = square_side(form.tower)
+    square = None if layout.side is None else layout.side * form.tower.patch
     height, width = (square, square) if square else fitting_size(picture.height, picture.width, form)
     if (width, height) == picture.size:
         return picture
@@ -125,3 +147,54 @@ def fitting_size(height: int, width: int, form: PictureForm) -> tuple[int, int]:
 def _check_ratio(height: int, width: int) -> None:
     if max(height, width) > MOST_RATIO * min(height, width):
         raise DataError(f"a picture of {width} x {height} pixels: one side is more than {MOST_RATIO} times the other")
+
+
+def cut_into_tiles(picture: Any, tiles: Tiles, alone: bool) -> tuple[list[Any], tuple[int, int]]:
+    """Pictures of Pillow, the overview first, and the grid of the picture.
+
+    A picture alone is scaled onto a canvas of tiles, and its overview is the first tile. Several pictures of a prompt
+    are their overviews, each padded to a square, as transformers' processor makes them of those of a conversation.
+
+    Args:
+      picture: of Pillow, in red, green and blue.
+      tiles: of the tower.
+      alone: the prompt has no other picture.
+    """
+    from PIL import Image
+
+    from funrl.models.vision.tiles import NO_TILES, canvas_of
+
+    side = tiles.pixels
+    way = Image.Resampling.BICUBIC
+    if not alone:
+        longest = max(picture.size)
+        whole = Image.new("RGB", (longest, longest), (127, 127, 127))
+        whole.paste(picture, ((longest - picture.width) // 2, (longest - picture.height) // 2))
+        return [whole.resize((side, side), way)], NO_TILES
+    size = (picture.height, picture.width)
+    canvas = canvas_of(size, tiles)
+    rows, columns = canvas.tiles
+    whole = Image.new("RGB", (columns * side, rows * side))
+    height, width = canvas.size
+    top, left = canvas.begin
+    whole.paste(picture.resize((width, height), way), (left, top))
+    corners = [(column * side, row * side) for row in range(rows) for column in range(columns)]
+    parts = [whole.crop((x, y, x + side, y + side)) for x, y in corners]
+    return [picture.resize((side, side), way), *parts], size
+
+
+def framed(text: str, tokenizer: Any) -> str:
+    """A rendered text in which each token for a whole picture is what the model reads, with one placeholder.
+
+    Args:
+      text: by a chat template.
+      tokenizer: whose model may see pictures.
+    """
+    form = getattr(tokenizer, "picture_form", None)
+    if form is None or form.tower.layout.frame is None:
+        return text
+    tower = form.tower
+    begin, placeholder, end = tokenizer.convert_ids_to_tokens([tower.begin, tower.placeholder, tower.end])
+    frame = tower.layout.frame
+    whole = f"{frame}{begin}{placeholder}{end}{frame}"
+    return re.sub(f"{re.escape(begin)}(?!{re.escape(placeholder)})", lambda _: whole, text)

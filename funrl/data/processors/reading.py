@@ -23,7 +23,7 @@ AHEAD = 32  # items whose pictures are read before they are used
 KEPT_BYTES = 1 << 30  # patches of pictures that may be used again
 
 
-class Reading(NamedTuple):
+class PictureReading(NamedTuple):
     """A way to read pictures.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 def read_ahead(
-    items: Iterable[WithPictures], pictures: Callable[[WithPictures], Sequence[Any]], reading: Reading | None
+    items: Iterable[WithPictures], pictures: Callable[[WithPictures], Sequence[object]], reading: PictureReading | None
 ) -> Iterator[tuple[WithPictures, ReadPatches | None]]:
     """Each item, with a reader of its pictures; threads read those of the next `AHEAD` items meanwhile.
 
@@ -84,8 +84,8 @@ class PictureReader:
         self._kept: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._bytes = 0
 
-    def begin(self, picture: Any, alone: bool) -> None:
-        """Let a thread read a picture, unless it has been read or is an object of Python."""
+    def begin(self, picture: object, alone: bool) -> None:
+        """Start a thread that reads a picture, unless it has been read or is an object of Python."""
         name = picture_key(picture)
         key = name, alone
         if name is not None and key not in self._begun and key not in self._kept:
@@ -108,7 +108,7 @@ class PictureReader:
         return self._kept[key]
 
 
-def picture_key(given: Any) -> Hashable:
+def picture_key(given: object) -> Hashable:
     """Path of a picture, or digest of its bytes, equal only for equal pictures; None: it is an object of Python."""
     if isinstance(given, Mapping):
         inner = next((given[key] for key in ("bytes", "path", "image") if given.get(key) is not None), None)

@@ -13,8 +13,6 @@ from typing import Any, cast
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import template_arguments
 from funrl.environments.adapters import GYM, function_environment, message_environment
-from funrl.environments.builtin.reasoning_tasks import reasoning_task
-from funrl.environments.builtin.textarena_games import textarena_game
 from funrl.environments.builtin.tools import rewarded_tools
 from funrl.environments.environment import Environment
 from funrl.loading import LoadError, load_object, user_frames
@@ -23,23 +21,16 @@ FLAG = "env"
 ARGUMENTS = "env_args"
 NO_ARGUMENTS: Mapping[str, Any] = {}
 SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
-GAME_LIBRARIES: Mapping[str, Callable[..., Environment]] = {
-    "textarena": textarena_game,
-    "reasoning_gym": reasoning_task,
-}
 
 
 def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
-    """The environment that "FILE.py:NAME" names, see `environment_from`, or "LIBRARY:NAME", one of `GAME_LIBRARIES`.
+    """The environment that "FILE.py:NAME" names, see `environment_from`.
 
     Raises:
       LoadError: it cannot be loaded, is no environment, or does not take the arguments.
     """
-    library, _, name = text.partition(":")
-    named = None if library in GAME_LIBRARIES else load_object(FLAG, text)
+    named = load_object(FLAG, text)
     try:
-        if named is None:
-            return bound(GAME_LIBRARIES[library], arguments, text, first=1)(name)
         return environment_from(named, arguments)
     except (TypeError, ValueError) as error:
         raise LoadError(f"--{FLAG}={text}: {error}") from error

@@ -27,7 +27,7 @@ def without_pictures(message: Message) -> Message:
 
 
 def expanded_tokens(
-    tokens: list[int], messages: Sequence[Message], tokenizer: Any
+    tokens: list[int], messages: Sequence[Message], tokenizer: object
 ) -> tuple[list[int], OwnedLines | None]:
     """Rendered tokens of messages with those of their pictures, and the values of these; None: they have none.
 
@@ -65,13 +65,13 @@ def _together(messages: Sequence[Message]) -> list[int]:
     return counts
 
 
-def collapsed_tokens(node: Node, tokenizer: Any) -> Sequence[int]:
+def collapsed_tokens(node: Node, tokenizer: object) -> Sequence[int]:
     """Tokens of a node with one placeholder for each picture, as the chat template has them."""
     form = picture_form_of(tokenizer)
     return node.tokens if form is None or node.owned is None else one_placeholder_each(node.tokens, node.owned, form)
 
 
-def picture_content(value: Any) -> list[dict[str, Any]] | None:
+def picture_content(value: object) -> list[dict[str, Any]] | None:
     """Content of a message for what a tool returned, if that is a picture of Pillow or a list with one; else None."""
     pillow = sys.modules.get("PIL.Image")
     values = list(value) if isinstance(value, list | tuple) else [value]

@@ -45,7 +45,7 @@ class ReplyForm(NamedTuple):
     """Form of a family's replies.
 
     Attributes:
-      shown: texts, one of which is in the chat templates of the family.
+      shown: texts; a chat template of the family contains one of them.
       fields: of transformers' response template; "tool_calls" are texts.
       read: reads these.
       marks: special tokens that are part of the form.
@@ -102,7 +102,7 @@ def read_json_call(text: str, tools: Tools = ()) -> tuple[list[Call], str]:
     return [call_of(json.loads(text))], ""
 
 
-def call_of(value: Any) -> Call:
+def call_of(value: object) -> Call:
     """A call of an object with a name, and arguments or parameters. Raises ValueError."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(f"a call is an object with a name and arguments, not {json.dumps(value)[:100]}")
@@ -212,7 +212,7 @@ def parameters_of(name: str, tools: Tools) -> Mapping[str, Any]:
     return {}
 
 
-def types_of(schema: Any) -> tuple[str, ...]:
+def types_of(schema: object) -> tuple[str, ...]:
     """Types that a JSON schema allows; none: any."""
     if not isinstance(schema, Mapping):
         return ()
@@ -224,7 +224,7 @@ def types_of(schema: Any) -> tuple[str, ...]:
     return (*types, "null") if types and schema.get("nullable") else tuple(types)
 
 
-def _value(text: str, schema: Any) -> Any:
+def _value(text: str, schema: object) -> Any:
     """The value that a text stands for: itself where the schema allows a string."""
     types = types_of(schema)
     if not types or "string" in types:

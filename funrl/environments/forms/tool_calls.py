@@ -79,7 +79,7 @@ def read_message(tokenizer: Any, before: Sequence[int], tokens: Sequence[int], t
     return ReadReply(message, _pairs(calls))
 
 
-def argument_problem(name: str, arguments: Mapping[str, Any], tools: Tools) -> str:
+def argument_problem(name: str, arguments: Mapping[str, object], tools: Tools) -> str:
     """Problem of a call, in the words of the tool's schema; "" if it has none.
 
     >>> schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -120,17 +120,17 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def _is_of(value: Any, kind: str) -> bool:
+def _is_of(value: object, kind: str) -> bool:
     if isinstance(value, bool) or kind not in _TYPES:
         return kind == "boolean" or kind not in _TYPES
     return isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, float) and value.is_integer())
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return next((kind for kind in ("boolean", *_TYPES) if isinstance(value, _TYPES[kind])), type(value).__name__)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return json.dumps(value, default=str, ensure_ascii=False)[:100]
 
 

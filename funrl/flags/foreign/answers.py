@@ -9,10 +9,10 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.flags.arguments import recipes_with
-from funrl.flags.foreign.meaning import Effect, Meaning, NameContext, different, meaning_of
+from funrl.flags.foreign.meaning import Meaning, NameContext
 from funrl.flags.foreign.trl import TRL
 from funrl.flags.foreign.verl import VERL
 from funrl.trainer.settings.declaration import Flag, SettingsError
@@ -20,6 +20,7 @@ from funrl.trainer.settings.successors import REMOVED_FLAGS
 
 DOTTED = re.compile(r"-{0,2}[+~]*((?:\w+\.)+\w+)=(.*)", re.DOTALL)
 TOO_GENERAL = ("path", "name", "type", "n", "lr")  # last parts of verl's names that are ambiguous alone
+REFUSED_VALUES = "its value is none of ours"
 MOST_RECIPES = 4  # limit of recipes named in a message
 
 
@@ -39,19 +40,9 @@ class NameAnswer(NamedTuple):
     meaning: Meaning
 
     @property
-    def works(self) -> bool:
-        """True if this library has an equivalent."""
-        return self.meaning.effect is Effect.SAME
-
-    @property
     def flags(self) -> dict[str, str]:
-        """Flags to write instead, texts by name."""
-        return {name: text for name, text in self.meaning.flags.items() if self.works and name != "experiment"}
-
-    @property
-    def recipe(self) -> str:
-        """The recipe that the value names; "" if it names none."""
-        return self.meaning.flags.get("experiment", "") if self.works else ""
+        """Flags to write instead, texts by name; `experiment` is a recipe."""
+        return {} if self.meaning.differs else dict(self.meaning.flags)
 
 
 def flag_in(text: str) -> str:
@@ -101,10 +92,10 @@ def check_names(
         if removed := REMOVED_FLAGS.get(name) or REMOVED_FLAGS.get(name.removeprefix("no")):
             dashes = "" if python else "--"
             raise SettingsError(f"{dashes}{name} is not a flag any more; {removed.successor}")
-    answers = [answer for answer in answers_to(unknown, context) if _is_of_use(answer, known)]
+    answers = [answer for answer in answers_to(unknown, context, known) if _is_of_use(answer, known)]
     if answers:
         lines = [_line(answer, known, python) for answer in answers]
-        if len(answers) > 1 and all(answer.works for answer in answers):
+        if len(answers) > 1 and not any(answer.meaning.differs for answer in answers):
             together = {name: text for answer in answers for name, text in answer.flags.items()}
             lines += [f"together: {_written(together, known, python)}"] if together else []
         raise SettingsError("\n".join(lines))
@@ -118,32 +109,49 @@ def check_names(
             raise SettingsError(f"--{name} is not a flag{hint}")
 
 
-def answers_to(unknown: Mapping[str, str], context: NameContext) -> Iterator[NameAnswer]:
+def answers_to(
+    unknown: Mapping[str, str], context: NameContext, known: Mapping[str, Flag | None]
+) -> Iterator[NameAnswer]:
     """Answers to the names of other libraries."""
-    of_trl = context._replace(theirs=unknown)
+    ours = context.ours
+    sizes = {"num_generations": str(ours["samples_per_prompt"]), "num_iterations": str(ours["epochs"])}
+    of_trl = context._replace(theirs=sizes | dict(unknown))
     given = {full: text for name, text in unknown.items() if (full := _name_of_verl(name))}
-    of_verl = context._replace(theirs={"data.train_batch_size": str(context.ours["batch_prompts"])} | given)
-    no_dots = different("flags have no dots; `funrl import FILE` reads a configuration of verl")
+    of_verl = context._replace(theirs={"data.train_batch_size": str(ours["batch_prompts"])} | given)
     for name, text in unknown.items():
-        if name in TRL:
-            yield NameAnswer(name, text, "TRL", meaning_of(TRL[name], text, of_trl))
+        if name in TRL.rows:
+            yield NameAnswer(name, text, "TRL", _accepted(TRL.meaning(name, text, of_trl), known))
         elif full := _name_of_verl(name):
-            yield NameAnswer(name, text, "verl", meaning_of(VERL[full], text, of_verl))
+            yield NameAnswer(name, text, "verl", _accepted(VERL.meaning(full, text, of_verl), known))
         elif "." in name:
-            yield NameAnswer(name, text, "", meaning_of(no_dots, text, of_verl))
+            reason = "flags have no dots; `funrl import FILE` reads a configuration of verl"
+            yield NameAnswer(name, text, "", Meaning({}, reason, differs=True))
+
+
+def _accepted(meaning: Meaning, known: Mapping[str, Flag | None]) -> Meaning:
+    """The meaning, without flags if one of them does not take its text."""
+    for name, text in meaning.flags.items():
+        flag = known.get(name)
+        try:
+            if flag is not None:
+                flag.parse(text)
+        except ValueError as error:
+            return Meaning({}, f"{REFUSED_VALUES}: --{name}={text}: {error}", differs=True)
+    return meaning
 
 
 def _name_of_verl(name: str) -> str:
     """verl's full name for a name or its last part; "" if there is none, or a recipe has an argument of this name."""
-    if name in VERL or "." in name:
-        return name if name in VERL else ""
-    full = next((full for full in VERL if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
+    if name in VERL.rows or "." in name:
+        return name if name in VERL.rows else ""
+    full = next((full for full in VERL.rows if full.rpartition(".")[2] == name and name not in TOO_GENERAL), "")
     return "" if full and recipes_with(name) else full
 
 
-def _is_of_use(answer: NameAnswer, known: Mapping[str, Any]) -> bool:
+def _is_of_use(answer: NameAnswer, known: Mapping[str, Flag | None]) -> bool:
     """True if an answer names known flags. Commands other than runs answer only with their own flags."""
-    return set(answer.flags) <= set(known) and ("steps" in known or bool(answer.flags) or not answer.library)
+    flags = set(answer.flags) - {"experiment"}
+    return flags <= set(known) and ("steps" in known or bool(flags) or not answer.library)
 
 
 def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) -> str:
@@ -151,31 +159,27 @@ def _line(answer: NameAnswer, known: Mapping[str, Flag | None], python: bool) ->
     given = f"{answer.name}={answer.value}"
     shown = answer.name if python else given if "." in answer.name else f"--{given}"
     whose = f" is {answer.library}'s name" if answer.library else ""
-    recipe = f"the recipe {answer.recipe!r}" if python else f"`funrl {answer.recipe}`"
-    if refused := _refused(answer.flags, known):
-        return f"{shown}{whose}, and its value is none of ours: {'' if python else '--'}{refused}"
-    instead = [recipe] * bool(answer.recipe) + [_written(answer.flags, known, python)] * bool(answer.flags)
-    difference = answer.meaning.difference
-    action = f"write {' with '.join(instead)}" if instead else "leave it out"
-    text = f"{action} ({difference})" if difference else action
-    if not instead and (not answer.works or "leave it out" in difference):
-        text = difference
+    reason = answer.meaning.reason
+    if answer.flags:
+        text = f"write {_written(answer.flags, known, python)}{f' ({reason})' if reason else ''}"
+    elif answer.meaning.differs or "leave it out" in reason:
+        text = reason
+    else:
+        text = f"leave it out{f' ({reason})' if reason else ''}"
     return f"{shown}{whose}: {re.sub(r'--(?=[a-z])', '', text) if python else text}"
 
 
 def _written(flags: Mapping[str, str], known: Mapping[str, Flag | None], python: bool) -> str:
-    """Flags as written on a command line or in a Python call."""
-    if not python:
-        return " ".join(f"--{name}={shlex.quote(text)}" for name, text in flags.items())
-    return ", ".join(f"{name}={_literal(known[name], text)}" for name, text in flags.items())
-
-
-def _literal(flag: Flag | None, text: str) -> str:
-    """The value of a flag as a Python literal; a value that the flag refuses is returned unchanged."""
-    try:
-        return repr(flag.parse(text)) if flag is not None else text
-    except ValueError:
-        return repr(text)
+    """Flags as written on a command line or in a Python call, after the recipe."""
+    recipe = flags.get("experiment")
+    own = {name: text for name, text in flags.items() if name != "experiment"}
+    if python:
+        parsed = {name: flag.parse(text) if (flag := known[name]) is not None else text for name, text in own.items()}
+        parts = [f"the recipe {recipe!r}"] * bool(recipe) + [f"{name}={value!r}" for name, value in parsed.items()]
+        return ", ".join(parts)
+    return " ".join(
+        [f"`funrl {recipe}`"] * bool(recipe) + [f"--{name}={shlex.quote(text)}" for name, text in own.items()]
+    )
 
 
 def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameContext, python: bool) -> str:
@@ -186,23 +190,11 @@ def _hint(name: str, text: str, known: Mapping[str, Flag | None], context: NameC
     if "steps" in known and (recipes := recipes_with(name)):
         more = ", ..." * (len(recipes) > MOST_RECIPES)
         return f"; it is an argument of {', '.join(recipes[:MOST_RECIPES])}{more}, and {context.recipe} has none"
-    for near in difflib.get_close_matches(name.lower(), [*known, *TRL] if "steps" in known else list(known)):
-        if near in known:
-            return f"; did you mean {near}?" * python  # a command line has this hint from `flags.refuse_unknown`
-        (answer,) = answers_to({near: text}, context)
-        if not _refused(answer.flags, known):
-            ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
-            return f"; did you mean TRL's {near}?{ours}"
-    return ""
-
-
-def _refused(flags: Mapping[str, str], known: Mapping[str, Flag | None]) -> str:
-    """Name and reason of the first flag that does not take its text; "" if each does, as far as is known."""
-    for name, text in flags.items():
-        flag = known.get(name)
-        try:
-            if flag is not None:
-                flag.parse(text)
-        except ValueError as error:
-            return f"{name}={text}: {error}"
-    return ""
+    near = difflib.get_close_matches(name.lower(), [*known, *TRL.rows] if "steps" in known else list(known), 1)
+    if not near or near[0] in known:
+        return f"; did you mean {near[0]}?" if near and python else ""  # a command line has `flags.refuse_unknown`
+    (answer,) = answers_to({near[0]: text}, context, known)
+    if answer.meaning.reason.startswith(REFUSED_VALUES):
+        return ""
+    ours = f" Here it is {_written(answer.flags, known, python)}" if answer.flags else ""
+    return f"; did you mean TRL's {near[0]}?{ours}"

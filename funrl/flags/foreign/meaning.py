@@ -1,55 +1,52 @@
-"""Rules for the meaning of another library's names; the tables of names consist of them.
+"""Tables of another library's names, and the meaning of a name in a configuration.
 
-A rule is a function of a value's text and its context. `first_of` joins rules into a decision table:
+A table is a text with a row for each case: names | conditions | flags | reason. The first row of a name whose
+conditions hold has its meaning; if none does, a run behaves so anyway. `[section]` is the prefix of the names below it.
+A row without names continues the names above.
 
-    first_of((recipe_is("sapo"), no_effect("sapo has a gate and no clip")), same("clip_low"))
+| condition | holds if |
+|---|---|
+| `=a,b`, `name=a,b` | the value, or that of another name, is one of these numbers or words; `none` is a missing one |
+| `?`, `name?` | it is true |
+| `--argument` | the recipe has this argument |
+| `grpo,dr_grpo` | the run has one of these recipes |
+| a word of `Library.values` | its function returns a truth |
+| `!...` | the condition does not hold |
 
-A rule's text may contain `{text}`, the value, and `{recipe}`; a function of value and context may compute it instead.
+Flags are `flag=text`, or `differs` with the nearest ones if no flags give the same run, or `only VALUE` if other values
+differ; `-` stands for none. A text may contain `{}`, the value, and `{name}`: a function of `Library.values`, or the
+value of another name. A flag without a text is left out.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from enum import Enum
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from funrl.flags.foreign.values import DifferentError, is_none, is_same, is_true
 from funrl.mesh.text import ROW_AXES, SHORT, MeshError, devices, parse
+from funrl.trainer.settings.records import TRACKERS
 
-# Recipes that do not sample.
-TEXT_RECIPES = frozenset(
-    {
-        *("sft", "eaft", "asft", "dpo", "simpo", "cpo", "orpo", "alphapo", "tpo", "kto"),
-        *("reward_model", "process_reward_model"),
-    }
-)
+TRUTHS = {"true": True, "1": True, "": True, "false": False, "0": False}
 
 
-class Effect(Enum):
-    """Effect of replacing their value by the flags of its meaning.
-
-    SAME: the run is the same; NO_EFFECT: the same, since the value does not affect training; DIFFERENT: no flags give
-      the same run.
-    """
-
-    SAME = "same"
-    NO_EFFECT = "no effect"
-    DIFFERENT = "different"
+class DifferentError(ValueError):
+    """No flag has the same meaning; the message gives the difference."""
 
 
 class Meaning(NamedTuple):
     """Meaning of a name of another library.
 
     Attributes:
-      flags: names and texts of flags; empty if a run behaves so anyway; the nearest ones if it is different.
-      difference: small differences, or how a number was computed; "" if there is nothing to say.
-      effect: whether a run with these flags equals theirs.
+      flags: names and texts of flags; empty if a run behaves so anyway; the nearest ones if it differs.
+      reason: the difference, or how a number was computed; "" if there is nothing to say.
+      differs: whether no flags give the same run.
     """
 
     flags: Mapping[str, str]
-    difference: str = ""
-    effect: Effect = Effect.SAME
+    reason: str = ""
+    differs: bool = False
 
 
 class NameContext(NamedTuple):
@@ -71,19 +68,6 @@ class NameContext(NamedTuple):
     records: int | None = None
     complete: bool = False
 
-    def given(self, name: str) -> bool:
-        """True if their name has a value other than none."""
-        return not is_none(self.theirs.get(name, "none"))
-
-    def is_on(self, name: str, default: str = "false") -> bool:
-        """The value of their name as a bool. Raises: DifferentError."""
-        return is_true(self.theirs[name] if self.given(name) else default)
-
-    @property
-    def texts(self) -> bool:
-        """True if the run learns from given texts."""
-        return self.recipe in TEXT_RECIPES
-
     @property
     def ranks(self) -> int:
         """Number of ranks with separate rows, on the mesh of the flags."""
@@ -92,178 +76,188 @@ class NameContext(NamedTuple):
         except MeshError as error:
             raise DifferentError(str(error)) from error
 
-    def number(self, name: str, default: str) -> Fraction:
-        """The value of their name as a number. Raises: DifferentError."""
-        text = self.theirs.get(name, default)
+
+class NameCase(NamedTuple):
+    """A row of a table: a case of a name."""
+
+    conditions: tuple[str, ...]
+    flags: str
+    reason: str
+
+
+class Library(NamedTuple):
+    """Another library's names.
+
+    Attributes:
+      title: its name.
+      rows: cases of each name.
+      idle: further names, which change only memory, speed, files or output.
+      defaults: values of names that are not given.
+      values: functions that compute a text of a row, or the truth of a condition.
+    """
+
+    title: str
+    rows: Mapping[str, list[NameCase]]
+    idle: re.Pattern[str]
+    defaults: Mapping[str, str]
+    values: Mapping[str, Callable[[NameQuery], object]]
+
+    def meaning(self, name: str, text: str, context: NameContext) -> Meaning:
+        """The meaning of a value; an unknown name and a value that cannot be read differ."""
+        if name not in self.rows:
+            idle = self.idle.fullmatch(name) is not None
+            reason = "has no effect on results" if idle else "not set" if is_none(text) else "unknown"
+            return Meaning({}, reason, differs=reason == "unknown")
+        query = NameQuery(self, text, context)
+        try:
+            row = next((row for row in self.rows[name] if all(map(query.holds, row.conditions))), NameCase((), "-", ""))
+            return query.meaning(row)
+        except DifferentError as error:
+            return Meaning({}, str(error), differs=True)
+
+
+class NameQuery(NamedTuple):
+    """A name's value, for which a meaning is needed."""
+
+    library: Library
+    text: str
+    context: NameContext
+
+    def holds(self, condition: str) -> bool:
+        """True if a condition of a row holds. Raises: DifferentError."""
+        name, equals, values = condition.partition("=")
+        if condition.startswith("!"):
+            return not self.holds(condition[1:])
+        if condition.startswith("--"):
+            return condition[2:] in self.context.arguments
+        if condition.endswith("?"):
+            return any(is_true(text) for text in self.texts(condition[:-1]) if not is_none(text) or not name[:-1])
+        if equals:
+            wanted = [self.filled(value) for value in values.split(",")]
+            return any(is_same(text, value) for text in self.texts(name) or ["none"] for value in wanted)
+        if condition in self.library.values:
+            return bool(self.library.values[condition](self))
+        return self.context.recipe in condition.split(",")
+
+    def texts(self, name: str) -> list[str]:
+        """Texts of a name, or of those that end with it; "" is the name of the value itself. Raises: DifferentError."""
+        theirs = self.context.theirs
+        texts = [theirs[key] for key in theirs if f".{key}".endswith(f".{name}")] if name else [self.text]
+        if self.context.complete and any(map(is_unresolved, texts)):
+            raise DifferentError("the file does not define this value; write it out")
+        return [",".join(items(text)) if text.startswith("[") else text for text in texts]
+
+    def given(self, name: str) -> bool:
+        """True if a name has a value other than none."""
+        return not all(map(is_none, self.texts(name)))
+
+    def value(self, name: str) -> str:
+        """Text of a computed value, or of a name. Raises: DifferentError."""
+        if compute := self.library.values.get(name):
+            return str(compute(self))
+        texts = [text for text in self.texts(name) if not name or not is_none(text)]
+        defaults = (text for key, text in self.library.defaults.items() if f".{key}".endswith(f".{name}"))
+        return texts[0] if texts else next(defaults, "none")
+
+    def number(self, name: str) -> Fraction:
+        """Number of a name or computed value. Raises: DifferentError."""
+        text = self.value(name)
         try:
             return Fraction(text)
         except (ValueError, ZeroDivisionError):
-            raise DifferentError(f"{name}={text}: a number is needed") from None
+            raise DifferentError(f"{name or 'value'}={text}: a number is needed") from None
+
+    def filled(self, text: str) -> str:
+        """A text with its values filled in. Raises: DifferentError."""
+        return re.sub(r"\{([\w.]*)\}", lambda match: self.value(match[1]), text)
+
+    def meaning(self, row: NameCase) -> Meaning:
+        """The meaning of a row. Raises: DifferentError."""
+        reason = self.filled(row.reason)
+        if row.flags.startswith("only "):
+            (text,) = self.texts("")
+            return Meaning({}, reason, not (is_none(text) or is_same(text, row.flags[5:])))
+        words = row.flags.split()
+        pairs = [word.split("=", 1) for word in words if "=" in word]
+        flags = {self.filled(flag): text for flag, template in pairs if (text := self.filled(template))}
+        if missing := [
+            flag for flag in flags if flag not in {"experiment", *self.context.ours, *self.context.arguments}
+        ]:
+            return Meaning({}, f"{self.context.recipe} has no --{missing[0]}", differs=True)
+        return Meaning(flags, reason, words[0] == "differs")
 
 
-NameRule = Callable[[str, NameContext], Meaning]
-Test = Callable[[str, NameContext], bool]
-Template = str | Callable[[str, NameContext], str]
+def read_names(text: str) -> dict[str, list[NameCase]]:
+    """The rows of each name of a table."""
+    rows: dict[str, list[NameCase]] = {}
+    names: list[str] = []
+    section = ""
+    for line in text.strip().splitlines():
+        cells = [*(cell.strip() for cell in line.split("|")), ""]
+        if line.startswith("["):
+            section = line.strip("[]")
+            continue
+        names = [section + name for name in cells[0].split()] or names
+        for name in names:
+            rows.setdefault(name, []).append(NameCase(tuple(cells[1].split()), cells[2], cells[3]))
+    return rows
 
 
-def meaning_of(rule: NameRule, text: str, context: NameContext) -> Meaning:
-    """The meaning of a value; a value that cannot be parsed is DIFFERENT."""
+def is_unresolved(text: str) -> bool:
+    """True for a value that depends on something outside its file."""
+    return "$" in text or "`" in text
+
+
+def is_none(text: str) -> bool:
+    """True for a text that means no value."""
+    return text.strip().lower() in ("none", "null", "", "{}", "[]")
+
+
+def is_true(text: str) -> bool:
+    """A text as a bool. Raises: DifferentError."""
+    if text.lower() not in TRUTHS:
+        raise DifferentError(f"{text} is neither true nor false")
+    return TRUTHS[text.lower()]
+
+
+def is_same(text: str, value: str) -> bool:
+    """True if a text, or an item of a list, means this number, bool or word."""
+    if value == "none":
+        return is_none(text)
     try:
-        return rule(text, context)
-    except DifferentError as error:
-        return Meaning({}, str(error), Effect.DIFFERENT)
+        return Fraction(text) == Fraction(value)
+    except (ValueError, ZeroDivisionError):
+        return value.lower() in (text.lower(), *(item.lower() for item in items(text)))
 
 
-def text_of(template: Template, text: str, context: NameContext) -> str:
-    """The text of a rule, with the value and the recipe filled in."""
-    return template(text, context) if callable(template) else template.format(text=text, recipe=context.recipe)
+def items(text: str) -> list[str]:
+    """The items of a list written in YAML, Python or a shell."""
+    return [item for part in text.split(",") if (item := part.strip(" '\"[]()"))]
 
 
-def _rule(effect: Effect, difference: Template, flags: Mapping[str, Template]) -> NameRule:
-    def rule(text: str, context: NameContext) -> Meaning:
-        texts = {name: text_of(template, text, context) for name, template in flags.items()}
-        return Meaning(texts, text_of(difference, text, context), effect)
-
-    return rule
-
-
-def becomes(difference: Template = "", /, **texts: Template) -> NameRule:
-    """The same meaning by these flags; without flags, a run behaves so anyway."""
-    return _rule(Effect.SAME, difference, texts)
+def whole(number: Fraction, name: str) -> str:
+    """A whole number of at least 1 as text. Raises: DifferentError."""
+    if number.denominator != 1 or number < 1:
+        raise DifferentError(f"{name} would be {float(number):g}, which is not a whole number")
+    return str(number.numerator)
 
 
-def same(*ours: str, difference: str = "") -> NameRule:
-    """The same value under other names."""
-    return becomes(difference, **dict.fromkeys(ours, "{text}"))
+def number_text(number: Fraction) -> str:
+    """A number as a flag takes it."""
+    return f"{float(number):.15g}"
 
 
-def no_effect(reason: Template) -> NameRule:
-    """The name has no effect on results.
-
-    Args:
-      reason: why, or what controls the same here.
-    """
-    return _rule(Effect.NO_EFFECT, reason, {})
+def _trackers(query: NameQuery) -> str:
+    """The trackers of a list that this library has too."""
+    names = items(query.text.replace("azure_ml", "mlflow"))
+    return ",".join(name for name in names if name in TRACKERS)
 
 
-def different(reason: Template, /, **nearest: Template) -> NameRule:
-    """No flag has the meaning.
-
-    Args:
-      reason: the difference.
-      nearest: flags that come closest to it.
-    """
-    return _rule(Effect.DIFFERENT, reason, nearest)
-
-
-def first_of(*rules: Any) -> NameRule:
-    """A decision table.
-
-    Args:
-      rules: tuples of tests and a rule, which applies if all tests hold, or a rule alone. The first that applies
-        counts; if none does, a run behaves so anyway.
-    """
-
-    def rule(text: str, context: NameContext) -> Meaning:
-        for case in rules:
-            *tests, answer = case if isinstance(case, tuple) else (case,)
-            if all(test(text, context) for test in tests):
-                return answer(text, context)
-        return Meaning({})
-
-    return rule
-
-
-def equal(*values: str) -> Test:
-    """Test: the value is one of these numbers or words."""
-    return lambda text, context: any(is_same(text, value) for value in values)
-
-
-def among(*values: str) -> Test:
-    """Test: the text is exactly one of these."""
-    return lambda text, context: text in values
-
-
-def negated(test: Test) -> Test:
-    """Test: another test does not hold."""
-    return lambda text, context: not test(text, context)
-
-
-def is_unset(text: str, context: NameContext) -> bool:
-    """Test: the value means none."""
-    return is_none(text)
-
-
-def is_on(text: str, context: NameContext) -> bool:
-    """Test: the value is true. Raises: DifferentError."""
-    return is_true(text)
-
-
-def recipe_is(*recipes: str) -> Test:
-    """Test: the run has one of these recipes."""
-    return lambda text, context: context.recipe in recipes
-
-
-def takes(argument: str) -> Test:
-    """Test: the recipe has this argument."""
-    return lambda text, context: argument in context.arguments
-
-
-def turned_on(name: str, default: str = "false") -> Test:
-    """Test: another name of theirs is on. Raises: DifferentError."""
-    return lambda text, context: context.is_on(name, default)
-
-
-def text_given(name: str, default: str) -> Callable[[str, NameContext], str]:
-    """The text of another name of theirs."""
-    return lambda text, context: context.theirs.get(name, default)
-
-
-def argument(ours: str, reason: str) -> NameRule:
-    """An argument of the recipe.
-
-    Args:
-      reason: why a recipe may lack it.
-    """
-    return first_of((takes(ours), same(ours)), different(f"{{recipe}} has no --{ours}: {reason}"))
-
-
-def optional(rule: NameRule | str) -> NameRule:
-    """A rule, or the name of a flag, for values other than none."""
-    return first_of((negated(is_unset), same(rule) if isinstance(rule, str) else rule))
-
-
-def switch(ours: str, yes: str, no: str) -> NameRule:
-    """A flag with one text if theirs is on and another if it is off."""
-    return first_of((is_on, becomes(**{ours: yes})), becomes(**{ours: no}))
-
-
-def choice(ours: str, values: Mapping[str, str], reason: str, difference: str = "") -> NameRule:
-    """A flag whose values have other names.
-
-    Args:
-      values: theirs to ours.
-      reason: the message for any other value.
-    """
-    return first_of(
-        (
-            lambda text, context: text.lower() in values,
-            becomes(difference, **{ours: lambda text, _: values[text.lower()]}),
-        ),
-        different(f"{{text}} is not one of {', '.join(values)}: {reason}"),
-    )
-
-
-def default_only(value: str, reason: str) -> NameRule:
-    """One value is a run's normal behaviour; others have no equivalent."""
-    return first_of((is_unset, becomes(reason)), (equal(value), becomes(reason)), different(reason))
-
-
-def default_shown(value: str, reason: str) -> NameRule:
-    """One value is a run's normal behaviour; others would only write or show something else."""
-    return first_of((is_unset, becomes(reason)), (equal(value), becomes(reason)), no_effect(reason))
-
-
-def in_file(rule: NameRule, beside_flags: NameRule) -> NameRule:
-    """A name with one rule in a complete configuration and another one next to flags."""
-    return first_of((lambda text, context: context.complete, rule), beside_flags)
+COMMON_VALUES: dict[str, Callable[[NameQuery], object]] = {  # of each library
+    "complete": lambda query: query.context.complete,
+    "has_records": lambda query: query.context.records is not None,
+    "list": lambda query: ",".join(items(query.text)),
+    "recipe": lambda query: query.context.recipe,
+    "records": lambda query: query.context.records,
+    "trackers": _trackers,
+}

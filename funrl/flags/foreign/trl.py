@@ -1,403 +1,511 @@
-"""Meanings of TRL's arguments: those of its GRPO, RLOO, DPO, KTO, CPO, ORPO, GKD, SFT and reward trainers.
+"""Names of TRL 1.16: of its GRPO, RLOO, DPO, KTO, CPO, ORPO, GKD, SFT and reward trainers.
 
-`TRL` has a rule for each name. Meanings are those of TRL 1.16. TRL counts completions per device and accumulation step,
-and optimizer steps; here a step has --batch_prompts prompts with --samples_per_prompt completions each over all
-devices, and makes --minibatches optimizer steps per pass.
+TRL counts completions per device and accumulation step, and optimizer steps; here a step has --batch_prompts prompts
+with --samples_per_prompt completions each over all devices, and makes --minibatches optimizer steps per pass.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
-from funrl.flags.foreign import losses, preferences, sizes
 from funrl.flags.foreign.meaning import (
-    Effect,
-    Meaning,
-    NameContext,
-    NameRule,
-    among,
-    argument,
-    becomes,
-    choice,
-    default_only,
-    default_shown,
-    different,
-    equal,
-    first_of,
-    in_file,
-    is_on,
-    is_unset,
-    negated,
-    no_effect,
-    optional,
-    recipe_is,
-    same,
-    switch,
+    COMMON_VALUES,
+    DifferentError,
+    Library,
+    NameQuery,
+    is_same,
+    items,
+    number_text,
+    read_names,
+    whole,
 )
-from funrl.flags.foreign.values import DifferentError, is_none, is_same, items
-from funrl.trainer.settings.outputs import TRACKERS
 
-PEFT_DEFAULTS = {"lora_r": "16", "lora_alpha": "32", "lora_dropout": "0.05", "lora_target_modules": "none"}
+# Recipes that do not sample.
+TEXT_RECIPES = frozenset(
+    re.findall(r"\w+", "sft eaft asft dpo simpo cpo orpo alphapo tpo kto reward_model process_reward_model")
+)
+_TABLE = """
+model_name_or_path | | model={}
+model_revision | | only main | --model is a directory or what the local cache has; download the revision
+trust_remote_code | | - | code of a repository is never run; --model_code=hf takes the classes of transformers
+reward_model_name_or_path reward_model_path | | reward_model={}
+teacher_model_name_or_path | !=none | teacher={}
+dataset_name | file | {data_flag}={} | a tenth of the records is held out; --eval_data=FILE names others
+  | | differs | {} is neither a file nor a directory; save it as parquet and give --{data_flag}=PATH
+dataset_config | | only none | a configuration is a part of the dataset's name: NAME:CONFIG:SPLIT
+dataset_train_split | | only train | a split is a part of the dataset's name: --{data_flag}=NAME:{}
+dataset_test_split | | - | a split is a part of the dataset's name: --eval_data=NAME:{}
+dataset_text_field | | only text | records have a prompt and a completion
+reward_funcs | | reward={reward_functions} | called with a prompt and a completion, or as docs/rewards.md says
+reward_weights | !=none | reward_weights={}
+output_dir | | run_dir={} | one that holds a run is refused
+learning_rate | | lr={}
+per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size \
+  | gkd | batch_prompts={batch_prompts} samples_per_prompt=1 minibatches=1 | TRL counts {batch}
+  | texts | batch_prompts={batch_prompts} | TRL counts {batch}
+  | | batch_prompts={batch_prompts} minibatches={minibatches} | TRL counts completions: {batch}; here prompts count
+num_iterations num_ppo_epochs | | epochs={}
+num_mini_batches | | minibatches={}
+num_train_epochs | !max_steps=none,0,-1 | - | max_steps is given, which counts
+  | !has_records | differs | the length of a run is --steps here: {} x prompts / --batch_prompts; --epochs are passes \
+over one batch of rollouts, TRL's num_iterations; `funrl import --records=N` computes it
+  | | steps={steps} | {} epochs over {records} records; of texts, TRL's last batch of an epoch may be smaller
+max_steps | !=none,0,-1 | steps={steps} | TRL counts optimizer steps; a step here makes {updates}
+eval_steps save_steps | =none,-1 | -
+  | share | - | {} is a share of the run; give --eval_every=N or --save_every=N, in steps
+eval_steps | | eval_every={events} | TRL counts optimizer steps; a step here makes {updates}
+save_steps | | save_every={events} | TRL counts optimizer steps; a step here makes {updates}
+save_total_limit | | keep_checkpoints={} | the best one is kept beside them
+logging_steps logging_strategy | | - | metrics are written after every step; leave it out
+eval_strategy | | - | give --eval_every=N, in steps
+save_strategy | =no | save_every=0
+  | | - | give --save_every=N, in steps
+report_to | | report_to={trackers} | TensorBoard and JSON lines are always written
+run_name logging_dir | | - | a run has the name of its directory: --run_dir
+lr_scheduler_type | =constant,constant_with_warmup | lr_schedule=constant
+  | =linear,cosine | lr_schedule={}
+  | | differs | {} is not one of constant, linear, cosine: --lr_schedule has these
+warmup_ratio warmup_steps | =0,none | -
+  | lr_scheduler_type=constant | - | lr_scheduler_type=constant has no warm-up in TRL; constant_with_warmup has
+warmup_steps | !share | lr_warmup_steps={}
+warmup_ratio warmup_steps | | lr_warmup_steps={warmup} | {} of {all_updates} optimizer steps
+weight_decay | | weight_decay={}
+max_grad_norm | =0 | differs max_grad_norm=1e9 | gradients always have a bound here; give a large --max_grad_norm
+  | | max_grad_norm={}
+seed | | seed={} | its random numbers are others
+optim | =adamw,adamw_torch,adamw_torch_fused | optimizer=adamw
+  | | differs | --optimizer=adamw is its adamw_torch; its muon has other factors than --optimizer=muon
+adam_beta1 | | only 0.9 | AdamW's averages have 0.9 and 0.999
+adam_beta2 | | only 0.999 | AdamW's averages have 0.9 and 0.999
+adam_epsilon | | only 1e-8 | AdamW's eps is 1e-8
+lr_scheduler_kwargs neftune_noise_alpha generation_kwargs off_policy_mask_threshold lora_modules_to_save use_rslora \
+use_dora cast_lm_head_to_fp32 sync_ref_model dataloader_drop_last group_by_length assistant_only_loss \
+dataset_streaming | | only false | there is no such thing here; leave it out
+label_smoothing_factor | | only 0 | the labels of a likelihood are taken as they are
+gradient_checkpointing | ? | remat=full
+  | | remat=none
+bf16 | =none | dtype=bfloat16
+  | ? | dtype=bfloat16
+  | | dtype=float32
+fp16 | | only false | there is no float16; --dtype=bfloat16 keeps float32 master weights
+torch_dtype dtype | =bfloat16,torch.bfloat16 | dtype=bfloat16 | weights that learn stay float32
+  | !=float32,torch.float32 | differs | --dtype has bfloat16, float32 and float64
+  | complete !bf16=false | - | of the weights; passes compute in what bf16 says
+  | | dtype=float32
+use_vllm | !? | - | the native engine generates
+  | complete grpo,dr_grpo,gspo,cispo,sapo !vllm_importance_sampling_correction=false | differs engine={engine} | \
+{correction}
+  | | engine={engine}
+vllm_mode | complete !use_vllm? | - | use_vllm is not set
+  | =colocate,server | engine={engine}
+  | | differs | --engine has vllm and vllm_server
+vllm_server_base_url | !=none | engine_url={}
+vllm_server_timeout | | engine_timeout={}
+vllm_gpu_memory_utilization | | - | the cache's size is --kv_cache_gb, in 1e9 bytes
+vllm_tensor_parallel_size | | - | the mesh to generate on is --generate_mesh, such as dp4,tp2
+vllm_importance_sampling_correction | =false | - | {correction}
+  | complete !use_vllm? | - | use_vllm is not set
+  | | differs | {correction}
+num_generations | | samples_per_prompt={}
+num_generations_eval | !=none | eval_samples={}
+max_completion_length response_length max_new_tokens | | max_new_tokens={}
+max_prompt_length | =none | -
+  | texts | differs | the limit of a prompt and its completion together is --max_text_tokens
+  | | max_prompt_tokens={} long_prompts=truncate | to a prompt's last tokens; --long_prompts has others
+max_length max_seq_length | !texts | differs | the limits are --max_prompt_tokens and --max_new_tokens
+  | =none | - | the model's positions are the limit
+  | reward_model | max_text_tokens={} long_prompts=drop
+  | | max_text_tokens={} long_prompts=error | TRL cuts the end of a longer text; here it stops the run: --long_prompts
+truncation_mode | | only keep_start | a longer text stops the run, or is cut by --long_prompts
+packing | =false,none | - | rows are packed end to end to --token_budget, which changes no number
+  | complete | differs | TRL's batches then count rows of several texts; --batch_prompts counts texts
+  | | - | rows are always packed end to end; leave it out
+temperature | gkd !=1 | differs temperature={} | TRL samples at it and takes the divergence at 1, here both are one
+  | | temperature={}
+top_p | | top_p={}
+top_k | =-1,none | top_k=0
+  | | top_k={}
+min_p | !=none | min_p={}
+repetition_penalty | | repetition_penalty={}
+chat_template_kwargs | | only none | give --template_arguments=NAME:VALUE
+beta kl_coef | orpo | differs beta={} | TRL's likelihood is of the prompt too, here of the completion alone
+  | dpo,kto,cpo,simpo,alphapo,gkd,online_dpo | beta={}
+  | !--kl_coef =0 | -
+  | !--kl_coef | differs | {recipe} has no KL to a reference, so no --kl_coef
+  | rloo,ppo | kl_coef={} | the KL is subtracted from the reward, with estimator k1, as in TRL
+  | =0 | kl_coef={}
+  | use_bias_correction_kl=false | kl_coef={} | the KL is in the loss, with estimator k3, as in TRL
+  | --kl_bias_corrected | kl_coef={} kl_bias_corrected=true | k3 in the loss, times the ratio, as TRL's
+  | | differs kl_coef={} | TRL weighs the KL by the ratio of its loss (use_bias_correction_kl), {recipe} does not
+use_bias_correction_kl | | - | part of the meaning of beta: --kl_bias_corrected
+epsilon_high | =none | -
+epsilon epsilon_high cliprange | sapo | - | sapo has a gate and no clip
+  | cispo | clip_low=none clip_high={cispo_bound} | TRL's bound is the ratio itself
+epsilon cliprange | epsilon_high=none | clip_low={} clip_high={}
+  | | clip_low={}
+epsilon_high | | clip_high={}
+cliprange_value | | value_clip={}
+lam | | gae_lambda={}
+delta | =none !--dual_clip | -
+  | =none | dual_clip=none
+  | cispo,sapo | - | TRL's {recipe} does not read it
+  | below_clip | differs | a bound up to 1 + epsilon_high would bound all ratios
+  | | dual_clip={} | the same for a bound above 1 + epsilon_high
+loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} | \
+--per_token and --smoothing are of all losses; TRL takes aot and sft of each micro-batch, and weighs them otherwise
+  | dpo | loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} smoothing={smoothing}
+  | sft =dft | dynamic=true
+  | sft =nll,chunked_nll | -
+  | kto =kto accumulates | differs loss=kto | TRL takes the reference point of every micro-batch, here it is of the step
+  | kto =kto | loss=kto
+  | kto =apo_zero_unpaired | loss=apo_zero
+  | cpo,simpo,alphapo =hinge,ipo | differs | cpo has no {}; its loss is TRL's sigmoid
+  | cpo,simpo,alphapo | -
+  | grpo =grpo | per_sequence=true
+  | grpo =dapo several_updates | differs per_sequence=false | TRL divides each mini-batch by their mean number of tokens
+  | grpo =bnpo accumulates | differs per_sequence=false | TRL's bnpo is a mean of the means of micro-batches
+  | grpo =dapo,bnpo | per_sequence=false
+  | gspo !=grpo | differs | gspo takes the mean of each completion, TRL's loss_type=grpo, not {}
+  | gspo | -
+  | cispo =cispo several_updates | differs | TRL divides each mini-batch by their mean number of tokens
+  | dr_grpo,cispo,sapo ={recipe} | -
+  | | differs | a loss is part of the algorithm here: TRL's dapo and bnpo are `funrl grpo --noper_sequence`, grpo, \
+dr_grpo, cispo and sapo `funrl NAME`; this is {recipe}
+loss_weights f_alpha_divergence_coef | !dpo !=none | differs | {recipe} has no weights and divergences of losses
+  | | - | part of the meaning of loss_type and f_divergence_type
+importance_sampling_level | gspo =sequence | -
+  | !gspo =token | -
+  | | differs | ratios of tokens are grpo's, those of sequences gspo's: `funrl gspo`
+scale_rewards | grpo,dapo,gspo,cispo,sapo =group,true --std_eps | std_eps=1e-4
+  | grpo,dapo,gspo,cispo,sapo =group,true | - | TRL adds 1e-4 to the deviation of a group
+  | dr_grpo =none,false | -
+  | | differs | grpo divides by the deviation of the group, dr_grpo by nothing, gdpo by the batch's; this is {recipe}
+entropy_coef | =0 !--entropy_coef | -
+  | =0 | entropy_coef={}
+  | loss_type=dapo,bnpo,cispo,none !accumulates | entropy_coef={}
+  | | differs entropy_coef={} | TRL takes the bonus of each micro-batch's tokens, here it is reduced as the loss is
+sapo_temperature_pos | sapo | positive={}
+sapo_temperature_neg | sapo | negative={}
+sapo_temperature_pos sapo_temperature_neg | | - | only the loss sapo reads it
+use_adaptive_entropy | | only false | `adaptive_entropy_bonus()` and `adapt_entropy()` of docs/pieces.md do it
+top_entropy_quantile | | only 1 | `keep_highest_entropy()` of docs/pieces.md does it, with that share
+multi_objective_aggregation | | only sum_then_normalize | `funrl gdpo` normalises each reward
+mask_truncated_completions | | only false | completions that were cut short are trained on
+normalize_advantages | ? | normalize=true per_sequence=true | one ratio a completion
+  | | normalize=false per_sequence=true | one ratio a completion
+reward_clip_range | | only none | `corrected` with `clip_reward(LOW, HIGH)` clips rewards
+label_smoothing | =0 !--smoothing | -
+  | --smoothing !loss_type=exo_pair,robust,aot,aot_unpaired | - | TRL reads it in exo_pair, robust and aot alone
+  | | smoothing={}
+rpo_alpha | !=none | likelihood_coef={}
+f_divergence_type | =reverse_kl | divergence=reverse_kl
+  | =alpha_divergence f_alpha_divergence_coef=1 | divergence=reverse_kl | which a coefficient of 1 is
+  | plain_ratios !bent_ratios | - | TRL's {loss_type} takes log-ratios whatever it is
+  | plain_ratios | differs | TRL's nca_pair, bco_pair, sppo_hard, apo and aot would not read it, here all losses do
+  | loss_type=ipo,sigmoid_norm | differs | TRL divides f' of the sum by the length, here f' is of the mean log-ratio
+  | =forward_kl | divergence=forward_kl
+  | =js_divergence | divergence=js
+  | =alpha_divergence | divergence=alpha divergence_alpha={divergence_alpha}
+  | | differs | {} is not one of reverse_kl, forward_kl, js_divergence, alpha_divergence
+ld_alpha | !=none | length_alpha={}
+use_weighting | ? | on_policy=true weight_bound=none | TRL's weights have no bound
+discopop_tau | | only 0.05 | discopop's temperature is 0.05
+desirable_weight | | desirable={}
+undesirable_weight | | undesirable={}
+cpo_alpha | simpo,alphapo =0 | -
+  | simpo,alphapo !loss_type=alphapo | differs | {recipe} has no likelihood beside its contrast (cpo_alpha=0)
+  | simpo,alphapo | -
+  | !=0 accumulates | differs likelihood_coef={} | TRL's likelihood is a mean of the means of micro-batches
+  | | likelihood_coef={}
+simpo_gamma | simpo,alphapo | margin={}
+  | | - | TRL reads it with simpo and alphapo alone
+alpha | alphapo | alpha={}
+  | cpo !=0 | differs | alpha bends the rewards of alphapo alone (loss_type=alphapo)
+  | | - | TRL reads it with alphapo alone
+lmbda | =1 | differs | TRL divides by the tokens of the data's completions, here by those that the student sampled
+  | | differs | gkd learns from its own samples alone, which is lmbda=1, not {}
+seq_kd | | only false | gkd learns from its own samples alone
+completion_only_loss | | only true | the tokens of a prompt are not learned here
+center_rewards_coefficient | !=none | center={}
+use_peft | !? | -
+  | !complete | lora_rank=16 lora_alpha=32 | TRL's defaults; adapters have no dropout here; also give --lora_targets
+  | lora_target_modules=none | differs | lora_target_modules: PEFT's own choice depends on the model; name them
+lora_r lora_alpha lora_dropout lora_target_modules | complete !use_peft? | - | TRL reads it with use_peft alone
+lora_r | | lora_rank={} | TRL's defaults are a rank of 16 and an alpha of 32
+lora_alpha | | lora_alpha={}
+lora_dropout | | only 0 | adapters have no dropout here; leave it out
+lora_target_modules | !=none | lora_targets={list}
+load_in_4bit load_in_8bit | | only false | weights are not quantized; --lora_rank, --remat and --offload save memory
+average_tokens_across_devices | | only true | tokens are counted over all devices
+router_aux_loss_coef | | only none | TRL's is of each micro-batch; --router_aux_coef is of the step
+shuffle_dataset | !sft | only true | prompts and texts come in a shuffled order, by --seed
+load_best_model_at_end | | only false | the model of the last step is in --run_dir; export has the best
+torch_compile | | - | --compile says what is compiled
+deepspeed fsdp fsdp_config | | - | weights, gradients and optimizer states are sharded by --fsdp
+resume_from_checkpoint | | - | --resume --run_dir=RUN continues a run
+activation_offloading attn_implementation dataloader_num_workers disable_dropout eval_on_start log_completions \
+padding_free per_device_eval_batch_size precompute_ref_log_probs push_to_hub remove_unused_columns \
+train_sampling_strategy use_liger_kernel | | - | it decides no number of a run; leave it out
+"""
 
 
-def _data_flag(context: NameContext) -> str:
-    return "data" if context.texts else "prompts"
+# Other names that change only memory, speed, files or output.
+_IDLE = re.compile(
+    r"""
+    (bnb_4bit_quant|dataloader|ddp|eval|hub|log|logging|save|skip|ds3)_\w+
+    |do_(eval|predict|train)|(data_seed|dataset_num_proc|debug|full_determinism|generate_during_eval|greater_is_better
+    |gradient_checkpointing_kwargs|include_num_input_tokens_seen|is_encoder_decoder|jit_mode_eval|local_rank|pad_token
+    |max_tool_calling_iterations|metric_for_best_model|num_completions_to_print|overwrite_output_dir|padding_value
+    |pad_to_multiple_of|precompute_ref_batch_size|restore_callback_states_from_checkpoint|tf32|torch_empty_cache_steps
+    |tp_size|use_bnb_nested_quant|use_cpu|entropy_(target|coef_(delta|max|min))|ref_model_(mixup_alpha|sync_steps))
+    |vllm_(enable_sleep_mode|group_port|max_model_length|model_impl|server_(host|port)
+    |importance_sampling_(cap|mode|clip_max|clip_min))
+    """,
+    re.VERBOSE,
+)
+
+# A trainer's recipe; names, and losses after "=", that it alone or first has; defaults that differ from ours or affect
+# the meaning of other names. The first row is of all trainers.
+_TRAINERS = """
+all | | per_device_train_batch_size=8 gradient_accumulation_steps=1 num_train_epochs=3.0 lr_scheduler_type=linear \
+gradient_checkpointing=true bf16=none weight_decay=0.0 max_grad_norm=1.0 \
+lora_r=16 lora_alpha=32 lora_dropout=0.05 lora_target_modules=none
+gkd | lmbda seq_kd teacher_model_name_or_path | learning_rate=2e-5 beta=0.5 lmbda=0.5 temperature=0.9 max_new_tokens=128
+kto | desirable_weight undesirable_weight =kto =apo_zero_unpaired | learning_rate=1e-6 beta=0.1 max_length=1024 \
+loss_type=kto desirable_weight=1.0 undesirable_weight=1.0 train_sampling_strategy=sequential
+cpo | cpo_alpha simpo_gamma =simpo =alphapo | learning_rate=1e-6 beta=0.1 max_length=1024 label_smoothing=0.0 \
+loss_type=sigmoid cpo_alpha=1.0 simpo_gamma=0.5 alpha=0.0
+rloo | normalize_advantages reward_clip_range | num_generations=2 max_completion_length=512 num_iterations=1 \
+epsilon=0.2 learning_rate=1e-6 temperature=1.0 top_p=1.0 top_k=0 repetition_penalty=1.0 beta=0.05 \
+normalize_advantages=false
+grpo | num_generations epsilon num_iterations reward_funcs scale_rewards epsilon_high \
+=grpo =dapo =bnpo =dr_grpo =cispo =sapo =vespo =luspo | num_generations=8 max_completion_length=512 num_iterations=1 \
+epsilon=0.2 learning_rate=1e-6 temperature=1.0 top_p=1.0 top_k=0 repetition_penalty=1.0 beta=0.0 delta=none \
+loss_type=dapo scale_rewards=group entropy_coef=0.0 importance_sampling_level=token sapo_temperature_pos=1.0 \
+sapo_temperature_neg=1.05
+reward_model | center_rewards_coefficient | learning_rate=1e-4 max_length=1024
+dpo | f_divergence_type use_weighting loss_weights ld_alpha rpo_alpha =exo_pair =nca_pair =robust =bco_pair \
+=sppo_hard =aot =aot_unpaired =apo_zero =apo_down =discopop =sigmoid_norm | learning_rate=1e-6 beta=0.1 \
+max_length=1024 label_smoothing=0.0 loss_type=sigmoid f_divergence_type=reverse_kl
+sft | packing completion_only_loss assistant_only_loss dataset_text_field =nll =dft =chunked_nll | learning_rate=2e-5 \
+loss_type=nll max_length=1024 completion_only_loss=none packing=false
+orpo | | learning_rate=1e-6 beta=0.1 max_length=1024
+"""
+_OWN_NAMES: dict[str, set[str]] = {}
+TRAINERS: dict[str, dict[str, str]] = {}
+for _line in _TRAINERS.strip().splitlines():
+    _trainer, _own, _defaults = map(str.strip, _line.split("|"))
+    _OWN_NAMES[_trainer] = set(_own.split())
+    TRAINERS[_trainer] = dict(pair.split("=") for pair in _defaults.split())
+COMMON = TRAINERS.pop("all")
 
 
-def _dataset(text: str, context: NameContext) -> Meaning:
-    flag = _data_flag(context)
-    if not Path(text).exists():
+def guess_trainer(content: Mapping[str, str]) -> str | None:
+    """The trainer of a configuration, by a name or loss that only it has; None if several are possible."""
+    loss = content.get("loss_type", "")
+    given = {*content, f"={loss}"}
+    guesses = [trainer for trainer, own in _OWN_NAMES.items() if own & given]
+    return guesses[0] if guesses else "dpo" if "," in loss or loss.startswith("[") else None
+
+
+def recipe_of_trainer(trainer: str, theirs: Mapping[str, str]) -> str:
+    """The recipe of a trainer's configuration, by its loss."""
+    loss = theirs.get("loss_type", "").strip("[]'\" ")
+    if trainer == "grpo" and theirs.get("importance_sampling_level") == "sequence":
+        return "gspo"
+    if trainer == "cpo" and loss in ("simpo", "alphapo"):
+        return "simpo" if is_same(theirs.get("alpha", "0"), "0") else "alphapo"
+    return loss if trainer == "grpo" and loss in ("dr_grpo", "cispo", "sapo") else trainer
+
+
+def _reads_texts(query: NameQuery) -> bool:
+    return query.context.recipe in TEXT_RECIPES
+
+
+def _gives_sizes(query: NameQuery) -> bool:
+    return any(map(query.given, ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")))
+
+
+def _device_rows(query: NameQuery) -> Fraction:
+    """Completions or texts of a micro-batch over all devices."""
+    return query.number("per_device_train_batch_size") * query.context.ranks
+
+
+def _update_rows(query: NameQuery) -> Fraction:
+    """Completions or texts of an optimizer step."""
+    return _device_rows(query) * query.number("gradient_accumulation_steps")
+
+
+def _generated_rows(query: NameQuery) -> Fraction:
+    """Completions that are generated together."""
+    if query.given("generation_batch_size"):
+        return query.number("generation_batch_size")
+    batches = "steps_per_generation" if query.given("steps_per_generation") else "gradient_accumulation_steps"
+    return _device_rows(query) * query.number(batches)
+
+
+def _accumulates(query: NameQuery) -> bool:
+    """True if an optimizer step has several micro-batches."""
+    return _gives_sizes(query) and query.number("gradient_accumulation_steps") * query.context.ranks > 1
+
+
+def _batch_prompts(query: NameQuery) -> str:
+    if _reads_texts(query) or query.context.recipe == "gkd":
+        return whole(_update_rows(query), "--batch_prompts")
+    rows = _generated_rows(query)
+    samples = query.number("num_generations")
+    return whole(rows / samples, f"--batch_prompts ({rows} completions / {samples})")
+
+
+def _minibatches(query: NameQuery) -> str:
+    rows = _generated_rows(query)
+    update_rows = _update_rows(query)
+    return whole(rows / update_rows, f"--minibatches ({rows} completions / {update_rows})")
+
+
+def _updates(query: NameQuery) -> Fraction:
+    """Optimizer steps of one step here."""
+    if _reads_texts(query) or query.context.recipe == "gkd":
+        return Fraction(1)
+    minibatches = _minibatches(query) if _gives_sizes(query) else query.context.ours["minibatches"]
+    return query.number("num_iterations") * Fraction(minibatches)
+
+
+def _steps(query: NameQuery) -> str:
+    """Steps by max_steps, by the epochs over known records, or by --steps. Raises: DifferentError."""
+    if query.holds("!max_steps=none,0,-1"):
+        return whole(query.number("max_steps") / _updates(query), f"--steps ({_updates(query)} optimizer steps each)")
+    if query.context.records is None or not query.given("num_train_epochs"):
+        return str(query.context.ours["steps"])
+    steps = query.context.records / Fraction(_batch_prompts(query))
+    rounds = math.ceil if _reads_texts(query) else math.floor  # TRL's sampler of completions drops an incomplete batch
+    return str(math.ceil(query.number("num_train_epochs") * max(rounds(steps), 1)))
+
+
+# ---- losses
+
+_PAIR_LOSSES = (
+    "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
+    "sigmoid_norm sft"
+)
+_NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
+_BATCHED = {"aot", "aot_unpaired", "sft"}  # of the pairs or tokens of a micro-batch
+_PLAIN_RATIOS = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *_BATCHED}  # read no f-divergence
+
+
+def _losses(query: NameQuery) -> set[str]:
+    return set(items(query.value("loss_type")))
+
+
+def _pair_weights(query: NameQuery) -> dict[str, Fraction]:
+    """Weights of DPO's losses by TRL's names. Raises: DifferentError."""
+    names = items(query.text)
+    weights = items(query.value("loss_weights")) if query.given("loss_weights") else ["1"] * len(names)
+    try:
+        numbers = {name: Fraction(weight) for name, weight in zip(names, weights, strict=True)}
+    except ValueError:
+        numbers = {}
+    if len(numbers) < len(names) or not set(names) <= set(_PAIR_LOSSES.split()) or not set(names) - {"sft"}:
+        raise DifferentError(f"loss_type={query.text}: different losses of pairs are needed, with a weight each")
+    if min(numbers.values()) < 0:
+        raise DifferentError(f"loss_type={query.text}: a weight of at least 0 is needed")
+    return numbers
+
+
+def _pair_losses(query: NameQuery) -> str:
+    weights = _pair_weights(query)
+    names = {name: re.sub("_(pair|hard|norm)$", "", name) for name in weights if name != "sft"}
+    return "+".join(name if weights[key] == 1 else f"{float(weights[key])}*{name}" for key, name in names.items())
+
+
+def _is_inexact_sum(query: NameQuery) -> bool:
+    """True if a sum of TRL's losses is not one of `dpo`."""
+    names = {name for name, weight in _pair_weights(query).items() if weight}
+    smooths = query.number("label_smoothing") != 0
+    smoothed = names & {"exo_pair", "robust", "aot", "aot_unpaired"}
+    batched = bool(names & _BATCHED)
+    return (
+        (bool(names & _NORMALISED) and len(names - {"sft"}) > 1)
+        or (batched and (_accumulates(query) or query.holds("use_weighting?") or query.given("ld_alpha")))
+        or ("exo_pair" in names and not smooths)
+        or ("sigmoid" in names and smooths and bool(smoothed))
+    )
+
+
+def _divergence_alpha(query: NameQuery) -> str:
+    coefficient = query.number("f_alpha_divergence_coef")
+    if not 0 < coefficient < 1:
+        raise DifferentError(f"f_alpha_divergence_coef={number_text(coefficient)}: 1 - it must be from 0 to 1 here")
+    return number_text(1 - coefficient)
+
+
+def _highest_ratio(query: NameQuery) -> Fraction:
+    return 1 + query.number("epsilon_high" if query.given("epsilon_high") else "epsilon")
+
+
+def _cispo_bound(query: NameQuery) -> str:
+    """TRL's cispo has only the upper bound, given as a ratio."""
+    bound = _highest_ratio(query) - 1
+    if bound < 1:
         raise DifferentError(
-            f"{text} is neither a file nor a directory; save it with datasets' save_to_disk, or as parquet, and give "
-            f"--{flag}=PATH"
+            f"TRL's cispo then bounds every ratio by {number_text(bound)}, below 1; --clip_high is above"
         )
-    return Meaning({flag: text}, "a tenth of the records is held out; --eval_data=FILE names others")
+    return number_text(bound - 1)
 
 
-def _split(ours: str = "") -> NameRule:
-    """A split of a dataset, which is part of the dataset's name here.
-
-    Args:
-      ours: the flag of the dataset; "": that of the training data.
-    """
-
-    def rule(text: str, context: NameContext) -> Meaning:
-        flag = ours or _data_flag(context)
-        dataset = context.theirs.get("dataset_name")
-        if dataset is None:
-            raise DifferentError(f"a split is a part of the dataset's name: --{flag}=NAME:{text}")
-        parts = (dataset, context.theirs.get("dataset_config", ""), text)
-        return Meaning({flag: ":".join(filter(None, parts))})
-
-    return rule
+def _reward_functions(query: NameQuery) -> str:
+    names = items(query.text)
+    if not all(":" in name or "." in name for name in names):
+        raise DifferentError(f"{query.text} is a name inside TRL; give --reward=FILE.py:function or module:function")
+    return ",".join(name if ":" in name else ":".join(name.rsplit(".", 1)) for name in names)
 
 
-def _report_to(text: str, context: NameContext) -> Meaning:
-    trackers = ["mlflow" if name == "azure_ml" else name for name in items(text) if name not in ("none", "tensorboard")]
-    if unknown := [name for name in trackers if name not in TRACKERS]:
-        return Meaning({}, f"{unknown[0]} is not one of {', '.join(TRACKERS)}", Effect.NO_EFFECT)
-    flags = {"report_to": ",".join(trackers)} if trackers else {}
-    return Meaning(flags, "TensorBoard and JSON lines are always written")
-
-
-def _computes_in_bf16(text: str, context: NameContext) -> bool:
-    return "bf16" in context.theirs and not is_same(context.theirs["bf16"], "false")
-
-
-_DTYPE = first_of(
-    (among("bfloat16", "torch.bfloat16"), becomes("weights that learn stay float32", dtype="bfloat16")),
-    (
-        among("float32", "torch.float32"),
-        _computes_in_bf16,
-        becomes("of the weights; passes compute in what bf16 says"),
-    ),
-    (among("float32", "torch.float32"), becomes(dtype="float32")),
-    different("{text} is not one of bfloat16, float32: --dtype has bfloat16, float32 and float64"),
-)
-_ENGINES = {"colocate": "vllm", "server": "vllm_server"}
-_CORRECTION = (
-    "a correction for the gap between engine and trainer (vllm_importance_sampling_correction, on by default) is part "
-    "of an algorithm: `corrected` with `importance_weights()`, docs/algorithms.md"
-)
-
-
-def _engine(text: str, context: NameContext) -> str:
-    return _ENGINES.get(context.theirs.get("vllm_mode", "colocate"), "vllm")
-
-
-def _corrects(text: str, context: NameContext) -> bool:
-    """True if TRL corrects its losses, the default in a complete configuration."""
-    default = str(context.complete).lower()
-    return context.recipe in losses.GROUPED and context.is_on("vllm_importance_sampling_correction", default)
-
-
-def _lacks_vllm(text: str, context: NameContext) -> bool:
-    return context.complete and not context.is_on("use_vllm")
-
-
-_USE_VLLM = first_of(
-    (negated(is_on), becomes("the native engine generates")),
-    (_corrects, different(_CORRECTION, engine=_engine)),
-    becomes(engine=_engine),
-)
-
-
-def _events(ours: str, **never: str) -> NameRule:
-    """An interval of steps.
-
-    Args:
-      never: flags for no such event.
-    """
-    return first_of(
-        (among("steps"), becomes()), (among("no"), becomes(**never)), no_effect(f"give --{ours}=N, in steps")
-    )
-
-
-def _reward_funcs(text: str, context: NameContext) -> Meaning:
-    paths = [name if ":" in name else ":".join(name.rsplit(".", 1)) if "." in name else "" for name in items(text)]
-    if not all(paths):
-        raise DifferentError(f"{text} is a name inside TRL; give --reward=FILE.py:function or module:function")
-    return Meaning({"reward": ",".join(paths)}, "called with a prompt and a completion, or as docs/rewards.md says")
-
-
-def _learns_from_texts(text: str, context: NameContext) -> bool:
-    return context.texts
-
-
-_PROMPT_LENGTH = first_of(
-    (_learns_from_texts, different("the limit of a prompt and its completion together is --max_text_tokens")),
-    (is_unset, becomes()),
-    becomes(
-        "to a prompt's last tokens; --long_prompts has others", max_prompt_tokens="{text}", long_prompts="truncate"
-    ),
-)
-_TEXT_LENGTH = first_of(
-    (negated(_learns_from_texts), different("the limits are --max_prompt_tokens and --max_new_tokens")),
-    (is_unset, becomes("the model's positions are the limit")),
-    (recipe_is("reward_model"), becomes(max_text_tokens="{text}", long_prompts="drop")),
-    becomes(
-        "TRL cuts the end of a longer text; here it stops the run, --long_prompts drops it or cuts its beginning",
-        max_text_tokens="{text}",
-        long_prompts="error",
-    ),
-)
-
-
-def _adapters(text: str, context: NameContext) -> Meaning:
-    """Meaning of all of PEFT's names together."""
-    if not context.is_on("use_peft"):
-        reason = "TRL reads it with use_peft alone; here it is --lora_rank, --lora_alpha, --lora_targets"
-        return Meaning({}, reason, Effect.NO_EFFECT)
-    given = {name: context.theirs.get(name, default) for name, default in PEFT_DEFAULTS.items()}
-    flags = {"lora_rank": given["lora_r"], "lora_alpha": given["lora_alpha"]}
-    modules = ",".join(items(given["lora_target_modules"]))
-    if is_none(modules):
-        reason = "lora_target_modules: PEFT's own choice depends on the model; name them"
-        return Meaning(flags, reason, Effect.DIFFERENT)
-    flags["lora_targets"] = modules
-    if is_same(given["lora_dropout"], "0"):
-        return Meaning(flags)
-    reason = f"lora_dropout={given['lora_dropout']}: adapters have no dropout here"
-    return Meaning(flags, reason, Effect.DIFFERENT)
-
-
-def _rank(text: str, context: NameContext) -> Meaning:
-    """The rank of adapters, with TRL's scale if none is given."""
-    rank = PEFT_DEFAULTS["lora_r"]
-    alpha = PEFT_DEFAULTS["lora_alpha"]
-    flags = {"lora_rank": context.theirs.get("lora_r", rank)}
-    if context.ours.get("lora_alpha") is None:
-        flags["lora_alpha"] = alpha
-    difference = (
-        f"TRL's defaults are {rank} and {alpha}; adapters have no dropout here, --lora_targets names their modules"
-    )
-    return Meaning(flags, difference)
-
-
-def _shuffles(text: str, context: NameContext) -> Meaning:
-    """TRL's sft may keep the order of its data."""
-    usual = "false" if context.recipe == "sft" and is_same(text, "false") else "true"
-    return default_only(usual, "prompts and texts come in a shuffled order, by --seed")(text, context)
-
-
-_IDLE = no_effect("decides no number of the run")
-_FIXED_BETAS = "AdamW's averages have 0.9 and 0.999"
-_MEMORY = "what is kept and computed again is --remat and --token_budget here"
-_ENTROPY_BONUS = "no recipe has it; `adaptive_entropy_bonus()` and `adapt_entropy()` of docs/pieces.md do it"
-_TOP_ENTROPY = "no recipe has it; `keep_highest_entropy()` of docs/pieces.md does it, with that share"
-_QUANTIZED = "weights are not quantized; --lora_rank, --dtype=bfloat16, --remat=full and --offload save memory"
-_SHARDED = "weights, gradients and optimizer states are sharded by --fsdp"
-TRL: dict[str, NameRule] = {
-    "model_name_or_path": same("model"),
-    "model_revision": default_only(
-        "main", "--model is a directory, or what the local cache has; download the revision first"
-    ),
-    "trust_remote_code": in_file(
-        _IDLE,
-        default_only(
-            "false",
-            "code of a model's repository is never run; --model_code=hf takes the classes of transformers",
+TRL = Library(
+    title="TRL",
+    rows=read_names(_TABLE),
+    idle=_IDLE,
+    defaults=COMMON
+    | {"loss_type": "sigmoid", "label_smoothing": "0", "f_alpha_divergence_coef": "0.5", "epsilon": "0.2"},
+    values=COMMON_VALUES
+    | {
+        "accumulates": _accumulates,
+        "all_updates": lambda query: Fraction(_steps(query)) * _updates(query),
+        "batch": lambda query: query.filled(
+            "{per_device_train_batch_size} a device x {gradient_accumulation_steps} accumulated x "
+            f"{query.context.ranks} devices with rows of their own"
         ),
-    ),
-    "reward_model_name_or_path": same("reward_model"),
-    "reward_model_path": same("reward_model"),
-    "teacher_model_name_or_path": optional("teacher"),
-    "dataset_name": _dataset,
-    "dataset_config": in_file(
-        default_only("none", "give the data of that configuration as a file"),
-        different("a configuration is a part of the dataset's name: NAME:CONFIG:SPLIT"),
-    ),
-    "dataset_train_split": in_file(default_only("train", "give the data of that split as a file"), _split()),
-    "dataset_test_split": in_file(_IDLE, _split("eval_data")),
-    "dataset_streaming": default_only("false", "data is read from files where it is needed; leave it out"),
-    "remove_unused_columns": in_file(_IDLE, default_only("false", "every column reaches the reward; leave it out")),
-    "dataset_text_field": default_only("text", "records have a prompt and a completion"),
-    "reward_funcs": _reward_funcs,
-    "reward_weights": optional("reward_weights"),
-    "output_dir": same("run_dir", difference="one that holds a run is refused"),
-    "learning_rate": same("lr"),
-    "per_device_train_batch_size": sizes.batch_size,
-    "gradient_accumulation_steps": sizes.batch_size,
-    "steps_per_generation": sizes.batch_size,
-    "generation_batch_size": optional(sizes.batch_size),
-    "num_iterations": same("epochs"),
-    "num_ppo_epochs": same("epochs"),
-    "num_mini_batches": same("minibatches"),
-    "num_train_epochs": sizes.epochs_of_data,
-    "max_steps": sizes.max_steps,
-    "eval_steps": sizes.optimizer_events("eval_every"),
-    "save_steps": sizes.optimizer_events("save_every"),
-    "save_total_limit": same("keep_checkpoints", difference="the best one is kept beside them"),
-    "logging_steps": default_shown("1", "metrics are written after every step; leave it out"),
-    "eval_strategy": _events("eval_every"),
-    "eval_on_start": in_file(_IDLE, default_only("true", "the state before the first step is always evaluated")),
-    "save_strategy": _events("save_every", save_every="0"),
-    "logging_strategy": default_shown("steps", "metrics are written after every step; leave it out"),
-    "report_to": _report_to,
-    "run_name": no_effect("a run has the name of its directory: --run_dir"),
-    "logging_dir": no_effect("everything is in --run_dir"),
-    "lr_scheduler_type": choice(
-        "lr_schedule",
-        {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
-        "--lr_schedule has these",
-    ),
-    "warmup_ratio": sizes.warmup,
-    "warmup_steps": sizes.warmup_steps,
-    "weight_decay": same("weight_decay"),
-    "max_grad_norm": first_of(
-        (
-            equal("0"),
-            different("gradients always have a bound here; give a large --max_grad_norm", max_grad_norm="1e9"),
+        "batch_prompts": _batch_prompts,
+        "below_clip": lambda query: query.number("") <= _highest_ratio(query),
+        "bent_ratios": lambda query: bool(_losses(query) - _PLAIN_RATIOS),
+        "cispo_bound": _cispo_bound,
+        "correction": lambda query: (
+            "a correction for the gap between engine and trainer (vllm_importance_sampling_correction, on by default) "
+            "is part of an algorithm: `corrected` with `importance_weights()`, docs/algorithms.md"
         ),
-        same("max_grad_norm"),
-    ),
-    "seed": same("seed", difference="its random numbers are others"),
-    "optim": choice(
-        "optimizer",
-        {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw": "adamw"},
-        "--optimizer=adamw is its adamw_torch; its muon has other factors than --optimizer=muon",
-    ),
-    "adam_beta1": default_only("0.9", _FIXED_BETAS),
-    "adam_beta2": default_only("0.999", _FIXED_BETAS),
-    "adam_epsilon": default_only("1e-8", "AdamW's eps is 1e-8"),
-    "lr_scheduler_kwargs": default_only("none", "schedules have no further arguments"),
-    "label_smoothing_factor": default_only("0", "the labels of a likelihood are taken as they are"),
-    "neftune_noise_alpha": default_only("none", "embeddings have no noise"),
-    "gradient_checkpointing": switch("remat", "full", "none"),
-    "bf16": first_of((is_unset, becomes(dtype="bfloat16")), switch("dtype", "bfloat16", "float32")),
-    "fp16": default_only("false", "there is no float16; --dtype=bfloat16 keeps float32 master weights"),
-    "torch_dtype": _DTYPE,
-    "dtype": _DTYPE,
-    "use_vllm": _USE_VLLM,
-    "vllm_mode": first_of(
-        (_lacks_vllm, no_effect("use_vllm is not set")),
-        choice("engine", _ENGINES, "--engine has vllm and vllm_server"),
-    ),
-    "vllm_server_base_url": optional("engine_url"),
-    "vllm_server_timeout": same("engine_timeout"),
-    "vllm_gpu_memory_utilization": no_effect("the cache's size is --kv_cache_gb, in 1e9 bytes"),
-    "vllm_tensor_parallel_size": no_effect("the mesh to generate on is --generate_mesh, such as dp4,tp2"),
-    "vllm_importance_sampling_correction": first_of(
-        (equal("false"), becomes(_CORRECTION)),
-        (_lacks_vllm, no_effect("use_vllm is not set")),
-        different(_CORRECTION),
-    ),
-    "num_generations": same("samples_per_prompt"),
-    "num_generations_eval": first_of((lambda text, context: text.isdigit(), same("eval_samples"))),
-    "max_completion_length": same("max_new_tokens"),
-    "response_length": same("max_new_tokens"),
-    "max_new_tokens": same("max_new_tokens"),
-    "max_prompt_length": _PROMPT_LENGTH,
-    "max_length": _TEXT_LENGTH,
-    "max_seq_length": _TEXT_LENGTH,
-    "truncation_mode": default_only("keep_start", "a longer text stops the run, or is cut by --long_prompts"),
-    "packing": losses.packed_texts,
-    "padding_free": no_effect("rows are always packed end to end; leave it out"),
-    "temperature": losses.gkd_temperature,
-    "top_p": same("top_p"),
-    "top_k": first_of((is_unset, becomes(top_k="0")), (among("-1"), becomes(top_k="0")), same("top_k")),
-    "min_p": optional("min_p"),
-    "repetition_penalty": same("repetition_penalty"),
-    "generation_kwargs": default_only("none", "sampling has the flags of docs/flags.md alone"),
-    "chat_template_kwargs": default_only("none", "give --template_arguments=NAME:VALUE"),
-    "beta": losses.beta,
-    "kl_coef": losses.beta,
-    "use_bias_correction_kl": losses.kl_correction,
-    "epsilon": losses.epsilon,
-    "epsilon_high": losses.epsilon_high,
-    "cliprange": losses.epsilon,
-    "cliprange_value": argument("value_clip", "it has no critic"),
-    "lam": argument("gae_lambda", "it has no critic"),
-    "delta": losses.delta,
-    "loss_type": losses.loss_type,
-    "loss_weights": preferences.loss_weights,
-    "importance_sampling_level": losses.ratio_level,
-    "scale_rewards": losses.scale_rewards,
-    "entropy_coef": losses.entropy_coef,
-    "sapo_temperature_pos": losses.sapo_temperature("positive"),
-    "sapo_temperature_neg": losses.sapo_temperature("negative"),
-    "use_adaptive_entropy": default_only("false", _ENTROPY_BONUS),
-    "top_entropy_quantile": default_only("1", _TOP_ENTROPY),
-    "off_policy_mask_threshold": default_only("none", "no recipe has it"),
-    "multi_objective_aggregation": default_only("sum_then_normalize", "`funrl gdpo` normalises each reward"),
-    "mask_truncated_completions": default_only("false", "completions that were cut short are trained on"),
-    "normalize_advantages": losses.normalize_advantages,
-    "reward_clip_range": default_only("none", "`corrected` with `clip_reward(LOW, HIGH)` clips rewards"),
-    "label_smoothing": preferences.label_smoothing,
-    "rpo_alpha": optional(argument("likelihood_coef", "it has no such term")),
-    "f_divergence_type": preferences.f_divergence,
-    "f_alpha_divergence_coef": preferences.alpha_coefficient,
-    "ld_alpha": preferences.length_alpha,
-    "use_weighting": preferences.use_weighting,
-    "discopop_tau": default_only("0.05", "discopop's temperature is 0.05"),
-    "desirable_weight": argument("desirable", "its completions are pairs"),
-    "undesirable_weight": argument("undesirable", "its completions are pairs"),
-    "train_sampling_strategy": first_of(
-        (
-            among("sequential"),
-            becomes("TRL's kto reads the records in their order, here they are shuffled by --seed"),
+        "data_flag": lambda query: "data" if _reads_texts(query) else "prompts",
+        "divergence_alpha": _divergence_alpha,
+        "engine": lambda query: "vllm_server" if query.value("vllm_mode") == "server" else "vllm",
+        "events": lambda query: max(1, round(query.number("") / _updates(query))),
+        "file": lambda query: Path(query.text).exists(),
+        "inexact_sum": _is_inexact_sum,
+        "minibatches": _minibatches,
+        "pair_losses": _pair_losses,
+        "per_token": lambda query: "true" if _losses(query) & _NORMALISED else "",
+        "plain_ratios": lambda query: bool(_losses(query) & _PLAIN_RATIOS),
+        "reward_functions": _reward_functions,
+        "several_updates": lambda query: _gives_sizes(query) and Fraction(_minibatches(query)) > 1,
+        "sft_weight": lambda query: number_text(weight) if (weight := _pair_weights(query).get("sft")) else "",
+        "share": lambda query: 0 < query.number("") < 1,
+        "smoothing": lambda query: (
+            query.value("label_smoothing") if _losses(query) & {"robust", "aot", "aot_unpaired"} else ""
         ),
-    ),
-    "cpo_alpha": preferences.cpo_alpha,
-    "simpo_gamma": preferences.of_recipes("margin", "simpo", "alphapo"),
-    "alpha": preferences.of_recipes("alpha", "alphapo"),
-    "lmbda": losses.lmbda,
-    "seq_kd": default_only("false", "gkd learns from its own samples alone"),
-    "completion_only_loss": losses.completion_only,
-    "assistant_only_loss": default_only("false", "of a chat the last answer is learned"),
-    "center_rewards_coefficient": optional(argument("center", "it is no reward model")),
-    "use_peft": first_of((is_on, in_file(_adapters, _rank))),
-    "lora_r": in_file(_adapters, _rank),
-    "lora_alpha": in_file(_adapters, same("lora_alpha")),
-    "lora_dropout": in_file(_adapters, default_only("0", "adapters have no dropout here; leave it out")),
-    "lora_target_modules": in_file(
-        _adapters, optional(becomes(lora_targets=lambda text, context: ",".join(items(text))))
-    ),
-    "lora_modules_to_save": default_only("none", "nothing beside the adapters learns"),
-    "use_rslora": default_only("false", "adapters count by alpha / rank"),
-    "use_dora": default_only("false", "adapters are LoRA's"),
-    "load_in_4bit": default_only("false", _QUANTIZED),
-    "load_in_8bit": default_only("false", _QUANTIZED),
-    "average_tokens_across_devices": default_only("true", "tokens are counted over all devices"),
-    "cast_lm_head_to_fp32": default_only("false", "the last product is in --dtype"),
-    "router_aux_loss_coef": default_only("none", "TRL's is of each micro-batch; --router_aux_coef is of the step"),
-    "sync_ref_model": default_only("false", "the reference stays as the policy began"),
-    "disable_dropout": no_effect("models have no dropout here"),
-    "shuffle_dataset": _shuffles,
-    "load_best_model_at_end": default_only("false", "the model of the last step is in --run_dir; export has the best"),
-    "dataloader_num_workers": no_effect("data is read where it is needed; leave it out"),
-    "dataloader_drop_last": default_only("false", "every batch is whole"),
-    "group_by_length": default_only("false", "prompts and texts come in a shuffled order, by --seed"),
-    "per_device_eval_batch_size": no_effect("--eval_prompts are evaluated together; leave it out"),
-    "precompute_ref_log_probs": no_effect("the reference's log-probabilities are computed where they are needed"),
-    "use_liger_kernel": no_effect(f"[tokens, vocabulary] is never whole here; leave it out ({_MEMORY})"),
-    "activation_offloading": no_effect(_MEMORY),
-    "torch_compile": in_file(_IDLE, different("--compile says what is compiled")),
-    "attn_implementation": no_effect("attention is chosen by the device; leave it out"),
-    "deepspeed": no_effect(_SHARDED),
-    "fsdp": no_effect(_SHARDED),
-    "fsdp_config": no_effect("what --fsdp shards is --fsdp_axes and --fsdp_models"),
-    "resume_from_checkpoint": no_effect("--resume --run_dir=RUN continues a run"),
-    "push_to_hub": default_shown("false", "nothing is uploaded; the model is in --run_dir"),
-    "log_completions": default_shown("true", "samples are always written, every --sample_every steps"),
-}
+        "steps": _steps,
+        "texts": _reads_texts,
+        "updates": _updates,
+        "warmup": lambda query: math.ceil(query.number("") * Fraction(_steps(query)) * _updates(query)),
+    },
+)

@@ -1,397 +1,381 @@
-"""Meanings of verl's dotted names (its ppo_trainer.yaml, 0.9.1).
-
-`VERL` has a rule for each name; a name that `decides_nothing` does not affect training. verl's train_batch_size counts
-prompts, as --batch_prompts does; its mini-batches too.
-"""
+"""Names of verl 0.9.1: the dotted names of its ppo_trainer.yaml. Its batches and mini-batches count prompts."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from fractions import Fraction
 
-from funrl.flags.foreign import estimators
-from funrl.flags.foreign.estimators import CORRECTION, MODEL, VERL_ROLLOUT
 from funrl.flags.foreign.meaning import (
-    Effect,
-    Meaning,
-    NameContext,
-    NameRule,
-    among,
-    argument,
-    becomes,
-    choice,
-    default_only,
-    default_shown,
-    different,
-    equal,
-    first_of,
-    is_on,
-    is_unset,
-    no_effect,
-    optional,
-    same,
-    switch,
-    text_given,
-    turned_on,
-)
-from funrl.flags.foreign.schedules import ACTOR, lr_schedule, lr_warmup, minibatch_count, total_epochs
-from funrl.flags.foreign.values import is_none, is_same, items, whole
-from funrl.trainer.settings.outputs import TRACKERS
-
-DEFAULTS = {  # of its ppo_trainer.yaml that differ from ours or affect the meaning of other names
-    "data.train_batch_size": "1024",
-    "data.max_response_length": "512",
-    "data.max_prompt_length": "512",
-    "data.truncation": "error",
-    f"{ACTOR}.ppo_mini_batch_size": "256",
-    f"{ACTOR}.ppo_epochs": "1",
-    f"{ACTOR}.optim.lr": "1e-6",
-    f"{ACTOR}.optim.weight_decay": "0.01",
-    f"{ACTOR}.clip_ratio": "0.2",
-    f"{ACTOR}.clip_ratio_low": "0.2",
-    f"{ACTOR}.clip_ratio_high": "0.2",
-    f"{ACTOR}.clip_ratio_c": "3.0",
-    f"{ACTOR}.loss_agg_mode": "token-mean",
-    f"{ACTOR}.entropy_coeff": "0",
-    f"{ACTOR}.use_kl_loss": "false",
-    f"{ACTOR}.kl_loss_coef": "0.001",
-    f"{ACTOR}.kl_loss_type": "low_var_kl",
-    f"{ACTOR}.grad_clip": "1.0",
-    f"{VERL_ROLLOUT}.n": "1",
-    f"{VERL_ROLLOUT}.dtype": "bfloat16",
-    f"{VERL_ROLLOUT}.val_kwargs.do_sample": "false",
-    f"{VERL_ROLLOUT}.temperature": "1.0",
-    f"{VERL_ROLLOUT}.tensor_model_parallel_size": "2",
-    "critic.optim.lr": "1e-5",
-    "critic.cliprange_value": "0.5",
-    "algorithm.adv_estimator": "gae",
-    "algorithm.gamma": "1.0",
-    "algorithm.lam": "1.0",
-    "algorithm.norm_adv_by_std_in_grpo": "true",
-    "algorithm.use_kl_in_reward": "false",
-    "algorithm.kl_ctrl.kl_coef": "0.001",
-    "algorithm.kl_ctrl.type": "fixed",
-    "trainer.nnodes": "1",
-    "trainer.n_gpus_per_node": "8",
-    "trainer.save_freq": "-1",
-    "trainer.test_freq": "-1",
-    "trainer.total_epochs": "30",
-    f"{MODEL}.enable_gradient_checkpointing": "true",
-    f"{ACTOR}.strategy": "fsdp",
-    f"{ACTOR}.tau_pos": "1.0",
-    f"{ACTOR}.tau_neg": "1.05",
-}
-_BUDGET = "micro-batches are packed to --token_budget tokens, whatever their rows; this decides memory alone"
-_SHARDED = "what is sharded and kept on the host is --fsdp_axes, --fsdp_models and --offload"
-FIXED = {  # names with the only value that a run can have, and the reason
-    "data.shuffle": ("true", "prompts come in a shuffled order, by --seed"),
-    "data.train_max_samples": ("-1", "all records are used; give a file of some"),
-    "data.tool_config_path": ("null", "episodes have one turn"),
-    "data.custom_cls.path": ("null", "records are read as docs/data.md says"),
-    f"{VERL_ROLLOUT}.do_sample": ("true", "completions are sampled"),
-    f"{VERL_ROLLOUT}.multi_turn.enable": ("false", "episodes have one turn"),
-    f"{VERL_ROLLOUT}.ignore_eos": ("false", "a completion ends at its end"),
-    f"{VERL_ROLLOUT}.repetition_penalty": ("1", "give --repetition_penalty"),
-    f"{VERL_ROLLOUT}.quantization": ("null", "the engine's weights are the trainer's"),
-    f"{ACTOR}.optim.betas": ("0.9,0.999", "AdamW's averages have 0.9 and 0.999"),
-    f"{ACTOR}.optim.optimizer": ("adamw", "verl's other optimizers have no equal; --optimizer has adamw and muon"),
-    f"{ACTOR}.optim.min_lr_ratio": ("0", "--lr_schedule ends at 0"),
-    f"{ACTOR}.optim.num_cycles": ("0.5", "--lr_schedule=cosine is half a cosine"),
-    f"{ACTOR}.fsdp_config.qat.enable": ("false", "weights are not quantised"),
-    f"{MODEL}.lora_adapter_path": ("null", "adapters begin at zero"),
-    f"{MODEL}.lora.rank": ("0", "give actor_rollout_ref.model.lora_rank"),
-    f"{MODEL}.custom_chat_template": ("null", "give --chat_template=FILE.jinja"),
-    f"{MODEL}.override_config": ("null", "a model is what its config.json says"),
-    f"{MODEL}.mtp.enable": ("false", "no further tokens are predicted"),
-    f"{CORRECTION}.rollout_is_batch_normalize": ("false", "weights are not normalised"),
-    "algorithm.filter_groups.enable": ("false", "`funrl dapo` samples prompts until their rewards differ"),
-    "algorithm.use_pf_ppo": ("false", "`funrl pf_ppo` resamples rows"),
-    "distillation.enabled": ("false", "`funrl distillation` and `funrl gkd` distil"),
-    "reward_model.reward_manager": ("naive", "a reward is --reward and --reward_model"),
-    "reward.reward_manager.name": ("naive", "a reward is --reward and --reward_model"),
-    "critic.optim.lr_warmup_steps_ratio": ("0", "the schedule of the critic is that of the policy"),
-    "trainer.v1.trainer_mode": ("sync", "training and generation take turns"),
-    "trainer.val_only": ("false", "`funrl evaluate` evaluates"),
-}
-NO_EFFECT = re.compile(
-    r"(trainer|reward|reward_model|critic|data|actor_rollout_ref\.\w+)\.((.*\.)?(profiler|checkpoint|wrap_policy|trace|"
-    r"checkpoint_engine|engine_kwargs|fused_kernel_options|tiled_mlp|agent|disaggregation|prometheus|skip)\..*|.*_workers|"
-    r".*micro_batch_size(_per_gpu)?|.*use_dynamic_bsz|.*token_len_per_gpu|trust_remote_code|.*\.trust_remote_code)"
-    r"|(global_profiler|skip|transfer_queue|ray_init|sandbox_fusion|reward\.sandbox_fusion)\..*"
-    r"|trainer\.(balance_batch|log_val_generations|rollout_data_dir|validation_data_dir|resume_from_path|device|use_v1|"
-    r"default_hdfs_dir|del_local_ckpt_after_load|max_actor_ckpt_to_keep|max_critic_ckpt_to_keep|esi_redundant_time|"
-    r"ray_wait_register_center_timeout|use_legacy_worker_impl)"
-    r"|data\.(use_shm|tokenizer|val_batch_size|val_max_samples|validation_shuffle|return_\w+|reward_fn_key|image_key|"
-    r"video_key|audio_key|image_patch_size|filter_overlong_prompts_workers)"
-    r"|actor_rollout_ref\.(hybrid_engine|nccl_timeout)"
-    r"|(actor_rollout_ref\.model|critic\.model)\.(use_shm|tokenizer_path|hf_config_path|external_lib|use_liger|"
-    r"use_fused_kernels|enable_activation_offload)"
-    r"|actor_rollout_ref\.rollout\.(mode|seed|full_determinism|load_format|layered_summon|enforce_eager|free_cache_engine|"
-    r"cudagraph_capture_sizes|data_parallel_size|expert_parallel_size|max_num_batched_tokens|max_model_len|prompt_length|"
-    r"response_length|enable_chunked_prefill|enable_prefix_caching|logprobs_mode|scheduling_policy|disable_log_stats|"
-    r"skip_tokenizer_init|calculate_log_probs|log_prob_use_dynamic_bsz|nnodes|n_gpus_per_node|update_weights_bucket_"
-    r"megabytes|multi_stage_wake_up)"
-    r"|(actor_rollout_ref\.(actor|ref)|critic)\.(use_torch_compile|shuffle|data_loader_seed|rollout_n|forward_prefetch|"
-    r"entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy|use_remove_padding|use_fused_kernels|"
-    r"use_prefix_grouper|calculate_sum_pi_squared|fsdp_config\.(fsdp_size|forward_prefetch|reshard_after_forward|"
-    r"offload_policy|use_orig_params|use_torch_compile|seed|full_determinism|strategy|entropy_\w+))"
-    r"|algorithm\.(filter_groups|pf_ppo|rollout_correction)\.\w+|distillation\..*|reward(_model)?\.model\.external_lib"
+    COMMON_VALUES,
+    DifferentError,
+    Library,
+    NameQuery,
+    read_names,
+    whole,
 )
 
-
-def decides_nothing(name: str) -> bool:
-    """True for a name of verl that changes only memory, speed, files or output."""
-    return name not in VERL and NO_EFFECT.fullmatch(name) is not None
+_TABLE = """
+[algorithm.]
+adv_estimator | gdpo | differs experiment={experiment} | verl's last deviation is over tokens, here it is over rows
+  | gmpo | differs experiment={experiment} | verl's loss grows with the number of micro-batches
+  | gpg,opo | differs experiment={experiment} | verl takes the clipped loss, here it is the plain policy gradient
+  | actor_rollout_ref.rollout.n=1 =grpo,rloo,reinforce_plus_plus_baseline | differs experiment={experiment} | the \
+advantage of a prompt's only completion is its reward in verl, 0 here
+  | | experiment={experiment}
+norm_adv_by_std_in_grpo | =true | -
+  | gspo,sapo,cispo,dppo,gmpo | differs | {recipe} divides by the deviation of the group
+  | grpo,dr_grpo | experiment=dr_grpo | dr_grpo: no division by the deviation, nor by the length
+gamma | --gamma | gamma={}
+lam | --gae_lambda | gae_lambda={}
+gamma lam | | - | {recipe} does not read it, here and in verl
+use_kl_in_reward kl_penalty kl_ctrl.kl_coef kl_ctrl.type kl_ctrl.target_kl kl_ctrl.horizon \
+  | !use_kl_in_reward? --kl_target | kl_coef=0.0
+  | !use_kl_in_reward? | -
+  | !--kl_target | differs | {recipe} has no KL in the reward; ppo, rloo and remax do
+  | !kl_penalty=none,kl,k1 | differs kl_coef={kl_ctrl.kl_coef} | the KL in a reward is k1, verl's kl_penalty=kl
+  | !kl_ctrl.horizon=none,10000 | differs | an adaptive coefficient has a horizon of 10000 rows
+  | kl_ctrl.type=adaptive | kl_coef={kl_ctrl.kl_coef} kl_target={kl_ctrl.target_kl} | it counts nats a token
+  | | kl_coef={kl_ctrl.kl_coef}
+rollout_correction.rollout_is rollout_correction.rollout_rs | !=none | differs | {correction}
+rollout_correction.bypass_mode | ? !dppo | differs | {correction}
+  | dppo | sampled_by={sampler}
+rollout_correction.loss_type | | only ppo_clip | the loss is that of the recipe
+filter_groups.enable | | only false | `funrl dapo` samples prompts until their rewards differ
+use_pf_ppo | | only false | `funrl pf_ppo` resamples rows
+[actor_rollout_ref.model.]
+path | | model={}
+enable_gradient_checkpointing | ? | remat=full
+  | | remat=none
+lora_rank lora_alpha target_modules exclude_modules | lora_rank=0,none | -
+lora_rank | | lora_rank={} lora_alpha={lora_alpha} lora_targets={target_modules}
+lora_alpha | | lora_alpha={}
+target_modules | | lora_targets={}
+exclude_modules | !=none | differs | --lora_targets names what has adapters; none is excluded
+lora.rank | | only 0 | give actor_rollout_ref.model.lora_rank
+custom_chat_template | | only none | give --chat_template=FILE.jinja
+[actor_rollout_ref.actor.]
+policy_loss.loss_mode | dppo =dppo_tv | kind=tv sampled_by={sampler}
+  | dppo | kind=kl sampled_by={sampler}
+  | gspo | per_token=true | verl's gradient is that of GSPO-token
+ppo_mini_batch_size | | minibatches={minibatches} | verl gives the prompts of one, here it is how many there are
+ppo_max_token_len_per_gpu | | token_budget={}
+ppo_epochs | | epochs={}
+optim.lr | | lr={}
+optim.weight_decay | =0 | weight_decay={}
+  | | weight_decay={} decay_all=true
+optim.lr_warmup_steps optim.lr_warmup_steps_ratio | !warmup | -
+  | several_updates | differs lr_warmup_steps={warmup} | {stairs}
+  | | lr_warmup_steps={warmup} | lr_warmup_steps, or its ratio of {steps} steps
+optim.warmup_style optim.lr_scheduler_type | =none | -
+  | =constant | lr_schedule={}
+  | =cosine several_updates | differs lr_schedule={} | {stairs}
+  | =cosine | lr_schedule={}
+  | | differs | {} is not one of constant, cosine: --lr_schedule has these and linear
+optim.clip_grad grad_clip | | max_grad_norm={}
+optim.betas | | only 0.9,0.999 | AdamW's averages have 0.9 and 0.999
+optim.optimizer | | only adamw | verl's other optimizers have no equal; --optimizer has adamw and muon
+optim.min_lr_ratio | | only 0 | --lr_schedule ends at 0
+optim.num_cycles | | only 0.5 | --lr_schedule=cosine is half a cosine
+clip_ratio | clip_ratio_low=none --clip_low | clip_low={} clip_high={}
+  | | - | verl reads clip_ratio_low and clip_ratio_high, each 0.2 if it is not given
+clip_ratio_low | dppo | low={}
+  | --clip_low | clip_low={}
+clip_ratio_high | dppo | high={}
+  | --clip_high | clip_high={}
+clip_ratio_low clip_ratio_high | | - | {recipe} has no clip, here and in verl
+clip_ratio_c | dppo | cap={}
+  | --dual_clip | dual_clip={}
+  | gspo,sapo,cispo,gmpo,gpg,opo | - | {recipe} bounds no ratio of a negative advantage, here and in verl
+  | several_updates | differs | verl bounds ratios of negative advantages at {}, {recipe} does not; with one update a \
+batch all ratios are 1
+  | | - | with one update a batch all ratios are 1
+tau_pos | --positive | positive={}
+tau_neg | --negative | negative={}
+tau_pos tau_neg | | - | {recipe} does not read it, here and in verl
+entropy_coeff | | entropy_coef={}
+use_kl_loss kl_loss_coef kl_loss_type | !use_kl_loss? --kl_coef !--kl_target | kl_coef=0.0
+  | !use_kl_loss? | -
+  | --kl_target | differs | {recipe} has no KL in the loss; grpo does
+  | !--kl_coef | differs | {recipe} has no KL in the loss; grpo does
+  | !kl_kind | differs kl_coef={kl_loss_coef} | {kl_loss_type}: --kl_kind has k1, k2, k3 and abs, each with +
+  | --kl_kind | kl_coef={kl_loss_coef} kl_kind={kl_kind} | verl clamps k3 to +-10
+  | kl_loss_type=none,k3,low_var_kl | kl_coef={kl_loss_coef} | verl clamps k3 to +-10
+  | | differs kl_coef={kl_loss_coef} | the KL of {recipe} is k3, which grpo's --kl_kind chooses
+loss_agg_mode | grpo =token-mean | per_sequence=false | verl takes it of each mini-batch, as here
+  | grpo =seq-mean-token-mean | per_sequence=true | verl takes it of each mini-batch, as here
+  | rloo,remax,opo =seq-mean-token-sum | -
+  | gspo,sapo,gmpo,gdpo =seq-mean-token-mean | -
+  | sapo !use_kl_loss? entropy_coeff=0,none | - | verl's sapo takes the mean of each completion whatever it is
+  | dr_grpo =seq-mean-token-sum-norm loss_scale_factor={max_response_length} | - | dr_grpo divides by --max_new_tokens
+  | dr_grpo =seq-mean-token-sum-norm | differs | verl divides by the width of the padded batch unless \
+loss_scale_factor={max_response_length} is given, here by --max_new_tokens
+  | !grpo,rloo,remax,opo,gspo,sapo,gmpo,gdpo,dr_grpo =token-mean | -
+  | | differs | {recipe} reduces its loss in another way than {}: the size of a gradient and the weight of long \
+completions differ
+loss_scale_factor | | -
+freeze_vision_tower | ? | - | the tower is frozen by default, and its projector learns
+  | | freeze=none
+[actor_rollout_ref.rollout.]
+n | | samples_per_prompt={}
+temperature | | temperature={}
+top_p | | top_p={}
+top_k | =-1 | top_k=0
+  | | top_k={}
+do_sample | | only true | completions are sampled
+val_kwargs.n | | eval_samples={}
+val_kwargs.do_sample | ? | eval_temperature={val_kwargs.temperature}
+  | | eval_temperature=0
+val_kwargs.temperature | val_kwargs.do_sample? | eval_temperature={}
+  | | eval_temperature=0 | greedy without do_sample
+val_kwargs.top_p | val_kwargs.do_sample? | eval_top_p={}
+  | | eval_top_p=1.0 | greedy without do_sample
+val_kwargs.top_k | val_kwargs.do_sample? !=-1 | eval_top_k={}
+  | | eval_top_k=0 | greedy without do_sample
+name | =vllm,hf | engine={}
+  | | - | there is no {}, the native engine generates; --engine has vllm, vllm_server and hf too
+dtype | =bfloat16,float32 | dtype={} | of training and generation; master weights are float32
+  | | differs | {} is not one of bfloat16, float32: --dtype has these
+max_num_seqs | | decode_rows={}
+gpu_memory_utilization | | - | the cache's size is --kv_cache_gb, in 1e9 bytes
+log_prob_max_token_len_per_gpu | | score_token_budget={}
+repetition_penalty | | only 1 | give --repetition_penalty
+[critic.]
+optim.lr cliprange_value optim.weight_decay grad_clip ppo_epochs ppo_mini_batch_size loss_agg_mode model.path \
+optim.lr_warmup_steps_ratio | !ppo,vapo | - | {recipe} has no critic
+optim.lr | | critic_lr={}
+cliprange_value | | value_clip={}
+optim.weight_decay | =none,{actor.optim.weight_decay} | -
+grad_clip | =none,{actor.grad_clip} | -
+ppo_epochs | =none,{actor.ppo_epochs} | -
+ppo_mini_batch_size | =none,{actor.ppo_mini_batch_size} | -
+loss_agg_mode | =none,{actor.loss_agg_mode} | -
+optim.weight_decay grad_clip ppo_epochs ppo_mini_batch_size loss_agg_mode | | differs | critic and policy share the \
+actor's value here
+optim.lr_warmup_steps_ratio | | only 0 | the schedule of the critic is that of the policy
+model.path | actor_rollout_ref.model.path=none | - | the critic begins as the policy
+  | ={actor_rollout_ref.model.path} | - | the critic begins as the policy
+  | | differs | the critic begins as the policy, {actor_rollout_ref.model.path}
+[data.]
+train_files | | prompts={list}
+val_files | | eval_data={list}
+prompt_key | !=prompt,question | fields=prompt:{}
+train_batch_size | | batch_prompts={}
+gen_batch_size | | only none | a step completes --batch_prompts prompts
+max_response_length | | max_new_tokens={}
+max_prompt_length | | max_prompt_tokens={}
+filter_overlong_prompts truncation | filter_overlong_prompts? | long_prompts=drop | verl drops such prompts before it \
+would cut them
+  | data.truncation=error,none | long_prompts=error
+  | data.truncation=left | long_prompts=truncate
+  | | differs | {data.truncation} is not one of error, left: --long_prompts=truncate keeps the last tokens
+seed | !=none | seed={}
+shuffle | | only true | prompts come in a shuffled order, by --seed
+train_max_samples | | only -1 | all records are used; give a file of some
+[trainer.]
+total_training_steps | !=-1,none | steps={}
+total_epochs | !total_training_steps=-1,none | - | total_training_steps is given, which counts
+  | !has_records | differs | a run's length is --steps here: epochs x prompts / --batch_prompts, which \
+`funrl import --records=N` computes
+  | | steps={steps} | {} epochs over {records} records
+save_freq | =-1,0 | save_every=0
+  | | save_every={}
+test_freq | =-1,0 | - | the first and last steps always evaluate
+  | | eval_every={}
+critic_warmup | ppo,vapo | critic_warmup_steps={}
+  | | - | {recipe} has no critic
+default_local_dir | | run_dir={} | one that holds a run is refused
+logger | | report_to={trackers} | TensorBoard and JSON lines are always written
+project_name experiment_name resume_mode val_before_train | | - | it decides no number of a run; leave it out
+v1.trainer_mode | | only sync | training and generation take turns
+val_only | | only false | `funrl evaluate` evaluates
+[]
+trainer.nnodes trainer.n_gpus_per_node actor_rollout_ref.actor.strategy \
+actor_rollout_ref.actor.ulysses_sequence_parallel_size actor_rollout_ref.rollout.tensor_model_parallel_size \
+| | mesh={mesh} fsdp={fsdp} generate_mesh={generate_mesh} | the same devices train and generate
+actor_rollout_ref.actor.fsdp_config.param_offload actor_rollout_ref.actor.fsdp_config.optimizer_offload \
+actor_rollout_ref.ref.fsdp_config.param_offload | | offload={offload}
+algorithm.rollout_correction.rollout_is_batch_normalize actor_rollout_ref.model.lora_adapter_path \
+actor_rollout_ref.model.override_config actor_rollout_ref.model.mtp.enable \
+actor_rollout_ref.actor.fsdp_config.qat.enable actor_rollout_ref.rollout.multi_turn.enable \
+actor_rollout_ref.rollout.ignore_eos actor_rollout_ref.rollout.quantization data.tool_config_path data.custom_cls.path \
+| | only false | there is no such thing here; leave it out
+custom_reward_function.path custom_reward_function.name reward.custom_reward_function.path \
+reward.custom_reward_function.name | custom_reward_function.path=none | -
+  | custom_reward_function.name=none | reward={custom_reward_function.path}:compute_score | {reward_arguments}
+  | | reward={custom_reward_function.path}:{custom_reward_function.name} | {reward_arguments}
+reward_model.enable reward.reward_model.enable | | -
+reward_model.model.path reward.reward_model.model_path | reward_model.enable? !=none | reward_model={}
+reward_model.reward_manager reward.reward_manager.name | | only naive | a reward is --reward and --reward_model
+distillation.enabled | | only false | `funrl distillation` and `funrl gkd` distil
+"""
+# Defaults of its ppo_trainer.yaml that differ from ours or affect the meaning of other names.
+DEFAULTS = {
+    prefix + pair.split("=")[0]: pair.split("=")[1]
+    for prefix, pairs in {
+        "data.": "train_batch_size=1024 max_response_length=512 max_prompt_length=512 truncation=error",
+        "actor_rollout_ref.actor.": "ppo_mini_batch_size=256 ppo_epochs=1 optim.lr=1e-6 optim.weight_decay=0.01 "
+        "clip_ratio=0.2 clip_ratio_low=0.2 clip_ratio_high=0.2 clip_ratio_c=3.0 loss_agg_mode=token-mean "
+        "entropy_coeff=0 use_kl_loss=false kl_loss_coef=0.001 kl_loss_type=low_var_kl grad_clip=1.0 strategy=fsdp "
+        "tau_pos=1.0 tau_neg=1.05",
+        "actor_rollout_ref.rollout.": "n=1 dtype=bfloat16 val_kwargs.do_sample=false temperature=1.0 "
+        "tensor_model_parallel_size=2",
+        "actor_rollout_ref.model.": "enable_gradient_checkpointing=true lora_alpha=16 target_modules=all-linear",
+        "critic.": "optim.lr=1e-5 cliprange_value=0.5",
+        "algorithm.": "adv_estimator=gae gamma=1.0 lam=1.0 norm_adv_by_std_in_grpo=true use_kl_in_reward=false "
+        "kl_ctrl.kl_coef=0.001 kl_ctrl.type=fixed",
+        "trainer.": "nnodes=1 n_gpus_per_node=8 save_freq=-1 test_freq=-1 total_epochs=30",
+    }.items()
+    for pair in pairs.split()
+}
+# Names that change only memory, speed, files or output.
+_IDLE = re.compile(
+    r"""
+    (trainer|reward|reward_model|critic|data|actor_rollout_ref\.\w+)\.((.*\.)?(profiler|checkpoint|wrap_policy|trace
+    |checkpoint_engine|engine_kwargs|fused_kernel_options|tiled_mlp|agent|disaggregation|prometheus|skip)\..*|.*_workers
+    |.*micro_batch_size(_per_gpu)?|.*use_dynamic_bsz|.*token_len_per_gpu|(.*\.)?trust_remote_code)
+    |(global_profiler|skip|transfer_queue|ray_init|sandbox_fusion|reward\.sandbox_fusion|distillation)\..*
+    |trainer\.(balance_batch|log_val_generations|rollout_data_dir|validation_data_dir|resume_from_path|device|use_v1
+    |default_hdfs_dir|del_local_ckpt_after_load|max_actor_ckpt_to_keep|max_critic_ckpt_to_keep|esi_redundant_time
+    |ray_wait_register_center_timeout|use_legacy_worker_impl)
+    |data\.(use_shm|tokenizer|val_batch_size|val_max_samples|validation_shuffle|return_\w+|reward_fn_key|image_key
+    |video_key|audio_key|image_patch_size|filter_overlong_prompts_workers)
+    |actor_rollout_ref\.(hybrid_engine|nccl_timeout|model\.use_remove_padding)
+    |critic\.(strategy|ulysses_sequence_parallel_size|model\.(use_remove_padding|enable_gradient_checkpointing))
+    |critic\.model\.fsdp_config\.(param|optimizer)_offload
+    |(actor_rollout_ref\.model|critic\.model)\.(use_shm|tokenizer_path|hf_config_path|external_lib|use_liger
+    |use_fused_kernels|enable_activation_offload)
+    |actor_rollout_ref\.rollout\.(mode|seed|full_determinism|load_format|layered_summon|enforce_eager|free_cache_engine
+    |cudagraph_capture_sizes|data_parallel_size|expert_parallel_size|max_num_batched_tokens|max_model_len|prompt_length
+    |response_length|enable_chunked_prefill|enable_prefix_caching|logprobs_mode|scheduling_policy|disable_log_stats
+    |skip_tokenizer_init|calculate_log_probs|log_prob_use_dynamic_bsz|nnodes|n_gpus_per_node
+    |update_weights_bucket_megabytes|multi_stage_wake_up)
+    |(actor_rollout_ref\.(actor|ref)|critic)\.(use_torch_compile|shuffle|data_loader_seed|rollout_n|forward_prefetch
+    |entropy_from_logits_with_chunking|entropy_checkpointing|calculate_entropy|use_remove_padding|use_fused_kernels
+    |use_prefix_grouper|calculate_sum_pi_squared|fsdp_config\.(fsdp_size|forward_prefetch|reshard_after_forward
+    |offload_policy|use_orig_params|use_torch_compile|seed|full_determinism|strategy|entropy_\w+))
+    |algorithm\.(filter_groups|pf_ppo|rollout_correction)\.\w+|reward(_model)?\.model\.external_lib
+    """,
+    re.VERBOSE,
+)
 
 
 def is_of_verl(name: str) -> bool:
     """True for a name in a section of verl's configuration."""
-    return (
-        re.match(
-            r"(actor_rollout_ref|data|algorithm|trainer|critic|reward|reward_model|custom_reward_function)\.", name
-        )
-        is not None
-    )
+    sections = "actor_rollout_ref data algorithm trainer critic reward reward_model custom_reward_function"
+    return "." in name and name.partition(".")[0] in sections.split()
 
 
-def _mesh(text: str, context: NameContext) -> Meaning:
-    """The mesh: devices divided among rows, sequence and tensor parallelism."""
-    devices = context.number("trainer.nnodes", "1") * context.number("trainer.n_gpus_per_node", "8")
-    tensor = context.number(f"{VERL_ROLLOUT}.tensor_model_parallel_size", "2")
-    split = context.number(f"{ACTOR}.ulysses_sequence_parallel_size", "1")
+def recipe_of(theirs: Mapping[str, str]) -> str:
+    """The recipe of an advantage estimator and a policy loss. Raises: DifferentError."""
+    estimator = theirs.get("algorithm.adv_estimator", "gae").lower()
+    loss = theirs.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+    undivided = theirs.get("algorithm.norm_adv_by_std_in_grpo", "true").lower() == "false"
+    alone = ("grpo", "rloo", "remax", "opo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo")
+    recipes = {(name, "vanilla"): name for name in alone} | {("grpo", name): name for name in ("gspo", "sapo", "cispo")}
+    recipes |= {("gae", "vanilla"): "ppo", ("rloo_vectorized", "vanilla"): "rloo", ("gpg", "gpg"): "gpg"}
+    recipes |= {("optimal_token_baseline", "vanilla"): "otb", ("grpo", "geo_mean"): "gmpo"}
+    recipes |= {("grpo", "dppo_tv"): "dppo", ("grpo", "dppo_kl"): "dppo"}
+    if (estimator, loss) not in recipes:
+        raise DifferentError(f"adv_estimator={estimator} with loss_mode={loss}: `funrl --help` lists all recipes")
+    recipe = recipes[estimator, loss]
+    return "dr_grpo" if recipe == "grpo" and undivided else recipe
+
+
+def _minibatches(query: NameQuery) -> str:
+    prompts = query.number("data.train_batch_size")
+    size = query.number("actor.ppo_mini_batch_size")
+    return whole(prompts / size, f"--minibatches ({prompts} prompts / {size})")
+
+
+def _updates(query: NameQuery) -> Fraction:
+    """Optimizer steps of a step."""
+    return Fraction(_minibatches(query)) * query.number("actor.ppo_epochs")
+
+
+def _steps(query: NameQuery) -> int:
+    """Steps by total_training_steps, by the epochs over known records, or by --steps. Raises: DifferentError."""
+    if query.given("total_training_steps") and query.number("total_training_steps") != -1:
+        return int(query.number("total_training_steps"))
+    if query.context.records is None:
+        return int(query.context.ours["steps"])
+    epoch_steps = math.floor(query.context.records / query.number("data.train_batch_size"))
+    return max(int(epoch_steps * query.number("total_epochs")), 1)
+
+
+def _warmup(query: NameQuery) -> int:
+    """Optimizer steps of a warm-up, given in steps or as a share of all steps; 0: none."""
+    steps = query.number("actor.optim.lr_warmup_steps")
+    if steps <= 0:
+        steps = Fraction(math.floor(query.number("actor.optim.lr_warmup_steps_ratio") * _steps(query)))
+    return round(steps * _updates(query)) if steps > 0 else 0
+
+
+def _devices(query: NameQuery) -> Fraction:
+    return query.number("trainer.nnodes") * query.number("trainer.n_gpus_per_node")
+
+
+def _mesh(query: NameQuery) -> str:
+    split = query.number("actor.ulysses_sequence_parallel_size")
     sequence = f",sp{whole(split, '--mesh')}" if split > 1 else ""
-    flags = {"mesh": f"dp{whole(devices / split, '--mesh')}{sequence}"}
-    if devices > 1 and context.theirs.get(f"{ACTOR}.strategy", "fsdp").startswith("fsdp"):
-        flags["fsdp"] = "true"
-    if tensor > 1 and devices > 1:
-        flags["generate_mesh"] = f"dp{whole(devices / tensor, '--generate_mesh')},tp{tensor}"
-    return Meaning(flags, "the same devices train and generate")
+    return f"dp{whole(_devices(query) / split, '--mesh')}{sequence}"
 
 
-def _files(text: str, context: NameContext) -> str:
-    return ",".join(items(text))
+def _generate_mesh(query: NameQuery) -> str:
+    tensor = query.number("actor_rollout_ref.rollout.tensor_model_parallel_size")
+    if tensor == 1 or _devices(query) == 1:
+        return ""
+    return f"dp{whole(_devices(query) / tensor, '--generate_mesh')},tp{tensor}"
 
 
-_eval_temperature = text_given(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0")
-_samples_to_evaluate = turned_on(f"{VERL_ROLLOUT}.val_kwargs.do_sample")
+def _kl_kind(query: NameQuery) -> str:
+    """The estimator of the KL; "" if verl's has no equivalent."""
+    kind = query.value("kl_loss_type")
+    kinds = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    return kinds[kind.rstrip("+")] + "+" * kind.endswith("+") if kind.rstrip("+") in kinds else ""
 
 
-def _evaluation(ours: str, greedy: str) -> NameRule:
-    """A sampling flag of evaluation, which verl reads only if evaluation samples."""
-    return first_of(
-        (_samples_to_evaluate, _top_k(ours) if ours == "eval_top_k" else same(ours)),
-        (equal(greedy), becomes(**{ours: greedy})),
-        becomes("greedy without do_sample", **{ours: greedy}),
-    )
+def _offload(query: NameQuery) -> str:
+    parts = {"actor.fsdp_config.param_offload?": "params", "actor.fsdp_config.optimizer_offload?": "optimizer"}
+    parts["ref.fsdp_config.param_offload?"] = "reference"
+    return ",".join(part for condition, part in parts.items() if query.holds(condition))
 
 
-def _top_k(ours: str) -> NameRule:
-    return first_of((among("-1"), becomes(**{ours: "0"})), same(ours))
-
-
-def _is_never(text: str, context: NameContext) -> bool:
-    return text.startswith("-") or text == "0"
-
-
-def _logger(text: str, context: NameContext) -> Meaning:
-    names = items(text)
-    trackers = [name for name in names if name in TRACKERS]
-    left = [name for name in names if name not in (*TRACKERS, "console", "tensorboard", "file")]
-    note = f"no {', '.join(left)}; " * bool(left) + "TensorBoard and JSON lines are always written"
-    return Meaning({"report_to": ",".join(trackers)} if trackers else {}, note)
-
-
-def _reward_function(text: str, context: NameContext) -> Meaning:
-    places = ("reward.custom_reward_function", "custom_reward_function")  # in newer and in older versions
-    place = next((place for place in places if context.given(f"{place}.path")), None)
-    if place is None:
-        return Meaning({})
-    name = context.theirs[f"{place}.name"] if context.given(f"{place}.name") else "compute_score"
-    reward = f"{context.theirs[f'{place}.path']}:{name}"
-    return Meaning({"reward": reward}, "docs/rewards.md says with which arguments it is called")
-
-
-_REWARD = dict.fromkeys(
-    (
-        f"{place}.{part}"
-        for place in ("custom_reward_function", "reward.custom_reward_function")
-        for part in ("path", "name")
-    ),
-    _reward_function,
+VERL = Library(
+    title="verl",
+    rows=read_names(_TABLE),
+    idle=_IDLE,
+    defaults=DEFAULTS
+    | {
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": "-1",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "0",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "1",
+        "actor_rollout_ref.rollout.val_kwargs.temperature": "0",
+        "algorithm.kl_ctrl.target_kl": "0.1",
+    },
+    values=COMMON_VALUES
+    | {
+        "correction": lambda query: (
+            "it changes the loss: a correction for the gap between engine and trainer is `corrected` with "
+            "`importance_weights()` or `reject_ratio()` in a FILE.py, docs/algorithms.md"
+        ),
+        "experiment": lambda query: recipe_of(query.context.theirs),
+        "fsdp": lambda query: (
+            "true" if _devices(query) > 1 and query.value("actor.strategy").startswith("fsdp") else ""
+        ),
+        "generate_mesh": _generate_mesh,
+        "kl_kind": _kl_kind,
+        "mesh": _mesh,
+        "minibatches": _minibatches,
+        "offload": _offload,
+        "reward_arguments": lambda query: "docs/rewards.md says with which arguments it is called",
+        "sampler": lambda query: "rollout_logp" if query.holds("rollout_correction.bypass_mode?") else "old_logp",
+        "several_updates": lambda query: _updates(query) > 1,
+        "stairs": lambda query: (
+            "verl's rate stays during a step and moves between steps, here it moves with every optimizer step"
+        ),
+        "steps": _steps,
+        "warmup": _warmup,
+    },
 )
-OFFLOADS = {  # name: what is offloaded
-    f"{ACTOR}.fsdp_config.param_offload": "params",
-    f"{ACTOR}.fsdp_config.optimizer_offload": "optimizer",
-    "actor_rollout_ref.ref.fsdp_config.param_offload": "reference",
-}
-
-
-def _offload(text: str, context: NameContext) -> Meaning:
-    parts = [ours for name, ours in OFFLOADS.items() if context.is_on(name)]
-    return Meaning({"offload": ",".join(parts)} if parts else {})
-
-
-_cuts = text_given("data.truncation", "error")
-_LONG_PROMPTS = first_of(
-    (
-        turned_on("data.filter_overlong_prompts"),
-        becomes("verl drops such prompts before it would cut them", long_prompts="drop"),
-    ),
-    (lambda text, context: _cuts(text, context) == "error", becomes(long_prompts="error")),
-    (lambda text, context: _cuts(text, context) == "left", becomes(long_prompts="truncate")),
-    different(
-        lambda text, context: (
-            f"{_cuts(text, context)} is not one of error, left: --long_prompts=truncate keeps the last tokens"
-        )
-    ),
-)
-
-
-def _adapters(text: str, context: NameContext) -> Meaning:
-    rank = context.theirs.get(f"{MODEL}.lora_rank", "0")
-    if is_none(rank) or is_same(rank, "0"):
-        return Meaning({})
-    targets = ",".join(items(context.theirs.get(f"{MODEL}.target_modules", "all-linear")))
-    flags = {"lora_rank": rank, "lora_alpha": context.theirs.get(f"{MODEL}.lora_alpha", "16"), "lora_targets": targets}
-    if context.given(f"{MODEL}.exclude_modules"):
-        return Meaning(flags, "--lora_targets names what has adapters; none is excluded", Effect.DIFFERENT)
-    return Meaning(flags)
-
-
-def _uses_reward_model(text: str, context: NameContext) -> bool:
-    return any(context.is_on(f"{place}.enable") for place in ("reward_model", "reward.reward_model"))
-
-
-_REWARD_MODEL = first_of((_uses_reward_model, optional("reward_model")))
-
-
-VERL: dict[str, NameRule] = {
-    "algorithm.adv_estimator": estimators.estimator_recipe,
-    f"{ACTOR}.policy_loss.loss_mode": estimators.loss_mode,
-    f"{MODEL}.path": same("model"),
-    "data.train_files": becomes(prompts=_files),
-    "data.val_files": becomes(eval_data=_files),
-    "data.prompt_key": first_of((among("prompt", "question"), becomes()), becomes(fields="prompt:{text}")),
-    "data.train_batch_size": same("batch_prompts"),
-    "data.gen_batch_size": default_only("null", "a step completes --batch_prompts prompts"),
-    "data.max_response_length": same("max_new_tokens"),
-    "data.max_prompt_length": same("max_prompt_tokens"),
-    "data.filter_overlong_prompts": _LONG_PROMPTS,
-    "data.truncation": _LONG_PROMPTS,
-    "data.seed": optional("seed"),
-    **_REWARD,
-    "reward_model.enable": becomes(),
-    "reward_model.model.path": _REWARD_MODEL,
-    "reward.reward_model.enable": becomes(),
-    "reward.reward_model.model_path": _REWARD_MODEL,
-    f"{VERL_ROLLOUT}.n": same("samples_per_prompt"),
-    f"{VERL_ROLLOUT}.temperature": same("temperature"),
-    f"{VERL_ROLLOUT}.top_p": same("top_p"),
-    f"{VERL_ROLLOUT}.top_k": _top_k("top_k"),
-    f"{VERL_ROLLOUT}.val_kwargs.n": same("eval_samples"),
-    f"{VERL_ROLLOUT}.val_kwargs.do_sample": first_of(
-        (is_on, becomes(eval_temperature=text_given(f"{VERL_ROLLOUT}.val_kwargs.temperature", "0"))),
-        becomes(eval_temperature="0"),
-    ),
-    f"{VERL_ROLLOUT}.val_kwargs.temperature": _evaluation("eval_temperature", "0"),
-    f"{VERL_ROLLOUT}.val_kwargs.top_p": _evaluation("eval_top_p", "1.0"),
-    f"{VERL_ROLLOUT}.val_kwargs.top_k": _evaluation("eval_top_k", "0"),
-    f"{VERL_ROLLOUT}.name": first_of(
-        (among("vllm", "hf"), same("engine")),
-        no_effect("there is no {text}, the native engine generates; --engine has vllm, vllm_server and hf too"),
-    ),
-    f"{VERL_ROLLOUT}.dtype": choice(
-        "dtype",
-        {"bfloat16": "bfloat16", "float32": "float32"},
-        "--dtype has these",
-        "of training and generation; master weights are float32",
-    ),
-    f"{VERL_ROLLOUT}.max_num_seqs": same("decode_rows"),
-    f"{VERL_ROLLOUT}.gpu_memory_utilization": no_effect("the cache's size is --kv_cache_gb, in 1e9 bytes"),
-    f"{VERL_ROLLOUT}.tensor_model_parallel_size": _mesh,
-    f"{VERL_ROLLOUT}.log_prob_micro_batch_size_per_gpu": no_effect("scoring is packed to --score_token_budget tokens"),
-    f"{VERL_ROLLOUT}.log_prob_max_token_len_per_gpu": same("score_token_budget"),
-    f"{ACTOR}.ppo_mini_batch_size": becomes(
-        "verl gives the prompts of one, here it is how many there are", minibatches=minibatch_count
-    ),
-    f"{ACTOR}.ppo_micro_batch_size": no_effect(_BUDGET),
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": no_effect(_BUDGET),
-    f"{ACTOR}.ppo_max_token_len_per_gpu": same("token_budget"),
-    f"{ACTOR}.use_dynamic_bsz": default_shown("true", _BUDGET),
-    f"{ACTOR}.ppo_epochs": same("epochs"),
-    f"{ACTOR}.optim.lr": same("lr"),
-    f"{ACTOR}.optim.weight_decay": first_of(
-        (equal("0"), same("weight_decay")), becomes(weight_decay="{text}", decay_all="true")
-    ),
-    f"{ACTOR}.optim.lr_warmup_steps": lr_warmup,
-    f"{ACTOR}.optim.lr_warmup_steps_ratio": lr_warmup,
-    f"{ACTOR}.optim.warmup_style": lr_schedule,
-    f"{ACTOR}.optim.lr_scheduler_type": lr_schedule,
-    f"{ACTOR}.optim.clip_grad": same("max_grad_norm"),
-    f"{ACTOR}.grad_clip": same("max_grad_norm"),
-    f"{ACTOR}.clip_ratio": estimators.clip_both,
-    f"{ACTOR}.clip_ratio_low": estimators.clip,
-    f"{ACTOR}.clip_ratio_high": estimators.clip,
-    f"{ACTOR}.clip_ratio_c": estimators.dual_clip,
-    f"{ACTOR}.tau_pos": estimators.recipe_argument("positive"),
-    f"{ACTOR}.tau_neg": estimators.recipe_argument("negative"),
-    f"{ACTOR}.entropy_coeff": argument("entropy_coef", "it has no entropy bonus"),
-    f"{ACTOR}.use_kl_loss": estimators.kl_in_loss,
-    f"{ACTOR}.kl_loss_coef": estimators.kl_in_loss,
-    f"{ACTOR}.kl_loss_type": estimators.kl_in_loss,
-    f"{ACTOR}.loss_agg_mode": estimators.aggregation,
-    f"{ACTOR}.loss_scale_factor": becomes(),
-    f"{ACTOR}.strategy": _mesh,
-    f"{ACTOR}.ulysses_sequence_parallel_size": _mesh,
-    **dict.fromkeys(OFFLOADS, _offload),
-    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": no_effect("scoring is packed to --score_token_budget"),
-    f"{ACTOR}.freeze_vision_tower": first_of(
-        (is_on, becomes("the tower is frozen by default, and its projector learns")), becomes(freeze="none")
-    ),
-    f"{MODEL}.enable_gradient_checkpointing": switch("remat", "full", "none"),
-    f"{MODEL}.use_remove_padding": default_shown("true", "rows are always packed; leave it out"),
-    f"{MODEL}.lora_rank": _adapters,
-    f"{MODEL}.lora_alpha": _adapters,
-    f"{MODEL}.target_modules": _adapters,
-    f"{MODEL}.exclude_modules": _adapters,
-    "critic.optim.lr": estimators.critic_argument("critic_lr"),
-    "critic.optim.weight_decay": estimators.as_actor("optim.weight_decay", "0.01"),
-    "critic.grad_clip": estimators.as_actor("grad_clip", "1.0"),
-    "critic.ppo_epochs": estimators.as_actor("ppo_epochs", "1"),
-    "critic.ppo_mini_batch_size": estimators.as_actor("ppo_mini_batch_size", "256"),
-    "critic.loss_agg_mode": estimators.as_actor("loss_agg_mode", "token-mean"),
-    "critic.cliprange_value": estimators.critic_argument("value_clip"),
-    "critic.strategy": no_effect(_SHARDED),
-    "critic.ulysses_sequence_parallel_size": no_effect(_SHARDED),
-    "critic.model.path": estimators.critic_model,
-    "critic.model.enable_gradient_checkpointing": no_effect("--remat is of all models"),
-    "critic.model.use_remove_padding": no_effect("rows are always packed"),
-    "critic.model.fsdp_config.param_offload": no_effect(_SHARDED),
-    "critic.model.fsdp_config.optimizer_offload": no_effect(_SHARDED),
-    "algorithm.gamma": estimators.recipe_argument("gamma"),
-    "algorithm.lam": estimators.recipe_argument("gae_lambda"),
-    "algorithm.norm_adv_by_std_in_grpo": estimators.estimator_recipe,
-    "algorithm.use_kl_in_reward": estimators.reward_kl,
-    "algorithm.kl_penalty": estimators.reward_kl,
-    "algorithm.kl_ctrl.kl_coef": estimators.reward_kl,
-    "algorithm.kl_ctrl.type": estimators.reward_kl,
-    "algorithm.kl_ctrl.target_kl": estimators.reward_kl,
-    "algorithm.kl_ctrl.horizon": estimators.reward_kl,
-    f"{CORRECTION}.rollout_is": estimators.rollout_correction,
-    f"{CORRECTION}.rollout_rs": estimators.rollout_correction,
-    f"{CORRECTION}.bypass_mode": estimators.rollout_correction,
-    f"{CORRECTION}.loss_type": default_only("ppo_clip", "the loss is that of the recipe"),
-    "trainer.nnodes": _mesh,
-    "trainer.n_gpus_per_node": _mesh,
-    "trainer.total_training_steps": first_of((is_unset, becomes()), (among("-1"), becomes()), same("steps")),
-    "trainer.total_epochs": total_epochs,
-    "trainer.save_freq": first_of((_is_never, becomes(save_every="0")), same("save_every")),
-    "trainer.test_freq": first_of((_is_never, becomes("the first and last steps always evaluate")), same("eval_every")),
-    "trainer.critic_warmup": estimators.critic_argument("critic_warmup_steps"),
-    "trainer.default_local_dir": same("run_dir", difference="one that holds a run is refused"),
-    "trainer.logger": _logger,
-    "trainer.project_name": no_effect("trackers take their project from their own variables, such as WANDB_PROJECT"),
-    "trainer.experiment_name": no_effect("a run has the name of its directory: --run_dir"),
-    "trainer.resume_mode": no_effect("--resume --run_dir=RUN continues a run"),
-    "trainer.val_before_train": default_shown("true", "the state before the first step is always evaluated"),
-    **{name: default_only(value, text) for name, (value, text) in FIXED.items()},
-}

@@ -58,7 +58,7 @@ class Requests:
         self._progress = progress_key(first)
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
-    def post(self, request: Any) -> int:
+    def post(self, request: object) -> int:
         """Send a request; returns its number. Every rank calls it, with the same request."""
         number = self.posted
         self.posted += 1
@@ -68,7 +68,7 @@ class Requests:
         return number
 
     def wait(self, keys: Sequence[str], waits_for: str) -> list[str]:
-        """Wait until one of some keys of the store is there; return those that are.
+        """Wait until the store has at least one of some keys; return the keys that it has.
 
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
@@ -102,7 +102,7 @@ class Requests:
                 remove_value(f"{KEY}/request/{oldest}")
                 remove_value(answer_key(oldest))
 
-    def ask(self, request: Any, waits_for: str) -> Any:
+    def ask(self, request: object, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
         return self.answer(self.post(request), waits_for)
 
@@ -146,7 +146,7 @@ class Answers:
 
     @contextlib.contextmanager
     def showing_progress(self) -> Iterator[None]:
-        """Let the asking side see in the store, while the context lasts, that this one makes progress."""
+        """Report progress to the asking side through the store, inside the context."""
         ended = threading.Event()
 
         def show() -> None:
@@ -164,7 +164,7 @@ class Answers:
             if self.mesh.rank == 0:
                 thread.join()
 
-    def answer(self, value: Any) -> None:
+    def answer(self, value: object) -> None:
         """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
             write_value(answer_key(self.taken - 1), value)
@@ -197,7 +197,7 @@ def first_asked(
     return None if place is None else sides[place]
 
 
-def end_requests(mesh: Mesh, result: Any) -> None:
+def end_requests(mesh: Mesh, result: object) -> None:
     """Tell the answering side that no request follows. Every rank of the asking mesh calls it.
 
     Args:
@@ -230,7 +230,7 @@ def progress_key(first: int) -> str:
 def wait_for_keys(
     keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = PROGRESS
 ) -> list[str]:
-    """Wait until one of the keys is there; return those that are.
+    """Wait until the store has at least one of the keys; return the keys that it has.
 
     The run's watch ends this process where another one has failed or is stalled, so that it waits for no dead rank.
 
@@ -312,7 +312,7 @@ def limit_of(mesh: Mesh) -> float | None:
     return None if mesh.timeout is None else mesh.timeout.total_seconds()
 
 
-def write_value(key: str, value: Any) -> None:
+def write_value(key: str, value: object) -> None:
     """Write a value under a key, in pieces that the store takes; the key is there once all of them are."""
     data = pickle.dumps(value)
     pieces = [data[begin : begin + VALUE_BYTES] for begin in range(0, len(data), VALUE_BYTES)]

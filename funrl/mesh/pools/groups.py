@@ -19,7 +19,7 @@ WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 AGAIN_KEY = f"{GROUPS_KEY}/again"
 CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
-KEPT_CLAIMS = 1000  # for further groups, of which the store knows that a replica has taken them
+KEPT_CLAIMS = 1000  # of further groups, which the store records once a replica has taken them
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
 
 
@@ -94,7 +94,7 @@ class GroupBoard:
     # the side that trains
 
     def open(self, plan: GroupPlan) -> None:
-        """Let replicas begin."""
+        """Publish the plan, so that replicas begin."""
         write_value(PLAN_KEY, plan)
 
     def train(self, batch: int, version: int) -> None:
@@ -109,19 +109,19 @@ class GroupBoard:
             store.delete_key(f"{GROUPS_KEY}/held/{forgotten}")
 
     def announce(self, batch: int, version: int) -> None:
-        """Let replicas know the version that a batch is trained with."""
+        """Publish the version that a batch is trained with."""
         store = run_store()
         store.set(f"{GROUPS_KEY}/version/{batch}", str(version))
         store.delete_key(f"{GROUPS_KEY}/version/{batch - KEPT_VERSIONS}")
 
     def ask_again(self, number: int) -> None:
-        """Let a replica write a group of another prompt instead of one that was dropped."""
+        """Ask a replica for a group of another prompt instead of a dropped one."""
         store = run_store()
         store.set(f"{AGAIN_KEY}/{self._asked}", str(number))
         self._asked = store.add(f"{AGAIN_KEY}/asked", 1)
 
     def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
-        """Let replicas know the positions of the prompts of batches from `first` on, before these may begin."""
+        """Publish the positions of the prompts of batches from `first` on, before these may begin."""
         store = run_store()
         for batch in range(max(first, self._given), first + len(positions)):
             store.set(f"{CHOSEN_KEY}/{batch}", " ".join(map(str, positions[batch - first])))
@@ -185,7 +185,7 @@ class GroupBoard:
         return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
 
     def prompts_of(self, batch: int) -> list[int]:
-        """Positions of the prompts of a batch that may begin, where the ranks that train choose them."""
+        """Positions of the prompts of a batch that may begin, where the trainer ranks choose them."""
         return [int(position) for position in run_store().get(f"{CHOSEN_KEY}/{batch}").split()]
 
     def take_replacement(self, batch: int) -> int:
@@ -203,10 +203,10 @@ class GroupBoard:
         return int(store.get(key)) if store.check([key]) else None
 
     def tell_time(self, replica: int, time: tuple[int, int]) -> None:
-        """Let the ranks that train know before which (turn, tick) this replica has delivered what ended."""
+        """Publish the (turn, tick) before which this replica has delivered all finished groups."""
         run_store().set(f"{GROUPS_KEY}/time/{replica}", f"{time[0]} {time[1]}")
 
-    def deliver(self, number: int, value: Any) -> None:
+    def deliver(self, number: int, value: object) -> None:
         """Deliver a group."""
         store = run_store()
         write_value(f"{GROUPS_KEY}/{number}", value)
@@ -214,7 +214,7 @@ class GroupBoard:
         store.set(f"{FINISHED_KEY}/{place}", str(number))
 
     def show_work(self) -> None:
-        """Show those that wait for groups that this replica works on some."""
+        """Signal to waiting ranks that this replica works on groups."""
         run_store().add(WORK_KEY, 1)
 
     # both

@@ -16,7 +16,7 @@ FIRST_NUMBER = 1_000_000  # in the names of groups that are made here: names of 
 
 @contextlib.contextmanager
 def as_whole_world(mesh: Mesh) -> Iterator[None]:
-    """Let torch's default process group be that of a mesh while the context lasts. Collective over the mesh.
+    """Make a mesh's process group torch's default one inside the context. Collective over the mesh.
 
     Groups that are made meanwhile are made by these ranks alone, and number them from 0; they stay usable. Nothing else
     may use the default group meanwhile. Does nothing where the mesh is over all processes of the run.

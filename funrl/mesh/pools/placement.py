@@ -42,7 +42,7 @@ class Placement(NamedTuple):
 
     Attributes:
       train: the ranks that score and learn; rank 0 is the first of them.
-      generate: the ranks that generate.
+      generate: the generator ranks.
       scoring: the ranks of each role that has some of its own, by the role's name.
     """
 

@@ -1,7 +1,7 @@
-"""Weights from the ranks that train to those that generate while both go on, by threads beside their programs.
+"""Send weights from trainer ranks to generator ranks while both compute, by threads beside their programs.
 
-A transfer has a number. Each rank that trains sends a copy of its shards, so that the next update does not wait; each
-rank that generates receives into a second buffer, and its program takes the weights between two iterations of its
+A transfer has a number. Each trainer rank sends a copy of its shards, so that the next update does not wait; each
+generator rank receives into a second buffer, and its program takes the weights between two iterations of its
 engine. Where a rank could not take a transfer, all ranks abandon it and begin the next one with the same weights. Peers
 and bytes are those of the plan.
 """
@@ -41,12 +41,12 @@ class WeightTransfer(NamedTuple):
     further: Mapping[str, int] = {}
 
 
-class Arrived(NamedTuple):
+class WeightDelivery(NamedTuple):
     """Weights in the second buffer.
 
     Attributes:
-      transfer: that brought them.
-      number: of it.
+      transfer: the transfer that brought them.
+      number: of the transfer.
       tree: this rank's shards.
       further: this rank's shards of further models, by name.
     """
@@ -58,7 +58,7 @@ class Arrived(NamedTuple):
 
 
 class SentWeights(NamedTuple):
-    """Weights of a model on their way to the ranks that generate.
+    """Weights of a model on their way to the generator ranks.
 
     Attributes:
       tree: this rank's shards.
@@ -73,7 +73,7 @@ class WeightForm(NamedTuple):
     """The form in which a model's weights are received.
 
     Attributes:
-      plan: from the ranks that train.
+      plan: from the trainer ranks.
       prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
     """
 
@@ -102,8 +102,8 @@ class WeightSender:
         """Begin before the first transfer.
 
         Args:
-          mesh: of the ranks that train.
-          receivers: number of ranks that generate.
+          mesh: of the trainer ranks.
+          receivers: number of generator ranks.
           group: of `transfer_group`.
         """
         self.mesh = mesh
@@ -147,7 +147,7 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: Any) -> None:
+    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: object) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):
@@ -196,7 +196,7 @@ class WeightReceiver:
         """Begin before the first transfer; `start` begins to receive.
 
         Args:
-          mesh: of the ranks that generate.
+          mesh: of the generator ranks.
           form: of the weights.
           further: form of those of each further model.
           group: of `transfer_group`.
@@ -207,7 +207,7 @@ class WeightReceiver:
         self._further = further
         self._next = 0
         self._ended = threading.Event()
-        self._arrived: Arrived | None = None
+        self._arrived: WeightDelivery | None = None
         self._lock = threading.Lock()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
@@ -222,14 +222,14 @@ class WeightReceiver:
             self._ended.set()
             self._thread.join(timeout=1.0)  # it may be in an exchange with a rank that has failed
 
-    def arrived(self) -> Arrived | None:
+    def arrived(self) -> WeightDelivery | None:
         """The weights that are here and were not taken. Raises: MeshError: a rank that sends has failed."""
         if self._problem is not None:
             raise self._problem
         return self._arrived
 
-    def taken(self, arrived: Arrived) -> None:
-        """Let go of weights that the engine has, unless others have arrived."""
+    def taken(self, arrived: WeightDelivery) -> None:
+        """Release weights that the engine has, unless others have arrived."""
         with self._lock:
             if self._arrived is arrived:
                 self._arrived = None
@@ -284,7 +284,7 @@ class WeightReceiver:
             write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
         else:
             with self._lock:
-                self._arrived = Arrived(transfer, number, prepared, further)
+                self._arrived = WeightDelivery(transfer, number, prepared, further)
             self._count(number)
         store.add(f"{key}/ended", 1)
         beat()

@@ -132,7 +132,7 @@ def compiled_libraries() -> dict[Path, str]:
 
 
 def _restore_libraries(archive: zipfile.ZipFile) -> None:
-    """Write the libraries of an archive to torch's folder, but for those that are there."""
+    """Write the missing libraries of an archive to torch's folder."""
     for name in archive.namelist():
         file = _torch_folder() / name
         if name != ARTIFACTS and not file.exists():

@@ -54,7 +54,7 @@ def compiled_layer(plain: Layer, note: Callable[[str], None], backend: str | Cal
 
 
 def _mark_dynamic(x_BTD, context) -> None:
-    """Let rows, tokens and sequences vary, a size of 1 being a case of its own; and pages, which one operator takes."""
+    """Mark rows, tokens, sequences and pages as dynamic; a size of 1 is a case of its own."""
     rotations = [(x, x.dim() - 2) for x in context.rope or () if x is not None]
     others = (context.attention_mask_BTS, 3), (context.offsets, 1), (context.segments_BT, 2), (context.routes_BTK, 2)
     others = *others, (context.mutual_RM, 1)

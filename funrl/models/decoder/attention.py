@@ -1,4 +1,4 @@
-"""Multi-head attention with rotary positions, of which several query heads may share keys and values."""
+"""Multi-head attention with rotary positions; several query heads may share keys and values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.layers import CacheShapes, Context, KeysValues, Norm, Rope, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import fixed_parts, multiply_and_sum
 from funrl.models.decoder.sequence_parallel import split_attention
-from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import Weight, multiply, select_rows, used_by_parts
 from funrl.models.split_residual import enter
 from funrl.models.token_costs import LayerCost
@@ -112,7 +111,7 @@ class Attention:
         """Attend, and project the heads' results, as `Mixer.apply`."""
         out_BTHN = self._attend(params, enter(h_BTD, mesh, context.split), mesh, context)
         out_BTD = multiply_and_sum(out_BTHN.flatten(2), params["o"], mesh, context.split)
-        return watched("output product", out_BTD + params["o_bias"] if self.output_bias else out_BTD)
+        return out_BTD + params["o_bias"] if self.output_bias else out_BTD
 
     def cache_shapes(self, page_tokens: int, tensor: int) -> CacheShapes:
         """Keys and values of the heads that a rank needs."""
@@ -142,12 +141,12 @@ class Attention:
 
     def _attend(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of this rank's heads, [B, T, H, N]."""
-        q_BTHN = watched("q product", project_heads(h_BTD, params["q"], params.get("q_bias")))
+        q_BTHN = project_heads(h_BTD, params["q"], params.get("q_bias"))
         if not self.gated:
-            return watched("attention", self._attend_by(q_BTHN, params, h_BTD, mesh, context))
+            return self._attend_by(q_BTHN, params, h_BTD, mesh, context)
         q_BTHN, gate_BTHN = q_BTHN.chunk(2, -1)
-        out_BTHN = watched("attention", self._attend_by(q_BTHN, params, h_BTD, mesh, context))
-        return watched("output gate", out_BTHN * sigmoid(gate_BTHN))
+        out_BTHN = self._attend_by(q_BTHN, params, h_BTD, mesh, context)
+        return out_BTHN * sigmoid(gate_BTHN)
 
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
@@ -156,8 +155,8 @@ class Attention:
             if self.rope.interleaved:
                 q_BTHN = halves_of_pairs(q_BTHN, self.rope.size)
                 k_BTKN = halves_of_pairs(k_BTKN, self.rope.size)
-            q_BTHN = watched("rotation of q", rotate(q_BTHN, context.rope))
-            k_BTKN = watched("rotation of k", rotate(k_BTKN, context.rope))
+            q_BTHN = rotate(q_BTHN, context.rope)
+            k_BTKN = rotate(k_BTKN, context.rope)
             q_BTHN = q_BTHN if context.rope.growth is None else q_BTHN * context.rope.growth
         return self._results(q_BTHN, (k_BTKN, v_BTKN), mesh, context, params.get("sinks"))
 
@@ -186,14 +185,14 @@ class Attention:
     def _heads(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of this rank's heads, [B, T, heads, N] each, not rotated yet."""
         used = self._used_kv_heads(mesh, params["q"].shape[0], params["k"])
-        v_BTKN = watched("v product", project_heads(h_BTD, *own_heads(params, "v", used, mesh=mesh)))
+        v_BTKN = project_heads(h_BTD, *own_heads(params, "v", used, mesh=mesh))
         if self.qk_norm == "projection":
-            q_BTHN = watched("q norm", self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh))
-            return q_BTHN, watched("k norm", self._normed_keys(params, h_BTD, used, mesh)), v_BTKN
-        k_BTKN = watched("k product", project_heads(h_BTD, *own_heads(params, "k", used, mesh=mesh)))
+            q_BTHN = self._norm_all_heads(q_BTHN, params["q_norm"], self.heads, mesh)
+            return q_BTHN, self._normed_keys(params, h_BTD, used, mesh), v_BTKN
+        k_BTKN = project_heads(h_BTD, *own_heads(params, "k", used, mesh=mesh))
         if self.qk_norm is not None:
-            q_BTHN = watched("q norm", self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor")))
-            k_BTKN = watched("k norm", self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor")))
+            q_BTHN = self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"))
+            k_BTKN = self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"))
         return q_BTHN, k_BTKN, v_BTKN
 
     def _normed_keys(self, params: trees.Tree, h_BTD: Tensor, used: Tensor | None, mesh: Mesh) -> Tensor:
@@ -209,7 +208,7 @@ class Attention:
         return k_BTKN if used is None else k_BTKN.index_select(2, used)
 
     def _norm_all_heads(self, x_BTHN: Tensor, weight_HN: Tensor, heads: int, mesh: Mesh) -> Tensor:
-        """A norm over all `heads` heads of a token, of which this rank may have a part.
+        """A norm over all `heads` heads of a token; this rank may have a part of them.
 
         On a CPU its sum is one of fixed parts, as those of `multiply_and_sum`.
         """
@@ -235,7 +234,7 @@ class Attention:
         return scale_rows(x_MD, totals_M, weight_HN.flatten(), numbers).view(x_BTHN.shape)
 
     def _used_kv_heads(self, mesh: Mesh, heads: int, weight: Weight) -> Tensor | None:
-        """Numbers of the key-value heads that this rank's `heads` query heads use.
+        """Indices of the key-value heads that this rank's `heads` query heads use.
 
         None: it uses all heads that it holds.
         """

@@ -12,7 +12,7 @@ from funrl.models.decoder.attention import Attention
 from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.experts import Moe
 from funrl.models.decoder.gemma4 import LayerVectors
-from funrl.models.decoder.latent_attention import Latent, LatentAttention
+from funrl.models.decoder.latent_attention import LatentAttention, LatentSizes
 from funrl.models.decoder.layers import DecoderLayer, Mixer, Mlp, Norm, Rope, RopeScaling
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
@@ -56,7 +56,7 @@ class AttentionConfig:
     windows: tuple[int | None, ...] | None = None
     gated: bool = False
     sinks: bool = False
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
     mixers: tuple[Mixer | None, ...] = ()
     lenders: tuple[int | None, ...] = ()
 
@@ -67,7 +67,7 @@ class AttentionConfig:
         if self.latent is not None:
             self._check_latent(self.latent)
 
-    def _check_latent(self, latent: Latent) -> None:
+    def _check_latent(self, latent: LatentSizes) -> None:
         if self.head != latent.nope + latent.rope or self.kv_heads != self.heads:
             raise ModelError(
                 f"heads of size {self.head} with {self.kv_heads} keys are not those of latent attention: "
@@ -141,7 +141,7 @@ class MlpConfig:
       inner: size F.
       activation: of the gate of a dense one, as `gated` has them.
       bias: the products of a dense one have biases.
-      experts: layers with several mlps of which each token takes some; None: every layer has one.
+      experts: layers with several mlps; each token takes some. None: every layer has one.
       mlps: layers take these in turn, as `AttentionConfig.mixers`; None in its place, or none at all: one of the above.
     """
 
@@ -296,8 +296,8 @@ class Config(ModelConfig):
         )
 
 
-def _in_turn(parts: tuple[Any, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
-    """The parts of some layers, of which layer i has number i modulo their count."""
+def _in_turn(parts: tuple[object, ...], chosen: Sequence[int]) -> tuple[Any, ...]:
+    """Parts of some layers: layer i takes part i modulo their count."""
     return tuple(parts[i % len(parts)] for i in chosen) if parts else ()
 
 
@@ -315,7 +315,7 @@ def _places_of(lenders: tuple[int | None, ...], chosen: Sequence[int]) -> tuple[
     return tuple(None if layer is None else places[layer] for layer in own)
 
 
-def decoder_config(**fields: Any) -> Config:
+def decoder_config(**fields: object) -> Config:
     """The config of a decoder from its flat fields; see `models.flat` for their names.
 
     Example: decoder_config(vocab=32, embed=16, layers=2, heads=4, kv_heads=2, head=4, mlp=24, qk_norm=True)

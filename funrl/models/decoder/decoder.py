@@ -26,7 +26,6 @@ from funrl.models.decoder.compiled_step import exact_sums, step_sizes
 from funrl.models.decoder.config import Config, cost_of, layers_of
 from funrl.models.decoder.layers import CacheShapes, Context, DecoderLayer, KeysValues, LayerOutput, Norm
 from funrl.models.decoder.sequence_parallel import AXIS
-from funrl.models.decoder.watch import watched
 from funrl.models.decoder.weights import axes, init, shapes, unembed
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
@@ -81,7 +80,7 @@ def _layer_kinds(config: Config, layers: Sequence[DecoderLayer]) -> tuple[int, .
 
 
 class CacheForm(NamedTuple):
-    """Numbers of pages, of tokens of a page and of cells, and the dtype of pages."""
+    """Page count, tokens per page, cell count, and the dtype of pages."""
 
     pages: int
     page_tokens: int
@@ -160,7 +159,7 @@ def apply(
         raise ModelError("a cache and the paging of the tokens go together: one of them is missing")
     if (mesh.size(AXIS) > 1 or inputs.split) and inputs.offsets is None:
         raise ModelError(f"on the mesh {mesh} a row's tokens are split: rows are packed, and their inputs have offsets")
-    x_BTD = watched("embedding", _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split))
+    x_BTD = _embed(config, params["embed"], inputs.tokens, mesh=mesh, split=inputs.split)
     x_BTD = _with_inserted(x_BTD, inputs, mesh, 0)
     vectors_BTLP = _layer_vectors(config, params, inputs, x_BTD, mesh)
     kinds = layers_of(config)
@@ -193,8 +192,7 @@ def apply(
                 loads.append(out.load)
             del out
             x_BTD = _with_inserted(x_BTD, inputs, mesh, i + 1)
-            watched("layer", x_BTD)
-    x_BTD = watched("last norm", _norm(config, x_BTD, params["norm"]))
+    x_BTD = _norm(config, x_BTD, params["norm"])
     aux = {} if not loads else RouterLoad(*map(torch.stack, zip(*loads, strict=True)))._asdict()
     return Output(x_BTD if config.scales.logit_divisor == 1 else x_BTD / config.scales.logit_divisor, cache, aux)
 
@@ -215,15 +213,15 @@ def decoder_layer(
     Returns: its output; where it has experts, or lends keys and values, these too.
     """
     mixer, mlp = context.layer
-    h_BTD = watched("norm before the mixer", _norm(config, x_BTD, params.get("attn_norm")))
+    h_BTD = _norm(config, x_BTD, params.get("attn_norm"))
     # No name holds what the mixer adds while the mlp computes: it is as large as the hidden states.
     out_BTD = mixer.apply(params["attn"], h_BTD, mesh, context)
     out_BTD, lent = out_BTD if isinstance(out_BTD, tuple) else (out_BTD, None)
-    x_BTD = _add(config, x_BTD, out_BTD, params.get("attn_out_norm"), "mixer")
+    x_BTD = _add(config, x_BTD, out_BTD, params.get("attn_out_norm"))
     del out_BTD
-    h_BTD = watched("norm before the mlp", _norm(config, x_BTD, params.get("mlp_norm")))
+    h_BTD = _norm(config, x_BTD, params.get("mlp_norm"))
     out_BTD, load = mlp.apply(params["mlp"], h_BTD, mesh, context._replace(stream_BTD=x_BTD))
-    x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"), "mlp")
+    x_BTD = _add(config, x_BTD, out_BTD, params.get("mlp_out_norm"))
     if config.layer_vectors is not None and context.vectors_BTP is not None:
         norm = Norm(config.norm.eps, config.norm.offset)
         x_BTD = x_BTD + config.layer_vectors.apply(params["vectors"], x_BTD, context.vectors_BTP, norm)
@@ -237,12 +235,10 @@ def _norm(config: Config, x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else rms_norm(x, weight, config.norm.eps, offset=config.norm.offset)
 
 
-def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None, half: str) -> Tensor:
+def _add(config: Config, x_BTD: Tensor, branch_BTD: Tensor, out_norm: Tensor | None) -> Tensor:
     """The residual stream with what a branch adds to it."""
-    watched(f"result of the {half}", branch_BTD)
-    branch_BTD = watched(f"norm after the {half}", _norm(config, branch_BTD, out_norm))
-    x_BTD = x_BTD + (branch_BTD if config.scales.residual == 1 else branch_BTD * config.scales.residual)
-    return watched(f"residual after the {half}", x_BTD)
+    branch_BTD = _norm(config, branch_BTD, out_norm)
+    return x_BTD + (branch_BTD if config.scales.residual == 1 else branch_BTD * config.scales.residual)
 
 
 def _contexts(layers: Sequence[DecoderLayer], inputs: Inputs, dtype: torch.dtype) -> dict[int, Context]:
@@ -282,7 +278,7 @@ def _layer_vectors(config: Config, params: trees.Tree, inputs: Inputs, x_BTD: Te
         return None
     rows_BTX = _embedding(config, params["embed_per_layer"], inputs.tokens, mesh=mesh, split=inputs.split)
     norm = Norm(config.norm.eps, config.norm.offset)
-    return watched("vectors of layers", config.layer_vectors.make(params, rows_BTX, x_BTD, norm))
+    return config.layer_vectors.make(params, rows_BTX, x_BTD, norm)
 
 
 def _embed(config: Config, w_VD: Tensor, tokens_BT: Tensor, mesh: Mesh, split: bool) -> Tensor:

@@ -12,7 +12,6 @@ from funrl.compiled_kernels.exact.gate import Activation, gated
 from funrl.mesh.mesh import Mesh
 from funrl.models.decoder.layers import Context, WeightAxes, WeightShapes
 from funrl.models.decoder.row_parallel import multiply_and_sum
-from funrl.models.decoder.watch import watched
 from funrl.models.low_rank import multiply
 from funrl.models.split_residual import enter
 from funrl.models.token_costs import LayerCost
@@ -66,12 +65,12 @@ class Dense:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, None]:
         """Compute each token, as `Mlp.apply`."""
         h_BTD = enter(h_BTD, mesh, context.split)
-        gate_BTF = watched("gate product", multiply(h_BTD, params["gate"], params.get("gate_bias")))
-        up_BTF = watched("up product", multiply(h_BTD, params["up"], params.get("up_bias")))
-        inner_BTF = watched("gate", gated(gate_BTF, up_BTF, self.activation))
+        gate_BTF = multiply(h_BTD, params["gate"], params.get("gate_bias"))
+        up_BTF = multiply(h_BTD, params["up"], params.get("up_bias"))
+        inner_BTF = gated(gate_BTF, up_BTF, self.activation)
         del gate_BTF, up_BTF
         out_BTD = multiply_and_sum(inner_BTF, params["down"], mesh, context.split)
-        return watched("down product", out_BTD + params["down_bias"] if self.bias else out_BTD), None
+        return (out_BTD + params["down_bias"] if self.bias else out_BTD), None
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the inner size."""

@@ -269,7 +269,9 @@ def dispatch_ragged(
     ranks = mesh.size(over)
     own = params["expert_gate"].shape[0]
     slots = slots_of(ids_TK, 0, experts.count)
-    sent_E = F.pad(expert_counts(ids_TK, experts.count), (0, own * ranks - experts.count))  # nothing to those that fill
+    sent_E = F.pad(
+        expert_counts(ids_TK, experts.count), (0, own * ranks - experts.count)
+    )  # nothing to experts that pad
     came_RE = all_to_all(sent_E, mesh, over, split=0, concat=0).view(ranks, own)  # from each rank, for each expert here
     send = sent_E.view(ranks, own).sum(1).tolist()
     receive = came_RE.sum(1).tolist()

@@ -30,7 +30,6 @@ from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.experts import Moe, RoutedTokens, routed_mixture
 from funrl.models.decoder.layers import CacheShapes, Context, KeysValues, Norm, WeightAxes, WeightShapes
 from funrl.models.decoder.routing import Experts
-from funrl.models.decoder.watch import watched
 from funrl.models.errors import ModelError
 from funrl.models.model import RouterLoad
 from funrl.models.split_residual import enter
@@ -84,9 +83,9 @@ class LendingAttention(Attention):
 
     def _attend_by(self, q_BTHN: Tensor, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> Tensor:
         """Results of heads with these queries, which are neither normalized nor rotated yet."""
-        q_BTHN = watched("q norm", self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor")))
+        q_BTHN = self.norm(q_BTHN, pbroadcast(params["q_norm"], mesh, "tensor"))
         if context.rope is not None:
-            q_BTHN = watched("rotation of q", rotate(q_BTHN, context.rope))
+            q_BTHN = rotate(q_BTHN, context.rope)
         keys_values = context.keys_values or self._keys_values(params, h_BTD, mesh, context)
         return self._results(q_BTHN, keys_values, mesh, context)
 
@@ -97,14 +96,14 @@ class LendingAttention(Attention):
           h_BTD: all tokens, behind `enter`.
         """
         used = self._used_kv_heads(mesh, params["q"].shape[0], params["k"])
-        k_BTKN = watched("k product", project_heads(h_BTD, *own_heads(params, "k", used, mesh=mesh)))
+        k_BTKN = project_heads(h_BTD, *own_heads(params, "k", used, mesh=mesh))
         v_BTKN = k_BTKN
         if not self.keys_as_values:
-            v_BTKN = watched("v product", project_heads(h_BTD, *own_heads(params, "v", used, mesh=mesh)))
-        k_BTKN = watched("k norm", self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor")))
-        v_BTKN = watched("v norm", rms_norm(v_BTKN, v_BTKN.new_ones(self.head), self.norm.eps))
+            v_BTKN = project_heads(h_BTD, *own_heads(params, "v", used, mesh=mesh))
+        k_BTKN = self.norm(k_BTKN, pbroadcast(params["k_norm"], mesh, "tensor"))
+        v_BTKN = rms_norm(v_BTKN, v_BTKN.new_ones(self.head), self.norm.eps)
         if context.rope is not None:
-            k_BTKN = watched("rotation of k", rotate(k_BTKN, context.rope))
+            k_BTKN = rotate(k_BTKN, context.rope)
         return k_BTKN, v_BTKN
 
 
@@ -146,16 +145,16 @@ class DenseBesideExperts:
     def apply(self, params: trees.Tree, h_BTD: Tensor, mesh: Mesh, context: Context) -> tuple[Tensor, RouterLoad]:
         """Compute both, as `Mlp.apply`."""
         dense_BTD, _ = self.dense.apply(params, h_BTD, mesh, context)
-        dense_BTD = watched("norm after the dense mlp", self.norm(dense_BTD, params["dense_out_norm"]))
+        dense_BTD = self.norm(dense_BTD, params["dense_out_norm"])
         x_BTD = context.stream_BTD
         assert x_BTD is not None
         router_BTD = self.norm(x_BTD, params["router_scale"]) * x_BTD.shape[-1] ** -0.5
-        logits_BTE = watched("router", linear(router_BTD, params["router"]))
+        logits_BTE = linear(router_BTD, params["router"])
         real_BT = None if context.segments_BT is None else context.segments_BT != 0
         tokens = RoutedTokens(logits_BTE, real_BT, context.routes_BTK, split=context.split)
-        own_BTD = watched("norm before the experts", self.norm(x_BTD, params["expert_norm"]))
+        own_BTD = self.norm(x_BTD, params["expert_norm"])
         out_BTD, load = routed_mixture(self.experts, mesh, params, own_BTD, tokens)
-        return dense_BTD + watched("norm after the experts", self.norm(out_BTD, params["expert_out_norm"])), load
+        return dense_BTD + self.norm(out_BTD, params["expert_out_norm"]), load
 
     def cost(self, cost: LayerCost) -> LayerCost:
         """Fill in the experts, and the inner sizes that a token meets."""

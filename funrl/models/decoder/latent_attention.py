@@ -45,7 +45,7 @@ NORM_EPS = 1e-6  # of the norms inside, whatever config.json says of the others
 
 
 @dataclass(frozen=True)
-class Latent:
+class LatentSizes:
     """Sizes of attention whose keys and values are made of one small vector a token, the same for all heads.
 
     Attributes:
@@ -72,12 +72,12 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """Numbers of a token in a layer's cache."""
+        """Cached elements per token and layer."""
         return self.kv_rank + self.rope
 
     @property
     def width(self) -> int:
-        """Size of a head in training: of queries, keys and values, the smaller of which are padded."""
+        """Size of a head in training: of queries, keys and values; the smaller ones are padded."""
         return max(self.nope + self.rope, self.value)
 
 
@@ -93,7 +93,7 @@ class LatentAttention:
     """
 
     heads: int
-    latent: Latent
+    latent: LatentSizes
     rope: Rope
     scale: float | None = None
 
@@ -203,7 +203,7 @@ def _meets_latent(q_BTHN: Tensor, up: Weight, context: Context) -> bool:
     return packed and isinstance(up, Tensor) and computes_exactly(q_BTHN, up)
 
 
-def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+def _queries(latent: LatentSizes, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
     """[B, T, H, nope + rope] of this rank's heads."""
     from_BTR = h_BTD
     weight = params["q_b" if latent.q_rank is not None else "q"]
@@ -214,7 +214,7 @@ def _queries(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, cont
     return torch.cat((plain, _rotated(latent, rotated, context.rope)), -1)
 
 
-def _latent(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
+def _latent(latent: LatentSizes, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, context: Context) -> Tensor:
     """Origin of keys and values, [B, T, kv_rank + rope]; the part of the keys that is rotated is so already."""
     plain, rotated = multiply(h_BTD, params["kv_a"]).split((latent.kv_rank, latent.rope), -1)
     both_BTR = torch.cat((rms_norm(plain, params["kv_a_norm"], NORM_EPS), rotated), -1)
@@ -222,7 +222,7 @@ def _latent(latent: Latent, mesh: Mesh, params: trees.Tree, h_BTD: Tensor, conte
     return torch.cat((plain, _rotated(latent, rotated.unsqueeze(-2), context.rope).squeeze(-2)), -1)
 
 
-def _keys_values(latent: Latent, params: trees.Tree, latent_BTR: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_values(latent: LatentSizes, params: trees.Tree, latent_BTR: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [B, T, H, nope + rope] and values [B, T, H, value] of this rank's heads."""
     plain, rotated = latent_BTR.split((latent.kv_rank, latent.rope), -1)
     both_BTHN = multiply(plain, params["kv_b"]).unflatten(-1, params["kv_b"].shape[:2])
@@ -231,7 +231,7 @@ def _keys_values(latent: Latent, params: trees.Tree, latent_BTR: Tensor) -> tupl
     return torch.cat((k_BTHN, rotated), -1), v_BTHN
 
 
-def _rotated(latent: Latent, x: Tensor, rope: Rotary | None) -> Tensor:
+def _rotated(latent: LatentSizes, x: Tensor, rope: Rotary | None) -> Tensor:
     """Heads [..., rope] rotated; of neighbouring pairs, the first of all come first then."""
     if latent.interleaved:
         x = halves_of_pairs(x, x.shape[-1])

@@ -206,7 +206,7 @@ class Mixer(Protocol):
     Its weights are the part "attn" of a layer's tree.
 
     Attributes:
-      rope: rotary positions, of which `Context.rope` is made; None: the mixer has none.
+      rope: rotary positions, the source of `Context.rope`; None: the mixer has none.
       window: the number of tokens that a token sees, itself and those before it; None: all of them.
       paged: heads as the kernel of paged attention takes them; None: the mixer does not call it.
     """

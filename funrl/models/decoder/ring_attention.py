@@ -7,6 +7,7 @@ rank has the most to do, as causal queries see all that is before them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -67,7 +68,7 @@ class _Block(NamedTuple):
 
     Attributes:
       seen: [queries, keys], bool, or 0 and -inf for torch's kernel for the CPU; None: all of them.
-      causal: query i sees the keys up to i, of which there are as many.
+      causal: query i sees the keys up to i; there are as many keys as queries.
     """
 
     queries: slice
@@ -80,11 +81,11 @@ class _Ring(AutogradFunction):
     @staticmethod
     def forward(q, k, v, offsets, sinks, place):
         mesh, options = place
-        joined: tuple[Tensor, Tensor] | None = None
-        for firsts, (keys, values) in _parts(torch.stack((k, v)), mesh):
-            part = _part(q, keys, values, offsets, *firsts, *options)
-            joined = part if joined is None else _joined(*joined, *part)
-        assert joined is not None  # the own part is always there
+        seen = (
+            _part(q, keys, values, offsets, *firsts, *options)
+            for firsts, (keys, values) in _parts(torch.stack((k, v)), mesh)
+        )
+        joined = functools.reduce(lambda before, part: _joined(*before, *part), seen)
         out, lse = joined if sinks is None else add_sinks(*joined, sinks)
         return out.to(q.dtype), lse
 
@@ -258,13 +259,13 @@ def _blocks(
 
 
 def _band(queries: int, keys: int, ahead: int, window: int, device: torch.device) -> Tensor:
-    """Mask of the keys that queries see, the first of which stands `ahead` of the first key."""
+    """Mask of the keys that queries see; the first query stands `ahead` of the first key."""
     behind = torch.arange(ahead, ahead + queries, device=device)[:, None] - torch.arange(keys, device=device)
     return (behind >= 0) & (behind < window) if window else behind >= 0
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, block: _Block, how: _How) -> tuple[Tensor, Tensor]:
-    """Result [t, H, N] and log-sum-exp [t, H] of queries, each of which sees some of the keys."""
+    """Result [t, H, N] and log-sum-exp [t, H] of queries; each sees some of the keys."""
     if _on_cpu(q, how):
         outputs, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_heads_first(q, k, v), 0.0, block.causal, attn_mask=block.seen, scale=how.scale

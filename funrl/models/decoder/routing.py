@@ -41,7 +41,7 @@ class Experts:
     """Layers whose mlp is a mixture of experts.
 
     Attributes:
-      count, per_token, mlp: experts of a layer E, those that a token goes to, and the inner size of each F.
+      count, per_token, mlp: experts of a layer E, experts per token, and the inner size of each F.
       normalized: whether the weights of a token's experts are divided by their sum.
       dense: numbers of the layers that have one mlp instead.
       scoring: of the router's logits: "softmax" over the experts, or "sigmoid" of each by itself.
@@ -136,7 +136,7 @@ def route(
       experts: how they are scored and weighed, and in which groups they are.
       dtype: of the weights.
       bias_E: added to the scores where experts are chosen, and nowhere else; None: 0.
-      ids_TK: experts to take instead, such as those that an engine chose.
+      ids_TK: experts to take instead, such as an engine's choice.
 
     References: DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437
     """
@@ -153,7 +153,7 @@ def route(
 
 
 def _chosen(experts: Experts, scores_TE: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Numbers of the experts of each token, [T, k]."""
+    """Expert ids of each token, [T, k]."""
     wanted_TE = scores_TE if bias_E is None else scores_TE + bias_E.detach().to(scores_TE.dtype)
     return _choose(_of_best_groups(wanted_TE, experts), experts.per_token)
 

@@ -14,7 +14,13 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
-from funrl.models.huggingface.configs.hf_family import HFFamily
+from funrl.models.huggingface.configs.hf_family import (
+    GIVEN_SIZES,
+    HFFamily,
+    class_defaults,
+    class_name,
+    kinds_of_layers,
+)
 from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
 from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
@@ -40,7 +46,7 @@ class ModuleConfig(ModelConfig):
       head: size of one.
       kv_heads: heads of keys and values.
       mlp: inner size of the mlp.
-      raw: the JSON text of its config.json, of which the sizes are a summary.
+      raw: the JSON text of its config.json; the sizes are a summary of it.
     """
 
     heads: int = 1
@@ -59,9 +65,12 @@ class ModuleConfig(ModelConfig):
         return json.loads(self.raw)
 
 
-def architecture(config: ModuleConfig) -> str:
-    """The name in transformers of the class of a model."""
-    return (json.loads(config.raw).get("architectures") or [config.source.family])[0]
+def architecture(config: ModelConfig) -> str:
+    """The name in transformers of the class of a model without a value head."""
+    family = config.source.family
+    if isinstance(config, ModuleConfig):
+        return (json.loads(config.raw).get("architectures") or [family])[0]
+    return class_name(family, "CAUSAL_LM" if FAMILIES[family].vision is None else "IMAGE_TEXT_TO_TEXT") or family
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -89,10 +98,15 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
-    got = {**family.defaults, **(raw if family.vision is None else family.vision.text(raw))}
+    text_type = name if family.vision is None else family.vision.text_type or f"{name}_text"
+    of_class = class_defaults(text_type)
+    defaults = {field: value for field, value in of_class.items() if field not in GIVEN_SIZES} | dict(family.defaults)
+    got = {**defaults, **(raw if family.vision is None else family.vision.text(raw))}
     _refuse(family, got)
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
     embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    if got.get("layer_types") is None:
+        got["layer_types"] = kinds_of_layers(text_type, got)
     fields: dict[str, Any] = {
         "vocab": _size(got, "vocab_size"),
         "embed": embed,
@@ -105,7 +119,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         "tied": bool(got["tie_word_embeddings"]),
         "windows": _windows(family, got, layers),
         "max_positions": _size(got, "max_position_embeddings"),
-        "activation": ACTIVATIONS.get(got["hidden_act"], "silu"),
+        "activation": ACTIVATIONS.get(str(got.get("hidden_act")), "silu"),
         "mlp_bias": bool(got.get("mlp_bias")),
         "dtype": _dtype(got),
         "family": name,
@@ -137,7 +151,7 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
     family = FAMILIES[config.source.family]
     eos = config.special_tokens.eos
     raw: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [architecture(config)],
         "model_type": config.source.family,
         "vocab_size": config.vocab,
         "hidden_size": config.embed,
@@ -268,7 +282,7 @@ def _rope(
 
 
 def _longrope(given: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of rotary positions of "longrope", with those that stand elsewhere in config.json."""
+    """The fields of rotary positions of "longrope", with fields from elsewhere in config.json."""
     extended = _size(got, "max_position_embeddings")
     original = given.get("original_max_position_embeddings") or got.get("original_max_position_embeddings") or extended
     factor = given.get("factor", extended / original)
@@ -311,9 +325,8 @@ def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
 
 
 def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
-    window = got.get("sliding_window") or None if got.get("use_sliding_window") else None
-    kinds = got.get("layer_types")
-    kinds = family.kinds(got, layers) if kinds is None else kinds
+    window = got.get("sliding_window") or None if got.get("use_sliding_window", True) else None
+    kinds = got["layer_types"]
     known = (FULL, *(family.mixers or (SLIDING,)))
     unknown = sorted(set(kinds) - set(known))
     if unknown:

@@ -7,54 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import VisionFamily
+from funrl.models.huggingface.configs.hf_family import VisionFamily, class_defaults
 from funrl.models.huggingface.configs.qwen3_5 import fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.model import MOST_LAYERS
 
-# The largest value that is taken for real: a larger one would take all memory before its mistake is found.
-LARGEST_SIZES = {
-    "vocab_size": 2**26,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "num_hidden_layers": MOST_LAYERS,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "max_position_embeddings": 2**40,
-    "num_experts": 2**16,
-    "num_local_experts": 2**16,
-    "num_experts_per_tok": 2**16,
-    "moe_intermediate_size": 2**24,
-    "decoder_sparse_step": 4096,
-    "n_routed_experts": 2**16,
-    "n_shared_experts": 2**16,
-    "n_group": 2**16,
-    "topk_group": 2**16,
-    "kv_lora_rank": 2**16,
-    "q_lora_rank": 2**16,
-    "qk_nope_head_dim": 2**16,
-    "qk_rope_head_dim": 2**16,
-    "v_head_dim": 2**16,
-    "linear_num_key_heads": 2**16,
-    "linear_num_value_heads": 2**16,
-    "linear_key_head_dim": 2**16,
-    "linear_value_head_dim": 2**16,
-    "linear_conv_kernel_dim": 4096,
-    "shared_expert_intermediate_size": 2**24,
-    "rotary_dim": 2**16,
-    "moe_num_experts": 2**16,
-    "moe_k": 2**16,
-    "moe_layer_interval": 4096,
-    "global_head_dim": 2**16,
-    "num_global_key_value_heads": 2**16,
-    "top_k_experts": 2**16,
-}
+# The largest whole numbers that are taken for real: a larger one would take all memory before its mistake is found.
+LARGEST_SIZES = {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**26, "max_position_embeddings": 2**40}
+LARGEST_OF_OTHERS = 2**24
 MAY_BE_NULL = ("num_key_value_heads", "head_dim", "q_lora_rank", "n_group", "topk_group")
-# of a family whose models may be without experts
-MAY_BE_NULL_IN = {
-    "gemma4_text": ("num_global_key_value_heads", "num_experts", "top_k_experts", "moe_intermediate_size"),
-}
 POSITIVE = (
     "rms_norm_eps",
     "rope_theta",
@@ -69,26 +30,6 @@ POSITIVE = (
     "partial_rotary_factor",
     "swiglu_alpha",
     "swiglu_limit",
-)
-COUNTS = (
-    "_sliding_window_pattern",
-    "no_rope_layer_interval",
-    "num_labels",
-    "full_attention_interval",
-)
-SWITCHES = (
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "use_sliding_window",
-    "attention_k_eq_v",
-    "enable_moe_block",
-    "use_double_wide_mlp",
-    "norm_topk_prob",
-    "rope_interleave",
-    "use_bias",
-    "qkv_bias",
-    "use_qk_norm",
 )
 NOT_NULL = (
     "rms_norm_eps",
@@ -125,6 +66,8 @@ def _with_text_fields(raw: Mapping[str, Any], vision: VisionFamily | None) -> Ma
 def check_config_fields(raw: Mapping[str, Any]) -> None:
     """Check the fields of a parsed config.json that this package reads, where its family is one of `FAMILIES`.
 
+    Whole numbers and switches are the fields that have such defaults in the family's class of transformers.
+
     Raises:
       ModelError: naming the field, its value and what it must be.
     """
@@ -132,17 +75,26 @@ def check_config_fields(raw: Mapping[str, Any]) -> None:
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         return
-    raw = _with_text_fields(raw, FAMILIES[name].vision)
+    vision = FAMILIES[name].vision
+    raw = _with_text_fields(raw, vision)
+    defaults = class_defaults(name if vision is None else vision.text_type or f"{name}_text")
     for fields, text, holds in RULES:
         for field in fields:
             if field in raw and not ((raw[field] is None and field not in NOT_NULL) or holds(raw[field])):
                 raise ModelError(f"{field} is {_short(raw[field])}, it must be {text}")
-    may_be_null = (*MAY_BE_NULL, *MAY_BE_NULL_IN.get(name, ()))
-    for field, largest in LARGEST_SIZES.items():
-        value = raw.get(field, 1)
-        if not ((value is None and field in may_be_null) or (type(value) is int and 1 <= value <= largest)):
+    ruled = {field for fields, _, _ in RULES for field in fields}
+    for field in (field for field in raw if field not in ruled):
+        value = raw[field]
+        default = defaults.get(field)
+        most = LARGEST_SIZES.get(field, LARGEST_OF_OTHERS)
+        if value is None and (field in MAY_BE_NULL or default is None or isinstance(default, bool)):
+            continue
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise ModelError(f"{field} is {_short(value)}, it must be true or false")
+        counted = field in MAY_BE_NULL or (type(default) is int and default > 0)
+        if counted and not (type(value) is int and 1 <= value <= most):
             least = "a whole number of at least 1"
-            raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {largest}")
+            raise ModelError(f"{field} is {_short(value)}, it must be {least} and at most {most}")
     for field in ("rope_scaling", "rope_parameters"):
         _check_rope(field, raw.get(field) or {})
 
@@ -189,8 +141,7 @@ def _short(value: Any) -> str:
 
 RULES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
     (POSITIVE, "a number above 0", _positive),
-    (COUNTS, "a whole number of at least 1", _count),
-    (SWITCHES, "true or false", lambda value: isinstance(value, bool)),
+    (("_sliding_window_pattern", "num_labels", "full_attention_interval"), "a whole number of at least 1", _count),
     (
         (
             *("max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),

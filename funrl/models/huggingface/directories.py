@@ -23,6 +23,7 @@ from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import REFUSED_FAMILIES, ModuleConfig, architecture, config_from_hf, config_to_hf
 from funrl.models.huggingface.config_checks import check_config_fields
+from funrl.models.huggingface.configs.hf_family import class_name
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
 from funrl.models.huggingface.generation_config import GENERATION, with_generation_config
@@ -197,7 +198,7 @@ def load(
       path: the directory, which all ranks of the mesh see.
       dtype: of the weights; None: as in config.json.
       mesh: the devices; None: the CPU alone.
-      layouts: one `Layout` per weight, of which this rank gets its part; None: every rank gets whole tensors.
+      layouts: one `Layout` per weight: this rank gets its part; None: every rank gets whole tensors.
       model: the model, if `check_directory` has made it already; `with_vocabulary` may have given it more token ids.
 
     Raises:
@@ -319,12 +320,13 @@ def check_savable(model: Model) -> None:
     if isinstance(model.config, ModuleConfig) and model.value is not None:
         from funrl.models.huggingface.skeletons import check_classifier
 
-        check_classifier(model.config, _class_of_heads(model), dict(names_of(model).values()))
+        check_classifier(model.config, _architecture(model), dict(names_of(model).values()))
 
 
 def has_token_classifier(config: ModelConfig) -> bool:
     """True if transformers has a token classifier of this family, which can hold two labels."""
-    return config.source.family in FAMILIES and FAMILIES[config.source.family].token_classifier is not None
+    family = FAMILIES.get(config.source.family)
+    return family is not None and family.vision is None and class_of_heads(config, tokens=True) is not None
 
 
 def write(
@@ -426,24 +428,21 @@ def _head_of(raw: Mapping[str, Any]) -> tuple[int, bool] | None:
 
 def _architecture(model: Model) -> str:
     """The name in transformers of the class of this model."""
-    config = model.config
-    if model.value is not None:
-        return _class_of_heads(model)
-    return architecture(config) if isinstance(config, ModuleConfig) else FAMILIES[config.source.family].architecture
-
-
-def _class_of_heads(model: Model) -> str:
-    """The name in transformers of the class of a model with a value head."""
-    config = model.config
+    if model.value is None:
+        return architecture(model.config)
     tokens = is_token_classifier(model)
-    if isinstance(config, ModuleConfig):
-        from funrl.models.huggingface.skeletons import classifier_name
-
-        name = classifier_name(config, tokens)
-    else:
-        family = FAMILIES[config.source.family]
-        name = family.token_classifier if tokens else family.classifier
+    name = class_of_heads(model.config, tokens)
     if name is None:
         kind = "token" if tokens else "sequence"
-        raise ModelError(f"transformers has no {kind} classifier for {config.source.family}: it cannot hold a reward")
+        raise ModelError(
+            f"transformers has no {kind} classifier for {model.config.source.family}: it cannot hold a reward"
+        )
     return name
+
+
+def class_of_heads(config: ModelConfig, tokens: bool) -> str | None:
+    """The class of transformers that classifies tokens, or sequences, with a model of text; None: there is none."""
+    family = FAMILIES.get(config.source.family)
+    if family is not None and family.vision is not None:
+        return None
+    return class_name(config.source.family, "TOKEN_CLASSIFICATION" if tokens else "SEQUENCE_CLASSIFICATION")

@@ -23,14 +23,10 @@ from funrl.models.huggingface.configs import (
     qwen3_5,
     qwen3_next,
 )
-from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily, family_of, seeing
+from funrl.models.huggingface.configs.hf_family import LAYERS, HFFamily
 from funrl.models.huggingface.family_fields import (
     ACTIVATIONS,
     GELU,
-    MULTIPLIERS,
-    all_layers,
-    gemma2_kinds,
-    gemma3_kinds,
     read_bias,
     read_experts,
     read_gemma,
@@ -41,7 +37,6 @@ from funrl.models.huggingface.family_fields import (
     read_olmoe,
     read_qwen3_moe,
     read_smollm3,
-    smollm3_kinds,
     write_bias,
     write_gemma2,
     write_gemma3,
@@ -55,29 +50,8 @@ from funrl.models.huggingface.family_fields import (
     write_smollm3,
     write_window,
 )
-from funrl.models.huggingface.vision_configs import gemma3, llava_onevision, qwen2_5_vl, qwen3_vl
+from funrl.models.huggingface.vision_configs import qwen_vl, siglip
 
-_LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
-_QWEN = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_ALL_LAYERS = {"use_sliding_window": True, "max_window_layers": 0}
-_GEMMA = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": GELU,
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 _DENSE = {"hidden_act": tuple(ACTIVATIONS)}
 _BIASED_MLP = _DENSE | {"mlp_bias": (False, True, None)}
 _ONE_WINDOW = {"layer_types": (None,)}
@@ -87,100 +61,57 @@ _GEMMA_SUPPORTED = {
     "hidden_activation": (GELU,),
     "use_bidirectional_attention": (False, None),
 }
-_GEMMA3 = family_of(
-    "Gemma3",
-    _GEMMA
-    | {
-        "max_position_embeddings": 131072,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0,
-    },
+_GEMMA3 = HFFamily(
+    defaults={"rope_theta": 1e6, "rope_local_base_freq": 10000.0},
     supported=_GEMMA_SUPPORTED | {"attn_logit_softcapping": (None,)},  # which transformers does not apply
     read=read_gemma3,
     write=write_gemma3,
-    kinds=gemma3_kinds,
 )
 _MIXTRAL_NAMES = {"router": "block_sparse_moe.gate.weight"} | {
     f"expert_{ours}": f"block_sparse_moe.experts.{theirs}.weight"
     for ours, theirs in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
-_QWEN2 = family_of(
-    "Qwen2",
-    _QWEN,
+_QWEN2 = HFFamily(
     read=lambda _: {"attention_bias": True},
     write=write_qwen2,
     supported=_DENSE | {"attention_bias": (True, None)},
 )
 FAMILIES: Mapping[str, HFFamily] = {
-    "llama": family_of("Llama", _LLAMA, supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
+    "llama": HFFamily(supported=_BIASED_MLP | _NO_WINDOW, read=read_bias, write=write_bias),
     "qwen2": _QWEN2,
-    "qwen2_5_vl": seeing(
-        _QWEN2._replace(
-            defaults={**_QWEN2.defaults, **qwen2_5_vl.VL_DEFAULTS},
-            read=qwen2_5_vl.read_qwen2_5_vl,
-            rope_types=("default",),
-        ),
-        "Qwen2_5_VL",
-        qwen2_5_vl.QWEN2_5_VISION,
+    "qwen2_5_vl": _QWEN2._replace(
+        read=qwen_vl.read_qwen2_5_vl,
+        rope_types=("default",),
+        vision=qwen_vl.QWEN2_5_VISION,
     ),
-    "llava_onevision": seeing(_QWEN2, "LlavaOnevision", llava_onevision.LLAVA_ONEVISION_VISION),
-    "qwen3_vl": seeing(
-        family_of(
-            "Qwen3VL",
-            qwen3_vl.QWEN3_VL_DEFAULTS,
-            supported=_DENSE,
-            read=qwen3_vl.read_qwen3_vl,
-            write=write_bias,
-            rope_types=("default",),
-        ),
-        "Qwen3VL",
-        qwen3_vl.QWEN3_VISION,
+    "llava_onevision": _QWEN2._replace(vision=siglip.LLAVA_ONEVISION_VISION),
+    "qwen3_vl": HFFamily(
+        supported=_DENSE,
+        read=qwen_vl.read_qwen3_vl,
+        write=write_bias,
+        rope_types=("default",),
+        vision=qwen_vl.QWEN3_VISION,
     ),
-    "qwen3_vl_moe": seeing(
-        family_of(
-            "Qwen3VLMoe",
-            qwen3_vl.QWEN3_VL_MOE_DEFAULTS,
-            supported=qwen3_vl.QWEN3_VL_MOE_SUPPORTED,
-            read=qwen3_vl.read_qwen3_vl_moe,
-            write=write_qwen3_moe,
-            rope_types=("default",),
-            names=qwen3_vl.QWEN3_VL_MOE_NAMES,
-            abreast=qwen3_vl.QWEN3_VL_MOE_ABREAST,
-        ),
-        "Qwen3VLMoe",
-        qwen3_vl.QWEN3_VISION,
+    "qwen3_vl_moe": HFFamily(
+        defaults={"norm_topk_prob": True, "intermediate_size": 5632},
+        supported=qwen_vl.QWEN3_VL_MOE_SUPPORTED,
+        read=qwen_vl.read_qwen3_vl_moe,
+        write=write_qwen3_moe,
+        rope_types=("default",),
+        names=qwen_vl.QWEN3_VL_MOE_NAMES,
+        abreast=qwen_vl.QWEN3_VL_MOE_ABREAST,
+        vision=qwen_vl.QWEN3_VISION,
     ),
-    "qwen3": family_of(
-        "Qwen3",
-        _QWEN | {"head_dim": 128},
+    "qwen3": HFFamily(
         supported=_DENSE,
         read=lambda got: read_bias(got) | {"qk_norm": True},
         write=write_qwen3,
     ),
-    "mistral": family_of(
-        "Mistral",
-        _LLAMA
-        | _ALL_LAYERS
-        | {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
+    "mistral": HFFamily(
         supported=_DENSE | _ONE_WINDOW,
         write=write_window,
     ),
-    "phi3": family_of(
-        "Phi3",
-        _ALL_LAYERS
-        | {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "bos_token_id": 1,
-            "eos_token_id": 32000,
-            "pad_token_id": 32000,
-        },
+    "phi3": HFFamily(
         supported=_DENSE | _ONE_WINDOW,
         write=write_phi3,
         rope_types=("default", "longrope"),
@@ -190,60 +121,28 @@ FAMILIES: Mapping[str, HFFamily] = {
             "mlp.gate_up_proj.weight": [f"mlp.{name}_proj.weight" for name in ("gate", "up")],
         },
     ),
-    "olmo2": family_of(
-        "Olmo2",
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 2048,
-            "eos_token_id": 50279,
-            "pad_token_id": 1,
-        },
+    "olmo2": HFFamily(
         supported=_DENSE | _NO_WINDOW,
         read=read_olmo2,
         write=write_bias,
-    )._replace(token_classifier=None),
-    "smollm3": family_of(
-        "SmolLM3",
-        {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-            "bos_token_id": 128000,
-            "eos_token_id": 128001,
-            "pad_token_id": 128004,
-        },
+    ),
+    "smollm3": HFFamily(
         supported=_BIASED_MLP,
         read=read_smollm3,
         write=write_smollm3,
-        kinds=smollm3_kinds,
     ),
-    "granite": family_of(
-        "Granite",
-        _LLAMA | dict.fromkeys(MULTIPLIERS.values(), 1.0),
+    "granite": HFFamily(
         supported=_BIASED_MLP | _NO_WINDOW,
         read=read_granite,
         write=write_granite,
-    )._replace(classifier=None, token_classifier=None),
-    "qwen3_moe": family_of(
-        "Qwen3Moe",
-        _QWEN
-        | {
-            "num_key_value_heads": 4,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-            "norm_topk_prob": False,
-        },
+    ),
+    "qwen3_moe": HFFamily(
         supported=_ONE_WINDOW,
         read=read_qwen3_moe,
         write=write_qwen3_moe,
-        kinds=all_layers,
     ),
-    "qwen3_next": family_of(
-        "Qwen3Next",
-        qwen3_next.NEXT_DEFAULTS,
-        kinds=qwen3_next.qwen3_next_kinds,
+    "qwen3_next": HFFamily(
+        defaults=qwen3_next.DELTA_NET_DEFAULTS,
         mixers=(qwen3_next.LINEAR,),
         read=lambda fields: qwen3_next.read_qwen3_next(fields, read_qwen3_moe(fields)),
         write=lambda config: write_qwen3_moe(config) | qwen3_next.write_qwen3_next(config),
@@ -252,10 +151,8 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=qwen3_next.NEXT_WEIGHT_NAMES,
         fused=qwen3_next.NEXT_FUSED,
     ),
-    "qwen3_5_text": family_of(
-        "Qwen3_5",
-        qwen3_5.QWEN3_5_DEFAULTS,
-        kinds=qwen3_next.qwen3_next_kinds,
+    "qwen3_5_text": HFFamily(
+        defaults=qwen3_next.DELTA_NET_DEFAULTS,
         mixers=(qwen3_next.LINEAR,),
         read=qwen3_5.read_qwen3_5,
         write=qwen3_5.write_qwen3_5,
@@ -263,11 +160,9 @@ FAMILIES: Mapping[str, HFFamily] = {
         further_layers="mtp.",
         names=qwen3_5.QWEN3_5_NAMES,
         fused=qwen3_5.QWEN3_5_FUSED,
-    )._replace(classifier="Qwen3_5TextForSequenceClassification", token_classifier=None),
-    "qwen3_5_moe_text": family_of(
-        "Qwen3_5Moe",
-        qwen3_5.QWEN3_5_MOE_DEFAULTS,
-        kinds=qwen3_next.qwen3_next_kinds,
+    ),
+    "qwen3_5_moe_text": HFFamily(
+        defaults=qwen3_next.DELTA_NET_DEFAULTS | {"intermediate_size": 512},  # which no layer has
         mixers=(qwen3_next.LINEAR,),
         read=qwen3_5.read_qwen3_5_moe,
         write=qwen3_5.write_qwen3_5_moe,
@@ -275,52 +170,28 @@ FAMILIES: Mapping[str, HFFamily] = {
         further_layers="mtp.",
         names=qwen3_5.QWEN3_5_NAMES,
         fused=qwen3_5.QWEN3_5_FUSED,
-    )._replace(classifier=None, token_classifier=None),
-    "mixtral": family_of(
-        "Mixtral",
-        _LLAMA
-        | _ALL_LAYERS
-        | {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "num_experts_per_tok": 2,
-            "num_local_experts": 8,
-        },
+    ),
+    "mixtral": HFFamily(
         supported=_ONE_WINDOW,
         write=write_mixtral,
-        kinds=all_layers,
         read=lambda got: {"experts": read_experts(got, "intermediate_size", True)},
         names=_MIXTRAL_NAMES,
     ),
-    "olmoe": family_of(
-        "Olmoe",
-        {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "eos_token_id": 50279,
-            "pad_token_id": 1,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-        },
+    "olmoe": HFFamily(
         supported=_NO_WINDOW | {"clip_qkv": (None,)},
         read=read_olmoe,
         write=write_olmoe,
-    )._replace(classifier=None, token_classifier=None),
-    "deepseek_v2": family_of(
-        "DeepseekV2",
-        deepseek.V2_DEFAULTS,
+    ),
+    "deepseek_v2": HFFamily(
         supported=deepseek.V2_SUPPORTED,
         read=deepseek.read_deepseek_v2,
         write=deepseek.write_deepseek,
         rope_types=("default", "yarn"),
         names=deepseek.WEIGHT_NAMES,
         further_layers=LAYERS,
-    )._replace(token_classifier=None),
-    "deepseek_v3": family_of(
-        "DeepseekV3",
-        deepseek.V3_DEFAULTS,
+    ),
+    "deepseek_v3": HFFamily(
+        defaults={"num_key_value_heads": None},
         supported=deepseek.V3_SUPPORTED,
         read=deepseek.read_deepseek_v3,
         write=deepseek.write_deepseek,
@@ -328,115 +199,77 @@ FAMILIES: Mapping[str, HFFamily] = {
         names=deepseek.WEIGHT_NAMES,
         further_layers=LAYERS,
     ),
-    "gpt_oss": family_of(
-        "GptOss",
-        gpt_oss.GPT_OSS_DEFAULTS,
+    "gpt_oss": HFFamily(
+        defaults=gpt_oss.GPT_OSS_DEFAULTS,
         read=gpt_oss.read_gpt_oss,
         write=gpt_oss.write_gpt_oss,
-        kinds=gpt_oss.gpt_oss_kinds,
         names=gpt_oss.GPT_OSS_WEIGHT_NAMES,
         woven=gpt_oss.GPT_OSS_WOVEN,
     ),
-    "qwen2_moe": family_of(
-        "Qwen2Moe",
-        qwen2_moe.QWEN2_MOE_DEFAULTS,
+    "qwen2_moe": HFFamily(
         read=qwen2_moe.read_qwen2_moe,
         write=qwen2_moe.write_qwen2_moe,
-        kinds=qwen2_moe.qwen2_moe_kinds,
         names=qwen2_moe.SHARED_EXPERT_NAMES,
     ),
-    "glm4_moe": family_of(
-        "Glm4Moe",
-        glm4_moe.GLM_MOE_DEFAULTS,
+    "glm4_moe": HFFamily(
+        defaults={"partial_rotary_factor": 0.5},
         supported=glm4_moe.GLM_MOE_SUPPORTED,
         read=glm4_moe.read_glm4_moe,
         write=glm4_moe.write_glm4_moe,
         partial_rotary=True,
         names=deepseek.DEEPSEEK_EXPERT_NAMES,
         further_layers=LAYERS,
-    )._replace(classifier=None, token_classifier=None),
-    "minimax_m2": family_of(
-        "MiniMaxM2",
-        minimax_m2.MINIMAX_DEFAULTS,
+    ),
+    "minimax_m2": HFFamily(
         supported=minimax_m2.MINIMAX_SUPPORTED,
         read=minimax_m2.read_minimax_m2,
         write=minimax_m2.write_minimax_m2,
         partial_rotary=True,
         names=_MIXTRAL_NAMES | {"router_bias": "block_sparse_moe.e_score_correction_bias"},
         further_layers=LAYERS,
-    )._replace(classifier=None, token_classifier=None),
-    "ernie4_5": family_of(
-        "Ernie4_5",
-        ernie4_5.ERNIE_DEFAULTS,
+    ),
+    "ernie4_5": HFFamily(
         supported=_DENSE | ernie4_5.ERNIE_SUPPORTED,
         read=ernie4_5.read_ernie4_5,
         write=ernie4_5.write_ernie4_5,
-    )._replace(classifier=None, token_classifier=None),
-    "ernie4_5_moe": family_of(
-        "Ernie4_5_Moe",
-        ernie4_5.ERNIE_MOE_DEFAULTS,
+    ),
+    "ernie4_5_moe": HFFamily(
         supported=ernie4_5.ERNIE_SUPPORTED | {"use_bias": (False, None)},
         read=ernie4_5.read_ernie4_5_moe,
         write=ernie4_5.write_ernie4_5_moe,
         names=ernie4_5.ERNIE_EXPERT_NAMES,
         in_rows=("router_bias",),
         further_layers="model.mtp_",
-    )._replace(classifier=None, token_classifier=None),
-    "exaone4": family_of(
-        "Exaone4",
-        exaone4.EXAONE_DEFAULTS,
+    ),
+    "exaone4": HFFamily(
         supported=_DENSE,
         read=exaone4.read_exaone4,
         write=exaone4.write_exaone4,
-        kinds=exaone4.exaone4_kinds,
     ),
-    "olmo3": family_of(
-        "Olmo3",
-        olmo3.OLMO3_DEFAULTS,
+    "olmo3": HFFamily(
+        defaults={"rope_local_base_freq": 5e5},
         supported=_DENSE,
         read=read_olmo2,
         write=olmo3.write_olmo3,
-        kinds=olmo3.olmo3_kinds,
-    )._replace(token_classifier=None),
-    "ministral3": family_of(
-        "Ministral3",
-        ministral3.MINISTRAL_DEFAULTS,
+    ),
+    "ministral3": HFFamily(
+        defaults={"rope_theta": 1e6},
         supported=_DENSE | _ONE_WINDOW,
         read=ministral3.read_ministral3,
         write=write_window,
-        kinds=all_layers,
         rope_types=("yarn",),
     ),
-    "gemma": family_of(
-        "Gemma",
-        {
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "hidden_act": GELU,
-            "tie_word_embeddings": True,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
-            "pad_token_id": 0,
-        },
+    "gemma": HFFamily(
         supported=_NO_WINDOW | {"hidden_act": (GELU, "gelu"), "use_bidirectional_attention": (False, None)},
         read=read_gemma,
         write=write_bias,
     ),
-    "gemma2": family_of(
-        "Gemma2",
-        _GEMMA
-        | {
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
+    "gemma2": HFFamily(
         supported=_GEMMA_SUPPORTED,
         read=read_gemma2,
         write=write_gemma2,
-        kinds=gemma2_kinds,
     ),
-    "gemma3_text": _GEMMA3._replace(classifier="Gemma3TextForSequenceClassification", token_classifier=None),
-    "gemma3": seeing(_GEMMA3, "Gemma3", gemma3.GEMMA3_VISION),
+    "gemma3_text": _GEMMA3,
+    "gemma3": _GEMMA3._replace(vision=siglip.GEMMA3_VISION),
     "gemma4_text": gemma4.GEMMA4,
 }

@@ -17,13 +17,6 @@ GELU = "gelu_pytorch_tanh"  # the name in transformers of what the decoder calls
 ACTIVATIONS = {"silu": "silu", "swish": "silu", GELU: "gelu", "gelu": "gelu_erf"}
 
 
-def upper_layers(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has none: sliding from max_window_layers on."""
-    first = got.get("max_window_layers", layers)
-    sliding = got.get("use_sliding_window") and got.get("sliding_window") is not None
-    return [SLIDING if sliding and i >= first else FULL for i in range(layers)]
-
-
 def read_bias(got: Mapping[str, Any]) -> dict[str, Any]:
     bias = bool(got.get("attention_bias", False))
     return {"attention_bias": bias, "output_bias": bias}
@@ -105,11 +98,6 @@ def _rotating_layers(got: Mapping[str, Any], layers: int) -> list[bool]:
     return [bool(x) for x in given[:layers]]
 
 
-def smollm3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    sliding = got.get("use_sliding_window") and got.get("sliding_window") is not None
-    return [SLIDING if sliding and not rotates else FULL for rotates in _rotating_layers(got, layers)]
-
-
 MULTIPLIERS = {
     "embed_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
@@ -174,17 +162,6 @@ def write_gemma3(config: Config) -> dict[str, Any]:
     return write_gemma2(config) | {"rope_local_base_freq": config.rope.local_theta}
 
 
-def gemma2_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    return [FULL if i % 2 else SLIDING for i in range(layers)]
-
-
-def gemma3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    pattern = got.get("sliding_window_pattern", got.get("_sliding_window_pattern", 6))
-    if not isinstance(pattern, int) or pattern < 1:
-        raise ModelError(f"sliding_window_pattern is {pattern!r}, it must be a whole number of at least 1")
-    return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
-
-
 def read_experts(got: Mapping[str, Any], mlp: str, normalized: bool) -> Experts:
     """The experts that a config.json describes; transformers writes their count by either of two names."""
     count = next((got[name] for name in ("num_local_experts", "num_experts") if got.get(name) is not None), 0)
@@ -245,8 +222,3 @@ def read_olmoe(got: Mapping[str, Any]) -> dict[str, Any]:
 def write_olmoe(config: Config) -> dict[str, Any]:
     counts = _write_experts(config, "num_experts")
     return write_bias(config) | counts | {"norm_topk_prob": experts_of(config).normalized}
-
-
-def all_layers(got: Mapping[str, Any], layers: int) -> list[str]:
-    sliding = got.get("use_sliding_window") and got.get("sliding_window") is not None
-    return [SLIDING if sliding else FULL] * layers

@@ -77,7 +77,7 @@ def without_quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scales_name(weight: str, there: Mapping[str, Any]) -> str:
-    """The name of the tensor of an FP8 weight's scales among those that are there; the usual one if none is."""
+    """The name of the tensor with an FP8 weight's scales among the existing names; the usual name if none exists."""
     return next((weight + end for end in SCALES if weight + end in there), weight + SCALES[0])
 
 

@@ -41,7 +41,7 @@ def with_generation_config(config: ModelConfig, raw: Mapping[str, Any]) -> Model
 
 
 def sampling_defaults(config: ModelConfig) -> dict[str, float]:
-    """Numbers of sampling in the model's generation_config.json: those of `SAMPLING` that it has; none without a file.
+    """Sampling values of `SAMPLING` in the model's generation_config.json; none without a file.
 
     Temperature is 0, greedy, unless do_sample is true.
 

@@ -329,15 +329,13 @@ def _one_row(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     device = tokens_BT.device
     positions = torch.arange(T, device=device) if positions is None else positions
     positions_1N = positions.expand(B, T).reshape(1, -1)
-    if offsets is None and segments is None:
-        offsets = torch.arange(0, B * T + 1, T, device=device)
-    elif offsets is None:  # padding is a sequence like others: its output is never used
-        assert segments is not None
-        ends_BT = torch.ones_like(segments, dtype=torch.bool)
-        ends_BT[:, :-1] = segments[:, 1:] != segments[:, :-1]
+    if offsets is None:
+        ends_BT = torch.zeros_like(tokens_BT, dtype=torch.bool)
+        ends_BT[:, -1] = True
+        if segments is not None:  # padding is a sequence like others: its output is never used
+            ends_BT[:, :-1] = segments[:, 1:] != segments[:, :-1]
         ends = ends_BT.flatten().nonzero().squeeze(-1) + 1
         offsets = torch.cat([ends.new_zeros(1), ends])
-    assert offsets is not None
     return tokens_BT.reshape(1, -1), positions_1N, offsets.int()
 
 

@@ -148,11 +148,11 @@ class Stored(NamedTuple):
 
     Attributes:
       name, shape: of the file's tensor.
-      rows: of its first dim, those that are the weight: first and last but one.
+      rows: range of its first dim that is the weight: first, and one past the last.
       experts: names of the file's tensors, each of the shape of one of the weight's first dim; (): it is `name`.
       turn: of tensors whose numbers along the last dim are those of several weights in turn, matrices transposed: the
         number of this one, and how many there are; None: it is no such tensor.
-      columns: of tensors that hold transposed matrices side by side, of the last dim those that are the weight: first
+      columns: of tensors that hold transposed matrices side by side, range of the last dim that is the weight: first
         and last but one; None: it is no such tensor. A file may hold the transpose of such a tensor, as
         transformers saves it.
     """
@@ -198,22 +198,20 @@ def stored_in(family: str, names: Names) -> Mapping[str, Stored]:
     """
     shapes = dict(names.values())
     places = {}
-    for whole, parts in _woven_tensors(family, shapes).items():
-        shape = tuple(weave([torch.empty(shapes[part], device="meta") for part in parts]).shape)
-        rows = (0, shape[0])
-        places |= {part: Stored(whole, shape, rows, (), (i, len(parts))) for i, part in enumerate(parts)}
-    for whole, parts in (_abreast_tensors(family, shapes) | _stacked_tensors(family, shapes)).items():
-        edges = list(itertools.accumulate((shapes[part][1] for part in parts), initial=0))
-        experts, _, inner = shapes[parts[0]]
-        shape = (experts, inner, edges[-1])
-        places |= {
-            part: Stored(whole, shape, (0, experts), columns=pair)
-            for part, pair in zip(parts, itertools.pairwise(edges), strict=True)
-        }
-    for whole, parts in _fused_tensors(family, shapes).items():
-        rows = list(itertools.accumulate((shapes[part][0] for part in parts), initial=0))
-        shape = (rows[-1], *shapes[parts[0]][1:])
-        places |= {part: Stored(whole, shape, pair) for part, pair in zip(parts, itertools.pairwise(rows), strict=True)}
+    for whole, (kind, parts) in _joint_tensors(family, shapes).items():
+        first = shapes[parts[0]]
+        if kind == "woven":
+            shape = tuple(weave([torch.empty(shapes[part], device="meta") for part in parts]).shape)
+            turns = [Stored(whole, shape, (0, shape[0]), turn=(i, len(parts))) for i in range(len(parts))]
+            places |= zip(parts, turns, strict=True)
+            continue
+        dim = 0 if kind == "fused" else 1
+        edges = list(itertools.accumulate((shapes[part][dim] for part in parts), initial=0))
+        for part, edge in zip(parts, itertools.pairwise(edges), strict=True):
+            if kind == "fused":
+                places[part] = Stored(whole, (edges[-1], *first[1:]), edge)
+            else:
+                places[part] = Stored(whole, (first[0], first[2], edges[-1]), (0, first[0]), columns=edge)
     return {
         ours: places.get(theirs)
         or Stored(theirs, shape, (0, math.prod(shape[:1])), experts=expert_names(theirs, shape))
@@ -293,12 +291,8 @@ def _other_experts(name: str, shape: tuple[int, ...], place: Stored, *, found: C
 
 def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Weights under the names of `names_of` as the tensors of a file; parts wait for one another."""
-    shapes = dict(names.values())
-    woven = _woven_tensors(family, shapes)
-    abreast = _abreast_tensors(family, shapes)
-    stacked = _stacked_tensors(family, shapes)
-    tensors = _fused_tensors(family, shapes) | woven | abreast | stacked
-    whole_of = {part: whole for whole, parts in tensors.items() for part in parts}
+    tensors = _joint_tensors(family, dict(names.values()))
+    whole_of = {part: whole for whole, (_, parts) in tensors.items() for part in parts}
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, x in named:
         whole = whole_of.get(name)
@@ -307,14 +301,15 @@ def fused(family: str, names: Names, named: Iterable[tuple[str, Tensor]]) -> Ite
             continue
         there = waiting.setdefault(whole, {})
         there[name] = x
-        if len(there) == len(tensors[whole]):
-            joined = [there[part] for part in tensors[whole]]
-            if whole in woven:
+        kind, parts = tensors[whole]
+        if len(there) == len(parts):
+            joined = [there[part] for part in parts]
+            if kind == "woven":
                 yield whole, weave(joined)
-            elif whole in abreast:
-                yield whole, _side_by_side(joined)
             else:
-                yield whole, torch.cat(joined, 1 if whole in stacked else 0)
+                x = torch.cat(joined, 0 if kind == "fused" else 1)
+                # Square matrices that are abreast are not transposed, as transformers reads them.
+                yield whole, x.mT if kind == "abreast" and x.shape[1] != x.shape[2] else x
             del waiting[whole]
 
 
@@ -326,38 +321,14 @@ def weave(parts: list[Tensor]) -> Tensor:
     return torch.stack([x.mT if x.ndim == 3 else x for x in parts], -1).flatten(-2)
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    """Transposes of matrices [E, N, K] side by side; square ones are not transposed, as transformers reads them."""
-    x = torch.cat(parts, 1)
-    return x if x.shape[1] == x.shape[2] else x.mT
-
-
-def _abreast_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    return _joint_tensors(FAMILIES[family].abreast if family in FAMILIES else {}, shapes)
-
-
-def _stacked_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    return _joint_tensors(FAMILIES[family].stacked if family in FAMILIES else {}, shapes)
-
-
-def _woven_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    return _joint_tensors(FAMILIES[family].woven if family in FAMILIES else {}, shapes)
-
-
-def _fused_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    return _joint_tensors(FAMILIES[family].fused if family in FAMILIES else {}, shapes)
-
-
-def _joint_tensors(
-    of_layer: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[str]]:
-    """The tensors of a file that hold several weights, with these in order."""
+def _joint_tensors(family: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, list[str]]]:
+    """The tensors of a file that hold several weights: which field of `HFFamily` they are in, and these in order."""
     tensors = {}
-    for whole, parts in of_layer.items():
-        for name in shapes:
-            if name.endswith(parts[0]):
+    for kind in ("fused", "woven", "abreast", "stacked") if family in FAMILIES else ():
+        for whole, parts in getattr(FAMILIES[family], kind).items():
+            for name in (name for name in shapes if name.endswith(parts[0])):
                 layer = name.removesuffix(parts[0])
-                tensors[layer + whole] = [layer + part for part in parts]
+                tensors[layer + whole] = kind, [layer + part for part in parts]
     return tensors
 
 

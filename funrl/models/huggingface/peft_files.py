@@ -121,9 +121,8 @@ def write_peft(
       base: directory or name of the model that they stand on.
       tokenizer: anything with `save_pretrained`.
     """
-    assert model.adapters is not None
     folder = Path(path)
-    lora = model.adapters.lora
+    lora = model.lora
     folder.mkdir(parents=True, exist_ok=True)
     factors = _factors(model, own)
     tensors = {}
@@ -197,7 +196,7 @@ def _rows(model: Model, end: str) -> int:
 
 
 def _one(pairs: list[tuple[tuple[Tensor, Tensor] | None, int]]) -> tuple[Tensor, Tensor]:
-    """The factors of one matrix made of several, one below the other, of which some have factors."""
+    """The factors of one matrix made of several, one below the other; some of them have factors."""
     there = [pair for pair, _ in pairs if pair is not None]
     a = torch.cat([first for first, _ in there])
     empty = there[0][1].new_zeros
@@ -289,7 +288,6 @@ def _split_fused(model: Model, tensors: dict[str, Tensor]) -> None:
 
     They share one A, unless it has rows of each and B is in blocks, as `write_peft` makes them.
     """
-    assert model.adapters is not None
     family = FAMILIES.get(model.config.source.family)
     first, second = FACTOR_ENDS
     for whole, parts in (family.fused if family is not None else {}).items():
@@ -297,7 +295,7 @@ def _split_fused(model: Model, tensors: dict[str, Tensor]) -> None:
         ends = [part.removesuffix(".weight") for part in parts]
         for layer in [name.removesuffix(end + first) for name in tensors if name.endswith(end + first)]:
             a, b = tensors.pop(layer + end + first), tensors.pop(layer + end + second)
-            rank = model.adapters.lora.rank
+            rank = model.lora.rank
             groups = [slice(i, i + rank) for i in range(0, len(a), rank)]
             for number, (part, block) in enumerate(
                 zip(ends, b.split([_rows(model, part) for part in ends]), strict=True)

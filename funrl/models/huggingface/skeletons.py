@@ -97,7 +97,7 @@ def attending(offsets: Tensor | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def tracing() -> Iterator[FakeTensorMode]:
-    """Inside, modules are traced without computing; what torch logs of those that cannot be is left out."""
+    """Inside, modules are traced without computing; torch's log of untraceable ones is dropped."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.level
     log.setLevel(logging.CRITICAL + 1)
@@ -291,19 +291,6 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
         for name, x in part._buffers.items()
         if x is not None and name not in part._non_persistent_buffers_set
     }
-
-
-def classifier_name(config: ModuleConfig, tokens: bool) -> str | None:
-    """The class of transformers that classifies sequences, or tokens, with this model; None: there is none."""
-    from transformers.models.auto import modeling_auto as auto
-
-    names = (
-        auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-        if tokens
-        else auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    )
-    classes = names.get(config.source.family)
-    return classes if classes is None or isinstance(classes, str) else classes[0]
 
 
 def check_classifier(config: ModuleConfig, name: str, shapes: Mapping[str, tuple[int, ...]]) -> None:

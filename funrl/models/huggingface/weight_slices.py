@@ -23,7 +23,7 @@ def tensor_slices(folder: Path, tables: Mapping[Path, Mapping[str, Any]] | None 
     """A function: name of a tensor -> what is sliced to read of it, a slice object of safetensors or `Dequantized`.
 
     Args:
-      folder: a directory of which everything but the numbers has been checked.
+      folder: a directory; everything but its numbers has been checked.
       tables: of its files, where they have been read.
     """
     tables = weight_tables(folder) if tables is None else tables

@@ -32,6 +32,20 @@ class PictureLayout:
     mutual: bool = False
     tiles: Tiles | None = None
 
+    @property
+    def square(self) -> int:
+        """`side` of squashed pictures. Raises: TypeError, pictures keep their proportions."""
+        if self.side is None:
+            raise TypeError("the pictures keep their proportions")
+        return self.side
+
+    @property
+    def tiling(self) -> Tiles:
+        """`tiles` of pictures in tiles. Raises: TypeError, a picture is one tile."""
+        if self.tiles is None:
+            raise TypeError("the pictures have no tiles")
+        return self.tiles
+
 
 @dataclass(frozen=True, kw_only=True)
 class TowerForm:
@@ -144,7 +158,7 @@ class TowerConfig:
 
         Args:
           layers: of the new tower, at least as many as `deep_layers`.
-          whole: number of those that see whole pictures, at least as many as of `deep_layers` do.
+          whole: number of layers that see whole pictures, at least as many as of `deep_layers` do.
 
         Raises:
           ModelError: the tower has too few layers of a kind.
@@ -193,3 +207,12 @@ def with_tower(config: Config, tower: TowerConfig) -> VisionLanguageConfig:
     """The config of a decoder with a tower."""
     fields: dict[str, Any] = {name: value for name, value in vars(config).items() if name != "tower"}
     return VisionLanguageConfig(**fields, tower=tower)
+
+
+def tower_in(config: Config) -> TowerConfig:
+    """The tower of a config. Raises: ModelError, it has none."""
+    if not isinstance(config, VisionLanguageConfig):
+        raise ModelError(
+            f"a {config.source.family} config.json needs a vision tower: with_vision(model, tower) gives it one"
+        )
+    return config.tower

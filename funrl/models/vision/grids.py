@@ -103,20 +103,6 @@ def tower_indices(grids: Iterable[Grid], tower: TowerConfig) -> TowerIndices:
     return TowerIndices(*map(np.concatenate, zip(*shifted, strict=True)))
 
 
-@functools.lru_cache(maxsize=1024)
-def picture_work(grid: Grid, tower: TowerConfig) -> int:
-    """Multiply-adds of the layers of a tower on a picture in a forward pass, which balance its work."""
-    D = tower.embed
-    of_patch = D * (4 * D + (2 + tower.form.gated) * tower.inner)
-    whole = len(tower.whole_layers)
-    work = 0
-    for height, width in seen_grids(grid, tower):
-        windows = _indices_of((height, width), tower.merge, tower.window_tokens).windows
-        pairs = whole * (height * width) ** 2 + (tower.layers - whole) * int((windows**2).sum())
-        work += tower.layers * height * width * of_patch + 2 * D * pairs
-    return work
-
-
 @functools.lru_cache(maxsize=256)
 def _token_places_of(grid: Grid, tower: TowerConfig) -> TokenPlaces:
     number_M = np.arange(picture_tokens(grid, tower))
@@ -142,8 +128,7 @@ def arranged_states(grids: Iterable[Grid], tower: TowerConfig) -> tuple[np.ndarr
 
     Returns: int64 and float64 [M, 4]; a negative entry is the newline.
     """
-    tiles = tower.layout.tiles
-    assert tiles is not None
+    tiles = tower.layout.tiling
     entries: list[np.ndarray] = []
     shares: list[np.ndarray] = []
     begin = 0

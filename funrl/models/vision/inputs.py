@@ -22,23 +22,6 @@ from funrl.models.vision.grids import Grid, picture_patches, picture_tokens, sma
 # ragged fields of rows: patches [3, side, side] of their pictures, 0 to 255, and height and width of each, see `grids`
 PATCHES = "patches"
 GRIDS = "grids"
-ASSIGNED = "assigned_pictures"  # `AssignedPictures` of a micro-batch, where ranks share the work of the tower
-
-
-class AssignedPictures(NamedTuple):
-    """Ranks that compute the pictures of a micro-batch; see `balance`. All tensors are int64 on the host.
-
-    Attributes:
-      to_Q2: for each picture of this rank's rows the rank that computes it: its index over the mesh's row axes, and
-        over its other axes.
-      source_S: for each picture that this rank computes the index over the row axes of the ranks that have it,
-        ascending.
-      grids_S2: their grids.
-    """
-
-    to_Q2: Tensor
-    source_S: Tensor
-    grids_S2: Tensor
 
 
 class Pictures(NamedTuple):
@@ -47,19 +30,17 @@ class Pictures(NamedTuple):
     Attributes:
       patches_PCHW: uint8 [P, 3, patch, patch].
       grids: of each picture.
-      assigned: the ranks that compute them; None: this rank computes all of them.
     """
 
     patches_PCHW: Tensor
     grids: tuple[Grid, ...]
-    assigned: AssignedPictures | None = None
 
 
 def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
     """Add the pictures of a batch to its inputs, if it declares such.
 
     Where no row has one, there is a smallest one of black patches that no token stands for: a rank takes part in all
-    collectives of the tower. Where ranks share its work, it is added to this rank's share.
+    collectives of the tower.
 
     Raises:
       ModelError: the placeholders of the rows are not those of their pictures.
@@ -68,21 +49,12 @@ def picture_inputs(tower: TowerConfig, batch: Batch, inputs: Inputs) -> Inputs:
         return inputs
     grids = grids_of(batch.get(GRIDS).values)
     patches_PCHW = batch.get(PATCHES).values
-    assigned = batch.get(ASSIGNED) if ASSIGNED in schema_of(batch) else None
-    pictures = Pictures(patches_PCHW, grids, assigned)
     if grids:
-        return with_pictures(tower, inputs, pictures)
-    if assigned is None:
-        pictures = with_blanks(tower, pictures, 1)
-    return inputs._replace(pictures=pictures, inserted_at=torch.full_like(inputs.tokens, -1))
-
-
-def with_blanks(tower: TowerConfig, pictures: Pictures, count: int) -> Pictures:
-    """The pictures with a number of smallest ones of black patches behind them."""
+        return with_pictures(tower, inputs, Pictures(patches_PCHW, grids))
     grid = smallest_grid(tower)
-    shape = (count * picture_patches(grid, tower), CHANNELS, tower.patch, tower.patch)
-    patches_PCHW = torch.cat([pictures.patches_PCHW, pictures.patches_PCHW.new_zeros(shape)])
-    return pictures._replace(patches_PCHW=patches_PCHW, grids=pictures.grids + (grid,) * count)
+    black_PCHW = patches_PCHW.new_zeros(picture_patches(grid, tower), CHANNELS, tower.patch, tower.patch)
+    pictures = Pictures(black_PCHW, (grid,))
+    return inputs._replace(pictures=pictures, inserted_at=torch.full_like(inputs.tokens, -1))
 
 
 def with_pictures(tower: TowerConfig, inputs: Inputs, pictures: Pictures) -> Inputs:
@@ -125,8 +97,7 @@ def picture_places(at_BT: Tensor, count: int, grid: Grid, tower: TowerConfig) ->
 
 def whole_pictures(tower: TowerConfig, tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Begin and end of the tokens of each picture of a prompt; all are of one size."""
-    assert tower.layout.side is not None
-    count = picture_tokens((tower.layout.side, tower.layout.side), tower)
+    count = picture_tokens((tower.layout.square, tower.layout.square), tower)
     places = [place for place, token in enumerate(tokens) if token == tower.placeholder]
     return [(first, first + count) for first in places[::count]]
 

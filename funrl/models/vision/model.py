@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.fields import Field
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.model import Apply, Balance, Inputs, Layer, Model, Output, OwnedValues, PromptPlaces
-from funrl.models.vision.balance import apply_balanced_tower, assigned_pictures
+from funrl.models.model import Apply, Inputs, Layer, Model, Output, OwnedValues, PromptPlaces
 from funrl.models.vision.config import CHANNELS, TowerConfig, VisionLanguageConfig, with_tower
 from funrl.models.vision.grids import picture_tokens, token_places
 from funrl.models.vision.inputs import (
-    ASSIGNED,
     GRIDS,
     PATCHES,
     Pictures,
@@ -80,13 +77,6 @@ def with_vision(model: Model, tower: TowerConfig) -> Model:
             contents=functools.partial(token_contents, tower),
             frozen={VISION: (f"{VISION}/embed", f"{VISION}/layers")},
             whole=functools.partial(whole_pictures, tower) if tower.layout.mutual else None,
-            balance=Balance(
-                part=VISION,
-                sizes=GRIDS,
-                name=ASSIGNED,
-                field=Field("packing", "trainer", "ranks that compute the pictures of a micro-batch", dtype="int"),
-                assign=functools.partial(assigned_pictures, tower),
-            ),
         ),
     )
 
@@ -134,10 +124,7 @@ def _seeing(model: Model, tower: TowerConfig) -> Apply:
         params: trees.Tree, inputs: Inputs, mesh: Mesh = SINGLE, cache: trees.Tree = None, layer: Layer | None = None
     ) -> Output:
         pictures: Pictures | None = inputs.pictures
-        if pictures is not None and pictures.assigned is not None:
-            hidden_LMD = apply_balanced_tower(tower, params[VISION], pictures, mesh, inputs.adapt)
-            inputs = inputs._replace(inserted=hidden_LMD)
-        elif pictures is not None:
+        if pictures is not None:
             inputs = inputs._replace(inserted=apply_tower(tower, params[VISION], pictures, inputs.adapt))
         return model.apply(params, inputs, mesh, cache, layer)
 

@@ -157,7 +157,7 @@ def _arranged(tower: TowerConfig, params: trees.Tree, hidden_LND: Tensor, grids:
     return (states_LND[:, entries_M4] * shares_M4.to(hidden_LND.dtype).unsqueeze(-1)).sum(2)
 
 
-def _unadapted(params: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unadapted(params: Mapping[str, object]) -> Mapping[str, Any]:
     return params
 
 
@@ -169,7 +169,7 @@ def normalized(patches_PCHW: Tensor, dtype: torch.dtype, form: TowerForm = WINDO
 
 
 def _embed(tower: TowerConfig, params: trees.Tree, patches_PCHW: Tensor) -> Tensor:
-    """Products of the patches, each of which is all frames."""
+    """Products of the patches; a patch covers all frames."""
     patch = params["patch"]
     pixels_PCHW = normalized(patches_PCHW, patch.dtype, tower.form)
     frames_PCFHW = pixels_PCHW.unsqueeze(2).expand(-1, -1, tower.form.frames, -1, -1)

@@ -105,7 +105,7 @@ def _same(wanted: ReadAnswer, given: ReadAnswer) -> bool:
 
 
 def _same_values(wanted: ReadAnswer, given: ReadAnswer) -> bool:
-    """Compare formulas, of which some are equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
+    """Compare formulas or equations: x = 5 and 5 are the same, x + y = 3 and 3 are not."""
     if wanted.name != given.name and all(answer.name or "=" in answer.text for answer in (wanted, given)):
         equations = [f"{answer.name}={answer.text}" if answer.name else answer.text for answer in (wanted, given)]
         return _same_formulas(equations[0], equations[1], Fraction(1))
@@ -288,7 +288,7 @@ def _parsed(text: str) -> Any:
     return latex2sympy(normal, is_real=is_real, convert_degrees=False, normalization_config=None)
 
 
-def _within_time(work: Callable[[], Any]) -> Any:
+def _within_time(work: Callable[[], object]) -> Any:
     """The result of work. Raises: TimeoutError, as does math-verify's timeout, which is no Exception."""
     from math_verify.errors import TimeoutException
     from math_verify.utils import timeout
@@ -327,7 +327,7 @@ def _evaluated(formula: Any) -> Any:
     return number if number.is_Rational else sympy.N(number, _PRECISION)
 
 
-def _digits(formula: Any) -> float:
+def _digits(formula: object) -> float:
     """A bound on the digits of the numbers that a formula has or makes."""
     import sympy
 

@@ -280,7 +280,7 @@ def _read_brackets(text: str) -> ReadAnswer | None:
 
 
 def _items(parts: Sequence[str]) -> list[ReadAnswer]:
-    """Parts read, of which a \\pm is two."""
+    """Read parts; one with \\pm gives two."""
     items = [read_answer(part) for part in parts if part]
     return [part for item in items for part in (item.items if item.kind == "list" else (item,))]
 

@@ -57,7 +57,7 @@ def right_answer_text(answer: Any) -> str:
     return format(number.to_integral_value() if whole else number, "f")
 
 
-def same_text_or_number(answer: Any, given: str) -> bool:
+def same_text_or_number(answer: object, given: str) -> bool:
     """True if a text is the right answer, blanks around either aside, or the same number where the answer is one.
 
     An answer that is text is a number only as Python writes floats, "72.0" and "1e-05": a version 3.10 is not 3.1.
@@ -94,5 +94,5 @@ def _is_float_repr(text: str) -> bool:
     return repr(float(text)) == text and ("e" in text or text.endswith(".0"))
 
 
-def _shown(answer: Any) -> str:
+def _shown(answer: object) -> str:
     return f"{type(answer).__name__} {str(answer)[:100]}"

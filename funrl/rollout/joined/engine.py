@@ -11,16 +11,16 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.collectives import from_first, psum
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 from funrl.models.model import ModelConfig
 from funrl.processes.connections import Connection
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec, complete
+from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, Collected, LeaseServer
 from funrl.rollout.joined.messages import PROTOCOL, WEIGHTS, Hello
-from funrl.rollout.joined.office import PROGRAM_REQUESTS, Collected, Office
-from funrl.rollout.joined.shelf import Shelf
+from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.remote.digests import trained_digests
 from funrl.rollout.requests import Completion, Request, check_requests, requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -54,10 +54,10 @@ class JoinedDigests(NamedTuple):
     """Digests of the newest weights, which each generator has to prove; as `SyncDigests`.
 
     Attributes:
-      office: of this replica; None on its other ranks.
+      lease_server: of this replica; None on its other ranks.
     """
 
-    office: Office | None
+    lease_server: LeaseServer | None
 
     def ready(self) -> bool:
         """Return True: generators load the weights when they come, and rows of others do not arrive."""
@@ -65,28 +65,34 @@ class JoinedDigests(NamedTuple):
 
     def compare(self) -> bool:
         """Return whether a generator has proved the weights; one that has others fails in `JoinedEngine.step`."""
-        return self.office is None or self.office.proved(PROOF_S)
+        return self.lease_server is None or self.lease_server.proved(PROOF_S)
 
 
 class JoinedEngine:
     """An `Engine` over generators of other jobs. Consecutive requests of one prompt are a unit of work.
 
     Attributes:
-      weights: as they are laid out on the ranks that train.
+      weights: as they are laid out on the trainer ranks.
       mesh: of the replicas.
       version, paused: as in `Engine`.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, shelf: Shelf, weights: WeightSpec, office: Office | None, limit_s: float
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        weight_server: WeightServer,
+        weights: WeightSpec,
+        lease_server: LeaseServer | None,
+        limit_s: float,
     ) -> None:
         """Make the engine without weights.
 
         Args:
           config: of the model.
           mesh: of the replicas; its "tensor" ranks get the same completions.
-          shelf: of this rank's weights, which are laid out as `weights`.
-          office: on the first rank of a replica; None on others.
+          weight_server: of this rank's weights, which are laid out as `weights`.
+          lease_server: on the first rank of a replica; None on others.
           limit_s: seconds that requests wait for a generator to join.
         """
         self.weights = weights
@@ -95,19 +101,19 @@ class JoinedEngine:
         self.note: Callable[[str], None] = lambda text: None
         self._config = config
         self.mesh = mesh
-        self._shelf = shelf
-        self._office = office
+        self._weight_server = weight_server
+        self._lease_server = lease_server
         self._limit_s = limit_s
         self._requests: dict[int, Request] = {}
-        self._count = 0  # requests so far, which the office knows by numbers of their own
-        self._asked: dict[int, int] = {}  # the office's number of a request -> its number here
-        self._pending: set[int] = set()  # the office's numbers of those whose completions have not arrived
-        self._ahead: dict[_Key, range] = {}  # the office's numbers of units that are not asked for yet
+        self._count = 0  # requests so far, which the lease server knows by numbers of their own
+        self._asked: dict[int, int] = {}  # the lease server's number of a request -> its number here
+        self._pending: set[int] = set()  # the lease server's numbers of those whose completions have not arrived
+        self._ahead: dict[_Key, range] = {}  # the lease server's numbers of units that are not asked for yet
         self._early: dict[int, Completion] = {}  # completions of these
         self._said_alone = False
         self._program = 0  # number of the program that asks, of those of this rank
         self._programs = 0  # that were begun beside this one
-        self._beside: set[JoinedEngine] = set()  # engines of those that go on
+        self._beside: set[JoinedEngine] = set()  # engines whose runs continue
         self._stopped = False
 
     def serve(self, connection: Connection) -> None:
@@ -120,18 +126,18 @@ class JoinedEngine:
                 "install the same funrl for both"
             )
             return
-        if hello.purpose == WEIGHTS or self._office is None:
-            self._shelf.serve(connection)
+        if hello.purpose == WEIGHTS or self._lease_server is None:
+            self._weight_server.serve(connection)
         else:
-            self._office.serve(hello, connection)
+            self._lease_server.serve(hello, connection)
 
     def close(self, *, complete: bool) -> None:
-        """End the service; see `Office.close`."""
-        if self._office is not None:
-            self._office.close(complete=complete)
+        """End the service; see `LeaseServer.close`."""
+        if self._lease_server is not None:
+            self._lease_server.close(complete=complete)
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Put weights on the shelf, from which generators take them; see `Engine`. Collective over the mesh.
+        """Put weights on the weight server, from which generators take them; see `Engine`. Collective over the mesh.
 
         Waits until all requests of `write_ahead` and of programs beside this one are complete on all replicas: a unit
         is completed by one version, and a generator takes weights of all ranks.
@@ -144,9 +150,9 @@ class JoinedEngine:
             raise RuntimeError(f"{len(self._requests)} requests are unfinished: new weights come when there is none")
         self.finish_ahead()
         self.version = None
-        self._shelf.put(named_weights, version)
-        if self._office is not None:
-            self._office.published()
+        self._weight_server.put(named_weights, version)
+        if self._lease_server is not None:
+            self._lease_server.published()
         self.version = version
 
     def finish_ahead(self) -> None:
@@ -179,11 +185,11 @@ class JoinedEngine:
 
         Called on the first rank of a replica.
         """
-        office = self._office
-        assert office is not None
+        lease_server = self._lease_server
+        assert lease_server is not None
         self._programs += 1
         alone = Mesh(device=self.mesh.device)
-        engine = JoinedEngine(self._config, alone, self._shelf, self.weights, office, self._limit_s)
+        engine = JoinedEngine(self._config, alone, self._weight_server, self.weights, lease_server, self._limit_s)
         engine.version = self.version
         engine._program = self._programs
         engine._count = self._programs * PROGRAM_REQUESTS
@@ -193,11 +199,11 @@ class JoinedEngine:
     def leave(self, engine: JoinedEngine) -> None:
         """Note that a program beside this one has ended. May be called by its thread."""
         self._beside.discard(engine)
-        if self._office is not None:
-            self._office.wake()
+        if self._lease_server is not None:
+            self._lease_server.wake()
 
     def stop(self) -> None:
-        """Let `step` raise StoppedError from now on. May be called by any thread."""
+        """Make `step` raise StoppedError from now on. May be called by any thread."""
         self._stopped = True
 
     def held_weights(self) -> Iterable[tuple[str, Tensor | None]]:
@@ -218,7 +224,7 @@ class JoinedEngine:
             self._asked |= {number: request.number for number, request in zip(numbers, unit, strict=True)}
 
     def write_ahead(self, requests: Sequence[Request]) -> None:
-        """Let generators complete requests that are submitted later, with the weights of now, unless they do already.
+        """Tell generators to complete later requests with the present weights, unless they do already.
 
         The later requests have the same prompts, sampling and seeds; their numbers may be others.
         """
@@ -227,12 +233,12 @@ class JoinedEngine:
                 self._ahead[_key_of(unit)] = self._open(unit)
 
     def _open(self, unit: Sequence[Request]) -> range:
-        """Give a unit to the office; returns its numbers there."""
+        """Give a unit to the lease server; returns its numbers there."""
         numbers = range(self._count, self._count + len(unit))
         self._count += len(unit)
         self._pending |= set(numbers)
-        if self._office is not None:
-            self._office.open([[x._replace(number=number) for number, x in zip(numbers, unit, strict=True)]])
+        if self._lease_server is not None:
+            self._lease_server.open([[x._replace(number=number) for number, x in zip(numbers, unit, strict=True)]])
         return numbers
 
     def step(self) -> list[Completion]:
@@ -244,7 +250,7 @@ class JoinedEngine:
           StoppedError: `stop` was called.
         """
         if self._stopped:
-            raise StoppedError("the run goes on without what was begun ahead")
+            raise StoppedError("the run continues without what was begun ahead")
         if self.paused or not self._requests:
             return []
         if self.version is None:
@@ -260,9 +266,10 @@ class JoinedEngine:
     def _receive(self, timeout_s: float) -> None:
         """Take completions that have arrived, waited for if there are none. Collective over "tensor"."""
         news = None
-        if self._office is not None:
-            entered("completions of joined generators" if self._office.generators else "a generator to join the run")
-            news = self._with_limit(self._office.collect(timeout_s, self._program), self._office)
+        if self._lease_server is not None:
+            joined = bool(self._lease_server.generators)
+            entered("completions of joined generators" if joined else "a generator to join the run")
+            news = self._with_limit(self._lease_server.collect(timeout_s, self._program), self._lease_server)
             left()
         news = from_first(news, self.mesh, "tensor") or Collected()
         for remark in news.remarks:
@@ -274,20 +281,21 @@ class JoinedEngine:
         self._early |= {done.number: done for done in news.completions if done.number in self._pending}
         self._pending -= {done.number for done in news.completions}
 
-    def _with_limit(self, news: Collected, office: Office) -> Collected | None:
+    def _with_limit(self, news: Collected, lease_server: LeaseServer) -> Collected | None:
         """News with a remark or a fault where no generator is in service; None: there are none."""
-        alone_s = office.alone_s()
+        alone_s = lease_server.alone_s()
         if alone_s == 0.0:
             self._said_alone = False
         if alone_s > self._limit_s:
             alone = (
-                f"{office.unfinished()} requests have waited {alone_s:.0f} s for a generator, and none is in service; "
+                f"{lease_server.unfinished()} requests have waited {alone_s:.0f} s for a generator, "
+                "and none is in service; "
                 "start one with funrl join RUN_DIR, or wait longer with --timeout, in minutes"
             )
             news = news._replace(alone=alone)
         elif alone_s > ALONE_S and not self._said_alone:
             self._said_alone = True
-            remark = f"no generator is in service: {office.unfinished()} requests wait for funrl join RUN_DIR"
+            remark = f"no generator is in service: {lease_server.unfinished()} requests wait for funrl join RUN_DIR"
             news = news._replace(remarks=(*news.remarks, remark))
         return news if any(news) else None
 
@@ -315,8 +323,8 @@ class JoinedEngine:
             del self._asked[there]
             self._pending.discard(there)
             self._early.pop(there, None)
-        if self._office is not None:
-            self._office.withdraw(ended)
+        if self._lease_server is not None:
+            self._lease_server.withdraw(ended)
         dtype = torch.promote_types(self.weights.dtype, torch.float32)
         empty = torch.zeros(0, dtype=dtype)
         whole = torch.zeros(0, dtype=torch.int64)
@@ -327,7 +335,7 @@ class JoinedEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.paused = False
 
     def cost(self) -> EngineCost:
@@ -335,18 +343,18 @@ class JoinedEngine:
         counts = dict.fromkeys(("used_pages", "peak_pages", "passes", "prefilled", "cached", "decoded", "preempted"), 0)
         return EngineCost(cache_bytes=0, page_tokens=1, pages=0, rows=ROOM, **counts)
 
-    def sync_digests(self, source: Deployed, version: int) -> JoinedDigests:
-        """Let generators prove that they hold the trainer's weights. Collective over the ranks that train.
+    def sync_digests(self, source: DeviceWeights, version: int) -> JoinedDigests:
+        """Ask generators to prove that they hold the trainer's weights. Collective over the trainer ranks.
 
         Args:
-          source: the weights that were put on the shelf.
+          source: the weights that were put on the weight server.
           version: theirs.
         """
         own_N2 = psum(trained_digests(source, self.weights), source.mesh, AXES)
         names = [name for name, _ in trees.named(self.weights.layouts)]
-        if self._office is not None:
-            self._office.expect(dict(zip(names, own_N2[:, 0].tolist(), strict=True)))
-        return JoinedDigests(self._office)
+        if self._lease_server is not None:
+            self._lease_server.expect(dict(zip(names, own_N2[:, 0].tolist(), strict=True)))
+        return JoinedDigests(self._lease_server)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of this replica; see `certificate.greedy`."""

@@ -18,16 +18,16 @@ from funrl.processes.connections import Addresses, Connection, PeerError, connec
 from funrl.processes.heartbeat import beat
 from funrl.rollout.engine import Engine
 from funrl.rollout.joined.messages import BEATS, PROTOCOL, WEIGHTS, WORK, Hello, Orders, Report, TrainerFacts
-from funrl.rollout.joined.shelf import Piece, StaleVersionError, pieces_for, pull
+from funrl.rollout.joined.weight_server import Piece, StaleVersionError, pieces_for, pull
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.requests import Completion, Request
 
 LIFE_S = 2.0  # between two signs of life
-NEWS_S = 0.2  # that a generator without work waits for answers of all offices
+NEWS_S = 0.2  # that a generator without work waits for answers of all lease servers
 
 
 class NotJoinedError(PeerError):
-    """The ranks that train do not answer a generator that has not joined yet."""
+    """The trainer ranks do not answer a generator that has not joined yet."""
 
 
 class Counts(NamedTuple):
@@ -48,14 +48,14 @@ class _Unit(NamedTuple):
     """A lease that is worked on.
 
     Attributes:
-      office: number of its office.
+      lease_server: number of its lease server.
       lease: number of the lease there.
-      requests: as the office numbers them.
+      requests: as the lease server numbers them.
       numbers: of the requests in the engine.
       done: completions by the engine's numbers.
     """
 
-    office: int
+    lease_server: int
     lease: int
     requests: Sequence[Request]
     numbers: Sequence[int]
@@ -63,7 +63,7 @@ class _Unit(NamedTuple):
 
 
 class _WeightWay(NamedTuple):
-    """Connections to all ranks that train, and the pieces of weights that this rank asks them for."""
+    """Connections to all trainer ranks, and the pieces of weights that this rank asks them for."""
 
     connections: Sequence[Connection]
     pieces: Sequence[Piece]
@@ -86,8 +86,8 @@ class _Progress:
         self.iterations = 0
 
 
-class _Offices:
-    """The offices of a run as the first rank of a generator sees them."""
+class _LeaseServers:
+    """The lease servers of a run as the first rank of a generator sees them."""
 
     def __init__(self, connections: Sequence[Connection], progress: _Progress) -> None:
         self.connections = connections
@@ -99,9 +99,9 @@ class _Offices:
         self.count = 0
         self.delivered = 0
 
-    def held(self, office: int) -> tuple[int, ...]:
-        """Leases of an office that are worked on."""
-        return tuple(dict.fromkeys(unit.lease for unit in self.units.values() if unit.office == office))
+    def held(self, lease_server: int) -> tuple[int, ...]:
+        """Leases of a lease server that are worked on."""
+        return tuple(dict.fromkeys(unit.lease for unit in self.units.values() if unit.lease_server == lease_server))
 
     def finish(self, completions: Sequence[Completion]) -> None:
         """Take completions of the engine."""
@@ -116,20 +116,20 @@ class _Offices:
                 self.ready.append(unit)
 
     def exchange(self, room: int, leaving: bool) -> _Step:
-        """Report to all offices, and return what they order. Raises: PeerError."""
+        """Report to all lease servers, and return what they order. Raises: PeerError."""
         submit: list[Request] = []
         cancel: list[int] = []
         versions: set[int | None] = set()
         ended = 0
-        for office, connection in enumerate(self.connections):
-            delivered = [(unit.lease, _as_asked(unit)) for unit in self.ready if unit.office == office]
-            self.ready = [unit for unit in self.ready if unit.office != office]
+        for lease_server, connection in enumerate(self.connections):
+            delivered = [(unit.lease, _as_asked(unit)) for unit in self.ready if unit.lease_server == lease_server]
+            self.ready = [unit for unit in self.ready if unit.lease_server != lease_server]
             report = Report(
                 self.progress.iterations,
                 self.version,
                 max(0, room - len(submit)),
                 delivered,
-                self.held(office),
+                self.held(lease_server),
                 digests=self.digests,
                 leaving=leaving,
                 wait_s=0.0 if self.units else NEWS_S / len(self.connections),
@@ -137,12 +137,12 @@ class _Offices:
             orders: Orders = connection.ask(report)
             self.delivered += len(delivered)
             dropped = set(orders.drop)
-            gone = [n for n, unit in self.units.items() if unit.office == office and unit.lease in dropped]
+            gone = [n for n, unit in self.units.items() if unit.lease_server == lease_server and unit.lease in dropped]
             for number in gone:
                 del self.units[number]
             cancel += gone
             for lease, requests in orders.work:
-                submit += self._begin(office, lease, requests)
+                submit += self._begin(lease_server, lease, requests)
             versions.add(orders.version)
             ended += orders.end
         self.digests = None
@@ -156,11 +156,11 @@ class _Offices:
         load = newest if newest != self.version and not self.units else None
         return _Step(load, submit, cancel)
 
-    def _begin(self, office: int, lease: int, requests: Sequence[Request]) -> list[Request]:
+    def _begin(self, lease_server: int, lease: int, requests: Sequence[Request]) -> list[Request]:
         """Give the requests of a lease numbers of this engine's."""
         numbers = range(self.count, self.count + len(requests))
         self.count += len(requests)
-        unit = _Unit(office, lease, requests, numbers, {})
+        unit = _Unit(lease_server, lease, requests, numbers, {})
         self.units |= dict.fromkeys(numbers, unit)
         return [request._replace(number=number) for request, number in zip(requests, numbers, strict=True)]
 
@@ -172,7 +172,7 @@ def serve_run(
 
     Args:
       engine: without unfinished requests.
-      addresses: of the ranks that train.
+      addresses: of the trainer ranks.
       timeout_s: bound on each wait for one of them.
       leaving: true when this generator is to go; it gives back what it has not completed.
       note: receives remarks.
@@ -193,24 +193,24 @@ def serve_run(
     progress = _Progress()
     begun = 0
     with contextlib.ExitStack() as connections:
-        way, offices, digests = _join(engine, addresses, name, progress, timeout_s=timeout_s, stack=connections)
-        if offices is not None:
-            note(f"{name} has joined; the run has {len(addresses.hosts)} ranks that train")
+        way, lease_servers, digests = _join(engine, addresses, name, progress, timeout_s=timeout_s, stack=connections)
+        if lease_servers is not None:
+            note(f"{name} has joined; the run has {len(addresses.hosts)} trainer ranks")
         connections.callback(lambda: engine.cancel(range(begun)))
         counts = Counts()
         while True:
             beat()
             room = engine.room()
-            step = None if offices is None else offices.exchange(room, leaving())
+            step = None if lease_servers is None else lease_servers.exchange(room, leaving())
             step = from_first(step, mesh, "tensor") or _Step()
             if step.end:
-                return step.end, counts if offices is None else counts._replace(units=offices.delivered)
+                return step.end, counts if lease_servers is None else counts._replace(units=lease_servers.delivered)
             if step.load is not None:
                 counts, loaded = _load(way, engine, step.load, counts)
                 proof = engine_digests(engine) if loaded and digests else None
-                if loaded and offices is not None:
-                    offices.version = step.load
-                    offices.digests = proof
+                if loaded and lease_servers is not None:
+                    lease_servers.version = step.load
+                    lease_servers.digests = proof
             if step.cancel:
                 engine.cancel(step.cancel)
             if step.submit:
@@ -218,8 +218,8 @@ def serve_run(
                 engine.submit(step.submit)
             completions = engine.step() if engine.unfinished() else []
             progress.iterations += 1
-            if offices is not None:
-                offices.finish(completions)
+            if lease_servers is not None:
+                lease_servers.finish(completions)
 
 
 def _join(
@@ -230,28 +230,28 @@ def _join(
     *,
     timeout_s: float,
     stack: contextlib.ExitStack,
-) -> tuple[_WeightWay, _Offices | None, bool]:
-    """The way of weights, the offices on the generator's first rank, and whether each load is proved.
+) -> tuple[_WeightWay, _LeaseServers | None, bool]:
+    """The way of weights, the lease servers on the generator's first rank, and whether each load is proved.
 
     Raises:
       NotJoinedError: a rank that trains does not answer.
       ValueError: the run has another model or version of funrl.
     """
     mesh = engine.weights.mesh
-    offices = None
+    lease_servers = None
     try:
         opened, facts = _weight_connections(addresses, name, timeout_s, stack)
         if mesh.rank == 0:
-            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, stack) for rank in facts.offices]
-            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, stack) for rank in facts.offices]
-            offices = _Offices(work, progress)
+            work = [_open(addresses, rank, Hello(name, WORK), timeout_s, stack) for rank in facts.lease_servers]
+            beats = [_open(addresses, rank, Hello(name, BEATS), timeout_s, stack) for rank in facts.lease_servers]
+            lease_servers = _LeaseServers(work, progress)
             stack.enter_context(_beating(beats, progress))
     except PeerError as error:
         raise NotJoinedError(str(error)) from error
     layouts = dict(trees.named(engine.weights.layouts))
     turn = int(name[-4:], 16) + mesh.rank
     pieces = pieces_for(facts.stored, layouts, mesh.rank, turn)
-    return _WeightWay(opened, pieces, timeout_s), offices, facts.digests
+    return _WeightWay(opened, pieces, timeout_s), lease_servers, facts.digests
 
 
 def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> tuple[Counts, bool]:
@@ -272,7 +272,7 @@ def _load(way: _WeightWay, engine: Engine, version: int, counts: Counts) -> tupl
 
 
 def _as_asked(unit: _Unit) -> list[Completion]:
-    """Completions of a unit with the numbers of its office."""
+    """Completions of a unit with the numbers of its lease server."""
     done = [unit.done[number] for number in unit.numbers]
     return [x._replace(number=request.number) for x, request in zip(done, unit.requests, strict=True)]
 
@@ -280,7 +280,7 @@ def _as_asked(unit: _Unit) -> list[Completion]:
 def _weight_connections(
     addresses: Addresses, name: str, timeout_s: float, stack: contextlib.ExitStack
 ) -> tuple[list[Connection], TrainerFacts]:
-    """Connections for weights to all ranks that train, and facts of the weights.
+    """Connections for weights to all trainer ranks, and facts of the weights.
 
     Raises:
       PeerError: a rank does not answer.

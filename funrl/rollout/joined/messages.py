@@ -1,4 +1,4 @@
-"""Messages between a generator of another job and the ranks that train."""
+"""Messages between a generator of another job and the trainer ranks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class TrainerFacts(NamedTuple):
     """Answer to the `Hello` of a connection for weights.
 
     Attributes:
-      stored: layout of each weight on the ranks that train, by name.
+      stored: layout of each weight on the trainer ranks, by name.
       dtype: of the weights, except `weight_dtypes.WIDE`.
-      offices: numbers of the ranks that give work.
+      lease_servers: numbers of the ranks that give work.
       digests: whether each load is proved.
     """
 
     stored: Mapping[str, Layout]
     dtype: torch.dtype
-    offices: Sequence[int]
+    lease_servers: Sequence[int]
     digests: bool
 
 

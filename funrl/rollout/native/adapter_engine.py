@@ -71,7 +71,7 @@ class AdapterEngine:
         return self.base.room()
 
     def reserve(self, tokens: int) -> None:
-        """Let the cache have room for ended requests too; see `Engine`."""
+        """Keep room in the cache for ended requests too; see `Engine`."""
         self.base.reserve(tokens)
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
@@ -83,7 +83,7 @@ class AdapterEngine:
         self.base.pause()
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.base.resume()
 
     def cost(self) -> EngineCost:

@@ -71,15 +71,14 @@ class TorchBackend:
         self._layer = layer
         self._cache: ModelCache | None = None
         self._params: trees.Tree = None
-        self._unembed_VD: Tensor | None = None
+        self._unembed_VD = torch.empty(0)
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._owned = OwnedPrompts(model)
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
-        assert self.model.unembed is not None
-        unembed_VD = self.model.unembed(params)
+        unembed_VD = self.model.unembedding(params)
         forget(*trees.leaves(params))
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
@@ -87,7 +86,8 @@ class TorchBackend:
         self._unembed_VD = unembed_VD
 
     def drop(self) -> None:
-        self._params = self._unembed_VD = None
+        self._params = None
+        self._unembed_VD = torch.empty(0)
         self._adapted.clear()
         self._owned.clear()
 
@@ -115,9 +115,8 @@ class TorchBackend:
         shape = pages, self.page_tokens, self._choices
         self._routes = torch.full(shape, -1, dtype=ROUTE, device=self.mesh.device)
         if pages:
-            assert self.model.init_cache is not None
             sizes = pages, self.page_tokens, self._dtype, self.mesh.device
-            self._cache = self.model.init_cache(self.mesh, *sizes, *([cells] if cells else []))
+            self._cache = self.model.empty_cache(self.mesh, *sizes, cells=cells)
 
     def routes(self, pages: Sequence[int], tokens: int) -> Tensor:
         """Experts of the first tokens of a sequence, on the CPU: [tokens, choices], layer by layer.
@@ -129,14 +128,12 @@ class TorchBackend:
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         from_P, to_P = (device_copy(np.asarray(x, dtype=np.int64), self.mesh.device) for x in (sources, targets))
-        assert self._cache is not None
-        for x in [*trees.leaves(self._cache.pages), self._routes]:
+        for x in [*trees.leaves(self._cache and self._cache.pages), self._routes]:
             x.index_copy_(0, to_P, x[from_P])
 
     def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
-        assert self._cache is not None
         from_C, to_C = device_copy(np.array(copies, dtype=np.int64).T, self.mesh.device)
-        for x in trees.leaves(self._cache.cells):
+        for x in trees.leaves(self._cache and self._cache.cells):
             x.index_copy_(0, to_C, x[from_C])
 
     def forward(self, work: PassWork) -> Tensor:
@@ -195,7 +192,6 @@ class TorchBackend:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Logits [R, V] of the whole vocabulary."""
-        assert self._unembed_VD is not None
         logits_RV = project(hidden_RD, self._unembed_VD, self.model.abilities.logit_cap)
         logits_RV = all_gather(logits_RV, self.mesh, "tensor", dim=1)[:, : self.vocab].contiguous()
         unsampled = self.model.abilities.unsampled
@@ -259,6 +255,18 @@ class PackedBackend:
         else:
             self._decoder.load(params)
 
+    @property
+    def _packed(self) -> decode_step.PackedDecoder:
+        if self._decoder is None:
+            raise RuntimeError("no weights have been loaded")
+        return self._decoder
+
+    @property
+    def _pages(self) -> decode_step.PagedKeyValues:
+        if self._cache is None:
+            raise RuntimeError("the cache has no pages")
+        return self._cache
+
     def drop(self) -> None:
         """Keep the memory of the packed weights, which the next ones reuse."""
 
@@ -266,15 +274,13 @@ class PackedBackend:
         """There is nothing beside weights and cache."""
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        assert self._decoder is not None
-        yield from self._decoder.weights()
+        yield from self._packed.weights()
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
-        assert self._decoder is not None
         if adapter is None:
             del self._adapters[number]
         else:
-            self._adapters[number] = self._decoder.adapter(factors_of_layers(adapter.factors), adapter.scale)
+            self._adapters[number] = self._packed.adapter(factors_of_layers(adapter.factors), adapter.scale)
             self._factor_names[number] = [name for name, _ in trees.named(adapter.factors)]
 
     def held_adapter(self, number: int) -> Iterator[tuple[str, Tensor]]:
@@ -285,19 +291,16 @@ class PackedBackend:
         self._cache = None
         self._logits = self._logits[:0].clone()
         if pages:
-            assert self._decoder is not None
-            self._cache = self._decoder.init_cache(pages)
+            self._cache = self._packed.init_cache(pages)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        assert self._decoder is not None and self._cache is not None
-        self._decoder.copy_pages(self._cache, sources, targets)
+        self._packed.copy_pages(self._pages, sources, targets)
 
     def copy_cells(self, copies: Sequence[tuple[int, int]]) -> None:
         """There are none."""
 
     def forward(self, work: PassWork) -> Tensor:
         """Logits [M, V], valid until the next pass."""
-        assert self._decoder is not None and self._cache is not None
         counts_S = np.asarray(work.counts)
         ends_S = np.asarray(work.ends)
         sequence_N = np.repeat(np.arange(len(counts_S)), counts_S)
@@ -315,15 +318,14 @@ class PackedBackend:
             numbers_N = torch.from_numpy((index_S - (used[0] < 0))[sequence_N])
             adapters = TokenAdapters([self._adapters[number] for number in used.tolist() if number >= 0], numbers_N)
         given = work.tokens_N, positions, sequence, work.table_SP, sampled_M
-        return self._decoder.forward(self._cache, *given, logits_MV, adapters)
+        return self._packed.forward(self._pages, *given, logits_MV, adapters)
 
     def sample(
         self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
     ) -> SampledRows:
-        assert self._decoder is not None
         if sampling.truncated or seen_RV is not None:
             return sample_tokens(output_M[source_R], noise_R, sampling, seen_RV=seen_RV)
-        return self._decoder.sample(output_M, source_R, noise_R, sampling.temperature)
+        return self._packed.sample(output_M, source_R, noise_R, sampling.temperature)
 
 
 def packed_problem(model: Model, mesh: Mesh, dtype: torch.dtype) -> str | None:

@@ -35,7 +35,7 @@ def free_bytes(mesh: Mesh) -> int:
 
 
 class CacheSizes(NamedTuple):
-    """Numbers of pages and of cells of a cache."""
+    """Page count and cell count of a cache."""
 
     pages: int
     cells: int

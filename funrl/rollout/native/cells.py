@@ -1,7 +1,7 @@
 """Cells of a cache: what a sequence has of a fixed size, such as the states of linear attention.
 
 A running sequence has one cell. The others may hold snapshots: copies of the cell of a text whose keys and values are
-in pages. A text that begins as a snapshot's does goes on from it, and a snapshot is evicted when its cell is needed.
+in pages. A text with a snapshot's text as its prefix continues from it; a snapshot is evicted when its cell is needed.
 A lane, as of pages, has cells of its own.
 """
 
@@ -118,7 +118,7 @@ class CellPool:
         return count if not self._takes else min(count, self._next_end(known, length) - known)
 
     def chunk(self, sequence: RunningSequence, text: list[int], length: int) -> None:
-        """Note that the pass computes a text up to a token, of which a snapshot may be taken.
+        """Record that the pass computes a text up to a token where a snapshot may be taken.
 
         Args:
           text: of the sequence, as far as this pass computes it.
@@ -128,7 +128,7 @@ class CellPool:
             self._ends.append((sequence, text))
 
     def due(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Select slots of which a snapshot should be taken, and can be.
+        """Select slots whose snapshot is due and possible.
 
         Args:
           slots: of decoding sequences.
@@ -165,7 +165,7 @@ class CellPool:
         return copies
 
     def keep(self, sequence: RunningSequence, text: Sequence[int]) -> None:
-        """Let the cell of an ended sequence be a snapshot of its text, whose pages are registered."""
+        """Turn the cell of an ended sequence into a snapshot of its text, whose pages are registered."""
         if not self._takes or sequence.cell < 0 or sequence.overrun:
             return
         prefix = self._prefix(text, self._pool.find(text, sequence.root), sequence.root)
@@ -236,7 +236,7 @@ class LaneCells:
         return self._by_slot[slots] if self._each else None
 
     def due(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
-        """Select slots of which a snapshot should be taken, and can be; see `CellPool.due`."""
+        """Select slots whose snapshot is due and possible; see `CellPool.due`."""
         if not self._each:
             return slots[:0]
         lane_N = self._by_slot[slots] // self._each

@@ -81,7 +81,7 @@ class NativeEngine:
     Attributes:
       weights, version, paused: as in `Engine`.
       model: the model that it runs.
-      adapters: those that it has, by name.
+      adapters: by name.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class NativeEngine:
           model: as in `native_engine`.
           weights: the form in which it takes weights.
           backend: computes the passes.
-          options: of the engine; those that choose the backend are not read.
+          options: of the engine; the fields that choose the backend are not read.
           static: decode by passes of static shape; see `static_decode`.
         """
         speculate = options.speculate
@@ -203,7 +203,7 @@ class NativeEngine:
         return self.adapters[name].shaped(self._backend.held_adapter(self.adapters[name].number))
 
     def record_routes(self, routes: Callable[[Sequence[int], int], Tensor]) -> None:
-        """Let completions have routes: (pages, tokens) -> the experts of a sequence's first tokens."""
+        """Record routes in completions: (pages, tokens) -> the experts of a sequence's first tokens."""
         self._sequences.routes = routes
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -286,7 +286,7 @@ class NativeEngine:
         return 0 if self._scheduler.waiting else self._scheduler.max_rows - len(self._sequences.by_number)
 
     def reserve(self, tokens: int) -> None:
-        """Let the cache have room for ended requests too; see `Engine`."""
+        """Keep room in the cache for ended requests too; see `Engine`."""
         self._scheduler.demand.reserved = tokens
 
     def cancel(self, numbers: Iterable[int]) -> list[Completion]:
@@ -307,7 +307,7 @@ class NativeEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.paused = False
 
     def cost(self) -> EngineCost:

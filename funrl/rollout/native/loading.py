@@ -40,7 +40,7 @@ class LoadedAdapter(NamedTuple):
 
 
 def own_parts(spec: WeightSpec, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's shards as they were loaded, of which some are filled or have dims that are merged."""
+    """This rank's shards as they were loaded; some are filled or have merged dims."""
     placed = dict(trees.named(spec.layouts))
     yield from ((name, own_part(x, placed[name].local_shape(spec.mesh.rank))) for name, x in named)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.kinds import OwnedLines
 from funrl.models.model import Model, PromptPlaces
 from funrl.rollout.requests import Request
 
@@ -118,11 +119,10 @@ class OwnedPrompts:
         return held, shrink
 
     def _placed(self, request: Request, key: Key) -> HeldPlaces:
-        assert request.owned is not None and self._model.owned is not None
         if key not in self._places:
-            values = request.owned.values
-            digests = [value.digest for value in self._model.owned.apart(values)]
-            self._places[key] = HeldPlaces(self._model.owned.place(torch.tensor(key[1]), values), digests)
+            values = owned_of(request).values
+            digests = [value.digest for value in self._model.values.apart(values)]
+            self._places[key] = HeldPlaces(self._model.values.place(torch.tensor(key[1]), values), digests)
             self._place_bytes += _bytes_of(self._places[key])
             while self._place_bytes > MOST_PLACE_BYTES and len(self._places) > 1:
                 self._place_bytes -= _bytes_of(self._places.popitem(last=False)[1])
@@ -131,14 +131,13 @@ class OwnedPrompts:
 
     def _states_of(self, request: Request, digests: Sequence[int], values: range, params: trees.Tree) -> list[Tensor]:
         """States of some of a prompt's values, by their numbers."""
-        assert request.owned is not None and self._model.owned is not None
         apart = None
         states = []
         for value in values:
             digest = digests[value]
             if digest not in self._states:
-                apart = apart or self._model.owned.apart(request.owned.values)
-                self._states[digest] = self._model.owned.encode(params, apart[value].values)
+                apart = apart or self._model.values.apart(owned_of(request).values)
+                self._states[digest] = self._model.values.encode(params, apart[value].values)
                 self._bytes += self._states[digest].nbytes
             self._states.move_to_end(digest)
             states.append(self._states[digest])
@@ -147,10 +146,16 @@ class OwnedPrompts:
         return states
 
 
+def owned_of(request: Request) -> OwnedLines:
+    """The values that a prompt owns. Raises: ValueError, it is tokens alone."""
+    if request.owned is None:
+        raise ValueError("the prompt owns no values")
+    return request.owned
+
+
 def _key(request: Request) -> Key:
     """Key of the places of a prompt and its values."""
-    assert request.owned is not None
-    return request.owned.digest, tuple(request.prompt)
+    return owned_of(request).digest, tuple(request.prompt)
 
 
 def _bytes_of(held: HeldPlaces) -> int:

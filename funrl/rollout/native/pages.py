@@ -102,7 +102,7 @@ class PagePool:
         return [] if page is None or self._users[page] else [page]
 
     def fill(self, page: int) -> None:
-        """Let a page be the tail of no text, as its only user adds to it."""
+        """Unregister a page as a prefix tail before its owner appends to it."""
         del self._tails[self._tail.pop(page)]
 
     def remember_tail(self, tokens: Sequence[int], pages: Sequence[int], root: int = ROOT) -> None:

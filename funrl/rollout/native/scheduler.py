@@ -140,7 +140,7 @@ class Scheduler:
         self._known[slots] += 1
 
     def adapters_of(self, slots: np.ndarray) -> np.ndarray:
-        """Numbers of the adapters of some slots; -1: it has none."""
+        """Adapter index of each slot; -1: none."""
         return self._adapters[slots]
 
     def pages_of(self, slots: np.ndarray) -> np.ndarray:

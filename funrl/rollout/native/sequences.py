@@ -167,7 +167,7 @@ class RunningSequences:
         return tuple((group, samplings[group]) for group in np.unique(self._group[slots]).tolist())
 
     def device_columns_of(self, slots: np.ndarray, adapters: np.ndarray, cells: np.ndarray | None) -> np.ndarray:
-        """Numbers of some slots that the device needs, with adapters and cells: columns as in `decode_state`."""
+        """Columns of `decode_state` for some slots, with their adapters and cells."""
         cells = np.zeros_like(slots) if cells is None else cells
         rows = (self.lengths, self._prompts, self._limits, self._noise.seeds, self._group, np.zeros_like(self.lengths))
         return np.concatenate([np.stack([x[slots] for x in rows]), adapters[None], cells[None], self._stops[slots].T])
@@ -292,10 +292,10 @@ class RunningSequences:
             end = begin + 1
             while end < len(ahead_R) and ahead_R[end]:
                 end += 1
-            sequence = self._by_slot[slots_R[begin]]
+            lookup = self._running(slots_R[begin]).lookup
             accepted = int(kept_R[begin + 1 : end].sum())
-            assert sequence is not None and sequence.lookup is not None
-            sequence.lookup.settle(end - begin - 1, accepted)
+            if lookup is not None:
+                lookup.settle(end - begin - 1, accepted)
             self.accepted += accepted
         for level in range(int(ahead_R.max()) + 1):
             rows = np.flatnonzero(kept_R & (ahead_R == level))
@@ -380,9 +380,15 @@ class RunningSequences:
             elif full[i]:
                 self._end(slot, length, None)
 
-    def _end(self, slot: int, length: int, finish: Finish | None) -> None:
+    def _running(self, slot: int) -> RunningSequence:
+        """The sequence of a slot. Raises: KeyError, the slot is free."""
         sequence = self._by_slot[slot]
-        assert sequence is not None
+        if sequence is None:
+            raise KeyError(f"slot {slot} is free")
+        return sequence
+
+    def _end(self, slot: int, length: int, finish: Finish | None) -> None:
+        sequence = self._running(slot)
         sequence.overrun = finish == "string" and bool(self.lengths[slot] > length)
         self.lengths[slot] = length
         if finish is None:
@@ -393,7 +399,8 @@ class RunningSequences:
 
     def _ends_by_string(self, slot: int, position: int) -> bool:
         strings = self._strings[slot]
-        assert self.decode is not None
+        if self.decode is None:
+            raise ValueError("stop strings need a tokenizer")
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         begin = max(int(self._prompts[slot]), position + 1 - 4 * max(map(len, strings)) - 4)
         text = self.decode(self._tokens[slot, begin : position + 1].tolist())
@@ -410,8 +417,7 @@ class RunningSequences:
 
     def _fail(self, slot: int, position: int) -> tuple[int, int]:
         """End the sequence of a slot, whose token at a position has no logits; returns them as in `logits_error`."""
-        sequence = self._by_slot[slot]
-        assert sequence is not None
+        sequence = self._running(slot)
         self.damaged = True
         self.lengths[slot] = position
         self.finish(sequence, "cancelled")

@@ -16,7 +16,7 @@ from funrl import trees
 from funrl.mesh.collectives import gather_objects, pmax, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import SyncError, copies, digest, first_copy, greedy, largest_gap
 from funrl.rollout.elsewhere import Greedy
@@ -91,7 +91,7 @@ class RemoteDigests(NamedTuple):
         return len(digests) == len(placed)
 
 
-def trained_digests(source: Deployed, weights: WeightSpec) -> Tensor:
+def trained_digests(source: DeviceWeights, weights: WeightSpec) -> Tensor:
     """[N, 2] digests of this rank's parts of the trainer's weights, in the engine's dtypes."""
     rows = []
     for name, _ in trees.named(weights.layouts):

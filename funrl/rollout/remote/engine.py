@@ -1,4 +1,4 @@
-"""An engine on other ranks, as the ranks that train see it: it takes weights, and proves that it holds them."""
+"""An engine on other ranks, as the trainer ranks see it: it takes weights, and proves that it holds them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Requests
 from funrl.mesh.pools.transfer import SentWeights, WeightSender, WeightTransfer
-from funrl.models.deployed import Deployed
+from funrl.models.deployed import DeviceWeights
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
@@ -26,7 +26,7 @@ class LoadRequest(NamedTuple):
 
     Attributes:
       version: of the weights.
-      base: whether they are those that adapters stand on.
+      base: whether they are the base weights of adapters.
       digests: whether the answer has digests of the weights.
       model: name of the agents' model whose weights they are; "": they are the policy's.
     """
@@ -104,7 +104,7 @@ class RemoteEngine:
         self.held: Callable[[int], bool] = lambda version: True
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
-        """Send weights. Collective over the ranks that train.
+        """Send weights. Collective over the trainer ranks.
 
         Args:
           named_weights: sends this rank's shards to the engine's ranks while it is iterated, and yields nothing.
@@ -120,18 +120,19 @@ class RemoteEngine:
 
     @property
     def in_background(self) -> bool:
-        """True if the next weights are sent while the engine goes on with the present ones."""
+        """True if the next weights are sent while the engine continues with the present ones."""
         return self.sender is not None and self.version is not None
 
     def send(self, weights: SentWeights, version: int, further: Sequence[FurtherWeights] = ()) -> None:
-        """Begin to send weights in the background. Collective over the ranks that train.
+        """Begin to send weights in the background. Collective over the trainer ranks.
 
         Args:
           weights: this rank's shards, and the plan to the engine's ranks.
           version: of the weights.
           further: weights of other engines of these ranks.
         """
-        assert self.sender is not None
+        if self.sender is None:
+            raise RuntimeError("nothing sends weights in the background: --staleness=0")
         transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
         self.sender.begin([weights, *(other.weights for other in further)], transfer)
         self.loading = -1
@@ -139,7 +140,7 @@ class RemoteEngine:
         for other in further:
             other.engine.version = other.version
 
-    def sync_digests(self, source: Deployed, version: int) -> RemoteDigests:
+    def sync_digests(self, source: DeviceWeights, version: int) -> RemoteDigests:
         """Digests of this rank's parts of the trainer's weights, to compare with those of the engine's ranks.
 
         Args:
@@ -160,12 +161,12 @@ class RemoteEngine:
         return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
 
     def _all_hold(self, version: int) -> bool:
-        """True if all generators hold a version. Collective over the ranks that train."""
+        """True if all generators hold a version. Collective over the trainer ranks."""
         mesh = self.requests.mesh
         return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        """Greedy completions of the engine's first replica. Collective over the ranks that train."""
+        """Greedy completions of the engine's first replica. Collective over the trainer ranks."""
         request = GreedyRequest(prompts, new_tokens, self.version or 0)
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device

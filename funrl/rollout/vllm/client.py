@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -25,7 +26,6 @@ from funrl.models.huggingface.config import config_to_hf
 from funrl.models.model import Model
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
 from funrl.rollout.vllm.engine import VLLM_DEFAULTS, VLLMEngine, VLLMOptions, vllm_weights
-from funrl.rollout.vllm.folders import weights_folder
 from funrl.rollout.vllm.server import plain_requests
 
 RETRY_S = 0.5  # between requests to a server that does not answer
@@ -61,7 +61,7 @@ class RemoteCore:
         self._counts = CacheCounts(0, 0, 0, used_pages=0, preempted=0)
         self._asleep = self._loaded = False  # whether the server sleeps; whether it has loaded all weights
         self._weights: list[Path] = []
-        self._folder = weights_folder()
+        self._folder = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         self._reach(None)
 

@@ -29,7 +29,6 @@ from funrl.models.vision.config import VisionLanguageConfig
 from funrl.processes.device_memory import expand_segments
 from funrl.rollout.native.cache_sizes import FREE_SHARE, free_bytes
 from funrl.rollout.vllm.contract import CacheCounts, CoreRequest, SampledTokens
-from funrl.rollout.vllm.delta_nets import compute_delta_nets
 from funrl.rollout.vllm.families import config_json, vllm_problem
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt, write_processor
 from funrl.rollout.vllm.process import contained, ending_alone, import_vllm, inspect_models_here, launcher
@@ -51,16 +50,9 @@ log = logging.getLogger(__name__)
 
 
 def vllm_page(model: Model, device: str, dtype: torch.dtype, tensor: int = 1) -> tuple[int, int]:
-    """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model.
-
-    Where layers have states a page has room for one of these, and every layer has such a page.
-    """
+    """Tokens of a page of keys and values, and its bytes on one of the ranks that share the model."""
     tokens = 128 if device == "cpu" and not _latent(model) else 16
     layers = model.abilities.cost.layers
-    if states := max(layer.state // layer.state_heads * -(-layer.state_heads // tensor) for layer in layers):
-        each = max(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
-        tokens *= -(-states // (each * tokens))
-        return tokens, len(layers) * each * dtype.itemsize * tokens
     numbers = sum(layer.cached // layer.cached_heads * -(-layer.cached_heads // tensor) for layer in layers)
     return tokens, numbers * dtype.itemsize * tokens
 
@@ -78,9 +70,9 @@ def check_vllm(model: Model, device: str, dtype: torch.dtype, tensor: int = 1, c
     """
     if problem := vllm_problem(model, device, dtype, tensor=tensor):
         raise ModelError(problem)
-    for heads in (model.abilities.heads, *(layer.state_heads for layer in model.abilities.cost.layers if layer.state)):
-        if heads % tensor:
-            raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
+    heads = model.abilities.heads
+    if heads % tensor:
+        raise ModelError(f"vLLM splits {heads} heads over as many ranks as divide them, not over {tensor}")
     tokens, nbytes = vllm_page(model, device, dtype, tensor=tensor)
     needed = (-(-model.config.max_positions // tokens) + 1) * nbytes
     if cache_bytes and cache_bytes < needed:
@@ -248,7 +240,7 @@ class LocalCore:
         )
 
     def _caches(self) -> list[Tensor]:
-        """Keys and values of each layer, or its states."""
+        """Keys and values of each layer."""
         return trees.leaves(tuple(self.runner.kv_caches))
 
     def _forget(self, number: int) -> None:
@@ -298,9 +290,6 @@ def start_vllm(
         if model.abilities.routers is not None:
             make_expert_group(tensor)
         forget_rotations()
-        has_states = model.cell_bytes(mesh, dtype) > 0
-        if has_states and mesh.device.type == "cpu":
-            compute_delta_nets()
         args = EngineArgs(
             model=folder,
             skip_tokenizer_init=not pictures,
@@ -314,7 +303,7 @@ def start_vllm(
             block_size=page_tokens,
             kv_cache_memory_bytes=cache_bytes,
             distributed_executor_backend=launcher(mesh) if mesh.world > 1 else "uni",
-            enable_prefix_caching=not has_states,
+            enable_prefix_caching=True,
             async_scheduling=False,
             disable_log_stats=True,
             enable_sleep_mode=mesh.device.type == "cuda",
@@ -323,8 +312,6 @@ def start_vllm(
             **_attention_options(model, mesh.device.type),
         )
         core = LocalCore(ending_alone(LLMEngine.from_engine_args(args)), model, tensor, page_bytes=page_bytes)
-        if has_states:  # layers of different kinds take turns in a page's memory
-            core.page_bytes = cache_bytes // core.engine.vllm_config.cache_config.num_gpu_blocks
         if mesh.device.type == "cpu":
             rotate_neighbours(core.runner.get_model())
             choose_by_bias(core.runner.get_model())

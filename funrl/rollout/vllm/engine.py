@@ -186,7 +186,7 @@ class VLLMEngine:
         self.paused = True
 
     def resume(self) -> None:
-        """Let `step` work again."""
+        """Allow `step` again after `pause`."""
         self.core.wake()
         self.paused = False
 
@@ -254,7 +254,8 @@ class VLLMEngine:
         return None
 
     def _ends_by_string(self, sequence: PartialCompletion) -> bool:
-        assert self._decode is not None
+        if self._decode is None:
+            raise ValueError("stop strings need a tokenizer")
         strings = sequence.request.sampling.stop_strings
         # A token is at least one byte, a character at most four: no string needs more tokens than these.
         text = self._decode(sequence.tokens[-4 * max(map(len, strings)) - 4 :])

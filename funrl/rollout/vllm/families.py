@@ -27,8 +27,7 @@ GEMMA = ("gemma", "gemma2", "gemma3_text")
 LLAMA_LIKE = ("ministral3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "exaone4", "ernie4_5")
 DENSE = ("llama", "mistral", "qwen2", "qwen3", *GEMMA, *LLAMA_LIKE, *PROCESSORS)
 SPARSE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "minimax_m2", "ernie4_5_moe", "glm4_moe", "gpt_oss")
-LINEAR_ATTENTION = "qwen3_next"
-EXPERTS = (*SPARSE, LINEAR_ATTENTION, "deepseek_v2", "deepseek_v3")
+EXPERTS = (*SPARSE, "deepseek_v2", "deepseek_v3")
 PROVEN_FAMILIES = DENSE + EXPERTS
 PROVEN_SWITCHES: Mapping[str, Any] = {"activation": "silu", "mlp_bias": False}
 WINDOWS_OF_LAYERS = ("gemma2", "gemma3_text", "olmo3", "exaone4")  # where vLLM has them for some of the layers
@@ -46,7 +45,6 @@ FIXED_SWITCHES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"output_bias": False},
     "qwen3_vl": {"output_bias": False},
     "mixtral": {"windows": None},
-    LINEAR_ATTENTION: {"output_gate": True, **_PLAIN},
     "qwen3_moe": {"output_bias": False, "windows": None},
     "gpt_oss": {"attention_bias": True, "output_bias": True, "tied": False, "norm_eps": 1e-5},
 }
@@ -79,8 +77,6 @@ def vllm_problem(model: Model, device: str, dtype: torch.dtype, tensor: int = 1)
         return f"{tensor} tensor ranks share a model that sees pictures, with which vLLM has not been tried"
     if dtype == torch.float64:
         return "vLLM has no float64; use --dtype=float32 or bfloat16"
-    if family == LINEAR_ATTENTION and device == "cpu" and dtype != torch.float32:
-        return "vLLM's linear attention has been tried on a CPU in float32 alone; use --dtype=float32"
     fields = flat_fields(model.config)
     return (
         _switch_problem(fields, family)

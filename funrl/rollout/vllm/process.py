@@ -73,7 +73,7 @@ def import_vllm() -> None:
 
 
 def inspect_models_here() -> None:
-    """Let vLLM inspect the class of a model in this process, where there is no CUDA.
+    """Make vLLM inspect the class of a model in this process, where there is no CUDA.
 
     It starts an interpreter for each new class, which imports vLLM again, lest CUDA is initialized.
     """

@@ -32,21 +32,21 @@ def make_expert_group(tensor: int) -> None:
 
 
 def forget_rotations() -> None:
-    """Let the next model make its own rotary positions: ernie4_5 turns those of an earlier one to neighbours."""
+    """Drop cached rotary positions: ernie4_5 turns those of an earlier model to neighbours."""
     from vllm.model_executor.layers import rotary_embedding  # type: ignore[import-not-found]
 
     rotary_embedding._ROPE_DICT.clear()
 
 
 def rotate_neighbours(module: Any) -> None:
-    """Let torch rotate neighbours: on a CPU vLLM's kernel rotates several heads wrongly."""
+    """Rotate neighbours by torch: on a CPU vLLM's kernel rotates several heads wrongly."""
     for layer in module.modules():
         if getattr(layer, "is_neox_style", True) is False and hasattr(layer, "_forward_method"):
             layer._forward_method = layer.forward_native
 
 
 def choose_by_bias(module: Any) -> None:
-    """Let routers with a bias choose in one group: on a CPU vLLM ignores it, or has no sigmoid, without groups."""
+    """Route with a bias in one group: on a CPU vLLM ignores it, or has no sigmoid, without groups."""
     for layer in module.modules():
         router: Any = getattr(layer, "router", None)
         if getattr(router, "e_score_correction_bias", None) is not None and not router.use_grouped_topk:
@@ -55,7 +55,7 @@ def choose_by_bias(module: Any) -> None:
 
 
 def forget_packed_experts(module: Any) -> None:
-    """Let the next load pack the experts' matrices: on a CPU vLLM packs those of the first load alone."""
+    """Pack the experts' matrices again at the next load: on a CPU vLLM packs those of the first load alone."""
     for layer in module.modules():
         if hasattr(getattr(layer, "quant_method", None), "moe_kernel"):
             layer.quant_method.moe_kernel = None

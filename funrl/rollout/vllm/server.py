@@ -5,7 +5,7 @@
 It starts without a model. The trainer, whose --engine_url names it, sends the model's sizes, the weights and requests
 over HTTP: JSON messages, and weights as safetensors. There is no authentication, so it listens on this machine only
 unless --host says otherwise; then the network must be trusted. Requests from a page in a browser are refused. Each
-connection has a thread and a time limit; a single thread calls vLLM, for one request after another.
+connection has a thread and a time limit between its bytes; a single thread calls vLLM, for one request after another.
 
 vLLM's own server is not used: its weight transfer needs NCCL or shared GPU memory, it returns one kind of
 log-probabilities only, and it truncates in another order than `Sampling`.
@@ -17,7 +17,6 @@ engine's steps on one event loop. Here, bodies are weights of gigabytes that go 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import ipaddress
@@ -27,10 +26,8 @@ import queue
 import re
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -49,10 +46,8 @@ from funrl.models.huggingface.config import config_from_hf
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.contract import Core, CoreRequest
 from funrl.rollout.vllm.core import start_vllm
-from funrl.rollout.vllm.folders import weights_folder
 
-IDLE_S = 10.0  # for the head of a request, and for taking an answer
-SLOWEST_BYTES_S = 1e6  # at which a body must arrive
+IDLE_S = 10.0  # without a byte of a request, or before an answer is taken
 PART_BYTES = 1 << 20  # of a body that are read at once, whatever it announces
 LARGEST_MESSAGE = 1 << 30  # of the largest message, which is requests with their tokens
 LARGEST_BUCKET = 1 << 36  # of the largest bucket, which is one tensor that is larger than usual
@@ -85,11 +80,10 @@ class CoreServer(ThreadingHTTPServer):
         self.instance = secrets.token_hex(8)
         self.core: Core | None = None
         self.sizes: Answer = {}
-        self.buckets = weights_folder()
+        self.buckets = tempfile.TemporaryDirectory(prefix="funrl-weights-")
         self.lock = threading.Lock()  # of the buckets' numbers
         self.loopback = is_loopback(address[0])
         self.jobs: queue.SimpleQueue[CoreCall | None] = queue.SimpleQueue()
-        self.deadlines: dict[Any, float] = {}  # of connections that are being read or written
         super().__init__(address, CoreHandler)
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
@@ -108,14 +102,6 @@ class CoreServer(ThreadingHTTPServer):
         """End `serve_forever`."""
         super().shutdown()
         self.jobs.put(None)
-
-    def service_actions(self) -> None:
-        """Close connections whose time limit has passed."""
-        now = time.monotonic()
-        for connection, deadline in list(self.deadlines.items()):
-            if now >= deadline:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a client has closed its connection."""
@@ -216,14 +202,9 @@ class CoreHandler(BaseHTTPRequestHandler):
     server: CoreServer
 
     def setup(self) -> None:
-        """Give the client some time for the head of its request."""
+        """Bound the time that a client may be silent."""
         super().setup()
-        self._within(IDLE_S)
-
-    def finish(self) -> None:
-        """Forget the connection."""
-        self.server.deadlines.pop(self.connection, None)
-        super().finish()
+        self.connection.settimeout(IDLE_S)
 
     def do_POST(self) -> None:
         """Answer with JSON, or with an error message."""
@@ -231,7 +212,7 @@ class CoreHandler(BaseHTTPRequestHandler):
         try:
             code = 200
             text = json.dumps(self._answered(what))
-        except ConnectionError:
+        except (ConnectionError, TimeoutError):
             return
         except RefusedError as refused:
             code = refused.code
@@ -243,7 +224,6 @@ class CoreHandler(BaseHTTPRequestHandler):
             traceback.print_exc()  # for whoever runs this server; a client receives the message alone
             code = 500
             text = f"{type(error).__name__}: {error}"
-        self._within(IDLE_S)
         self.send_response(code)
         self.end_headers()
         self.wfile.write(text.encode())
@@ -256,16 +236,11 @@ class CoreHandler(BaseHTTPRequestHandler):
         if self.server.loopback and not is_loopback(host):
             raise RefusedError(403, f"Host: {host}: this server is for its own machine; --host makes it one for others")
         length = self._length(LARGEST_BUCKET if what == "bucket" else LARGEST_MESSAGE)
-        self._within(IDLE_S + length / SLOWEST_BYTES_S)
         if what == "bucket":
             if length > shutil.disk_usage(self.server.buckets.name).free:
                 raise RefusedError(507, f"Content-Length: {length}: the disk has no room for it")
-            answer = self.server.keep_bucket(self._content(length))
-        else:
-            body = b"".join(self._content(length))
-            self._within(None)
-            answer = self.server.answer(what, body)
-        return answer
+            return self.server.keep_bucket(self._content(length))
+        return self.server.answer(what, b"".join(self._content(length)))
 
     def _length(self, most: int) -> int:
         """Length of the body in bytes. Raises: RefusedError, it is not a number, or too large."""
@@ -284,12 +259,6 @@ class CoreHandler(BaseHTTPRequestHandler):
                 raise ConnectionAbortedError
             length -= len(part)
             yield part
-
-    def _within(self, seconds: float | None) -> None:
-        """Close the connection unless the client continues within some seconds; None: do not wait for the client."""
-        self.server.deadlines.pop(self.connection, None)
-        if seconds is not None:
-            self.server.deadlines[self.connection] = time.monotonic() + seconds
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log: there is a request for every token."""

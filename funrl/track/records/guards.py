@@ -38,26 +38,26 @@ class Finding(NamedTuple):
 
 
 class Monitor:
-    """Guards over a run that goes on: each reports once."""
+    """Guards over a running run: each reports once."""
 
     def __init__(self) -> None:
         """Begin before the first step."""
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[Row] = []
         self.reported: set[str] = set()
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def check(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
         """Add a step and return the messages that are new with it.
 
         Args:
           step: from 1.
-          metrics: of the step; those that no guard reads are not kept.
+          metrics: of the step.
         """
         self.add(step, metrics)
         return self.new_findings()
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add a step. The middle of a long run is thinned, so that a step costs the same in a run of any length."""
-        self.rows.append({name: value for name, value in metrics.items() if name in READ} | {"step": step})
+        self.rows.append({**metrics, "step": step})
         if len(self.rows) > KEPT_ROWS:
             self.rows[FIRST_ROWS:-LAST_ROWS] = self.rows[FIRST_ROWS:-LAST_ROWS:2]
 
@@ -80,7 +80,7 @@ def findings(rows: Sequence[Row]) -> Iterator[Finding]:
     monitor = Monitor()
     stride = max(1, len(rows) // 500)
     for number, row in enumerate(rows, 1):
-        monitor.add(int(row["step"]), {name: row[name] for name in READ if row.get(name) is not None})
+        monitor.add(int(row["step"]), row)
         if number % stride == 0 or number == len(rows):
             yield from monitor.new_findings()
 
@@ -90,14 +90,13 @@ def findings(rows: Sequence[Row]) -> Iterator[Finding]:
 
 def host_memory_grows(rows: Sequence[Row]) -> str | None:
     """The host's memory rises from quarter to quarter of the run, by 30 % in all."""
-    begin, *_, last = _series(rows, "memory/host_gb", least=50) or (None, None)
-    if begin is None or last is None:
-        return None
-    marks = [fmean(part) for part in _quarters(_values(rows, "memory/host_gb")[10:])]
+    values = _series(rows, "memory/host_gb", least=50)[10:]
+    size = len(values) // 4
+    marks = [fmean(values[i * size : (i + 1) * size]) for i in range(4)] if values else [0.0]
     rises = all(a < b for a, b in itertools.pairwise(marks))
     if rises and marks[-1] > 1.3 * marks[0] and marks[-1] - marks[0] > 0.2:
         return (
-            f"the memory of the host has grown from {marks[0]:.1f} to {marks[-1]:.1f} GB and goes on: what a reward "
+            f"the memory of the host has grown from {marks[0]:.1f} to {marks[-1]:.1f} GB and grows: what a reward "
             "function keeps between calls is one cause; --save_every and --resume begin with fresh processes"
         )
     return None
@@ -174,12 +173,12 @@ def skipped_updates(rows: Sequence[Row]) -> str | None:
 
 def clipped_tokens(rows: Sequence[Row]) -> str | None:
     """The ratios of many tokens are clipped."""
-    values = _series(rows, "actor/pg_clipfrac", least=WINDOW)
-    if not values or fmean(values[-WINDOW:]) < 0.4:
+    share = _recent(rows, "actor/pg_clipfrac")
+    if share < 0.4:
         return None
     return (
-        f"the ratios of {fmean(values[-WINDOW:]):.0%} of the tokens are clipped: the policy moves too far in a step; "
-        "lower --lr, or take fewer --epochs and --minibatches"
+        f"the ratios of {share:.0%} of the tokens are clipped: the policy moves too far in a step; lower --lr, or take "
+        "fewer --epochs and --minibatches"
     )
 
 
@@ -203,17 +202,14 @@ def falling_reward(rows: Sequence[Row]) -> str | None:
 
 def running_kl(rows: Sequence[Row]) -> str | None:
     """The policy is far from its reference, or from the policy that sampled."""
-    reference = ("its reference", 1.0, "raise --kl_coef or lower --lr")
-    sampler = (
-        "the policy that sampled, within a step",
-        0.2,
-        "lower --lr, or take fewer --epochs and --minibatches",
-    )
-    bounds = {"actor/kl_loss": reference, "actor/reward_kl_penalty": reference, "actor/ppo_kl": sampler}
-    for name, (other, bound, remedy) in bounds.items():
-        values = [abs(value) for value in _series(rows, name, least=WINDOW)]
-        if values and fmean(values[-WINDOW:]) > bound:
-            return f"the policy is {fmean(values[-WINDOW:]):.2g} nats a token from {other}: {remedy}"
+    reference = "its reference: raise --kl_coef or lower --lr"
+    sampler = "the policy that sampled, within a step: lower --lr, or take fewer --epochs and --minibatches"
+    bounds = {"actor/kl_loss": 1.0, "actor/reward_kl_penalty": 1.0, "actor/ppo_kl": 0.2}
+    for name, bound in bounds.items():
+        distances = [abs(value) for value in _series(rows, name, least=WINDOW)[-WINDOW:]]
+        if distances and fmean(distances) > bound:
+            other = sampler if name == "actor/ppo_kl" else reference
+            return f"the policy is {fmean(distances):.2g} nats a token from {other}"
     return None
 
 
@@ -253,32 +249,26 @@ def long_completions(rows: Sequence[Row]) -> str | None:
 
 def stale_tokens(rows: Sequence[Row]) -> str | None:
     """Tokens are trained many steps after they were sampled."""
-    values = _series(rows, "partial/staleness_mean", least=WINDOW)
-    if not values or fmean(values[-WINDOW:]) < 4:
+    age = _recent(rows, "partial/staleness_mean")
+    if age < 4:
         return None
     return (
-        f"tokens are trained {fmean(values[-WINDOW:]):.1f} steps after their weights on average: raise "
-        "--new_tokens_per_step, or use an algorithm with importance_weights"
+        f"tokens are trained {age:.1f} steps after their weights on average: raise --new_tokens_per_step, or use an "
+        "algorithm with importance_weights"
     )
 
 
-def _values(rows: Sequence[Row], name: str) -> list[float]:
-    values = (row.get(name) for row in rows)
-    return [value for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
-
-
-def _series(rows: Sequence[Row], name: str, least: int) -> list[float]:
+def _series(rows: Sequence[Row], name: str, least: int) -> Sequence[float]:
     """The metric's finite values if the newest row has one and there are at least `least`; else none."""
-    value = rows[-1].get(name) if rows else None
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
-        return []
-    values = _values(rows, name)
-    return values if len(values) >= least else []
+    series = [row.get(name) for row in rows]
+    values = [value for value in series if isinstance(value, (int, float)) and math.isfinite(value)]
+    return values if len(values) >= least and values[-1] is series[-1] else []
 
 
-def _quarters(values: Sequence[float]) -> list[Sequence[float]]:
-    size = len(values) // 4
-    return [values[i * size : (i + 1) * size] for i in range(4)]
+def _recent(rows: Sequence[Row], name: str) -> float:
+    """Mean of the metric over the last `WINDOW` steps that have it; 0 where there are fewer."""
+    values = _series(rows, name, least=WINDOW)
+    return fmean(values[-WINDOW:]) if values else 0.0
 
 
 GUARDS: tuple[Guard, ...] = (
@@ -294,24 +284,4 @@ GUARDS: tuple[Guard, ...] = (
     running_entropy,
     long_completions,
     stale_tokens,
-)
-READ = frozenset(  # metrics that a guard reads
-    {
-        "memory/host_gb",
-        "rollout/logprob_gap_mean",
-        "reward/min",
-        "reward/max",
-        "reward/mean",
-        "reward/equal_groups",
-        "actor/grad_norm",
-        "update/skipped",
-        "actor/pg_clipfrac",
-        "actor/kl_loss",
-        "actor/reward_kl_penalty",
-        "actor/ppo_kl",
-        "actor/entropy",
-        "response_length/clip_ratio",
-        "response_length/mean",
-        "partial/staleness_mean",
-    }
 )

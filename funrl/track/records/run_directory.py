@@ -13,7 +13,6 @@
 | trackers.json | identities of this run in the trackers of --report_to | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
-| gap/ | row and weights of the first gap of engine and trainer, for `funrl bisect` | at that step |
 | skipped/ | rows of some updates that were not finite | when an update is skipped |
 | profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
@@ -118,7 +117,6 @@ def open_run(
         if overwrite and not resume:
             remove_start(run)
         sweep_drafts(run)
-        _check_writable(run.path)
         record = {"step": 0} | run_record(experiment, config)
         write_text(run.start if resume else run.config, _json_text(record if resume else config_of([record])))
     except (OSError, RunDirectoryError) as error:
@@ -158,7 +156,7 @@ def _sandbox() -> str | None:
 
 def versions() -> dict[str, str | None]:
     """Versions of the packages that decide a run's numbers."""
-    packages = {name: _version(name) for name in ("torch", "transformers")}
+    packages = {name: installed_version(name) for name in ("torch", "transformers")}
     return {"funrl": funrl.__version__, "python": platform.python_version()} | packages
 
 
@@ -297,9 +295,7 @@ def check_unused(run: RunDirectory, overwrite: bool = False) -> None:
       run: the directory.
       overwrite: what a start without a step has left is allowed.
     """
-    files = (run.metrics, run.samples, run.eval_samples, run.report)
-    models = (run.model, run.adapter, run.base)
-    written = (*files, *models, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.gap, run.profile)
+    written = (*_written_by_a_start(run), run.report, run.model, run.adapter)
     there = [path.name for path in written if os.path.lexists(path)]
     empty = has_no_step(run)
     if there and not (empty and overwrite):  # refused even without a step: that run may not have ended
@@ -343,11 +339,17 @@ def has_no_step(run: RunDirectory) -> bool:
 
 def remove_start(run: RunDirectory) -> None:
     """Remove what a start without a step has written: see `has_no_step`. Other files stay."""
-    folders = (run.tensorboard, run.checkpoints, run.base, run.rollouts, run.skipped, run.gap, run.profile)
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    for file in (run.metrics, run.samples, run.eval_samples, run.trackers, run.config, run.start):
-        file.unlink(missing_ok=True)
+    for path in (*_written_by_a_start(run), run.trackers, run.config, run.start):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _written_by_a_start(run: RunDirectory) -> tuple[Path, ...]:
+    """Paths that a start may write before its first step."""
+    folders = (run.base, run.tensorboard, run.checkpoints, run.rollouts, run.skipped, run.gap, run.profile)
+    return (run.metrics, run.samples, run.eval_samples, *folders)
 
 
 def begin_segment(run: RunDirectory, step: int, inputs: Mapping[str, str]) -> None:
@@ -387,28 +389,17 @@ def check_can_go_on(path: Path) -> None:
         return
     if last == steps:
         raise RunDirectoryError(
-            f"--resume: the run in {path} has made its {steps} steps and has no checkpoint to go on from; give another "
+            f"--resume: the run in {path} has made its {steps} steps and has no checkpoint to continue; give another "
             f"--run_dir, with --model={run.model} to begin with its weights"
         )
 
 
 def sweep_drafts(run: RunDirectory) -> None:
     """Remove files that a killed run has left half written."""
-    drafts = [run.path.glob(pattern) for pattern in (".config.json.*", "..config.json.*", ".report.html.*", ".probe.*")]
+    drafts = [run.path.glob(pattern) for pattern in (".config.json.*", "..config.json.*", ".report.html.*")]
     for draft in itertools.chain(*drafts, run.model.glob("*.partial"), run.skipped.glob("*.partial")):
         with contextlib.suppress(OSError):
             draft.unlink()
-
-
-def _check_writable(path: Path) -> None:
-    probe = path / f".probe.{os.getpid()}"
-    try:
-        probe.write_bytes(b"\n")
-    except OSError as error:
-        raise RunDirectoryError(f"--run_dir={path}: cannot be written: {_reason(error)}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink()
 
 
 def _reason(error: OSError) -> str:
@@ -416,7 +407,8 @@ def _reason(error: OSError) -> str:
 
 
 @functools.cache
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """Version of a package; None: it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -38,7 +38,7 @@ def owned_run(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Iterator[RunDirectory]:
-    """Open the directory of a run, as `open_run` does; this process and those that it forks own it.
+    """Open the directory of a run, as `open_run` does; this process and its forks own it.
 
     Raises:
       RunDirectoryError: another run owns it, or as `open_run`.

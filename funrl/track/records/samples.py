@@ -109,20 +109,16 @@ def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], lis
     count = min(count, max(1, len(in_order) // 2))
     if len(in_order) < 2:
         return in_order, []
-    first_step = in_order[0].step
-    last_step = in_order[-1].step
-    early = [s for s in in_order if s.step == first_step]
-    late = [s for s in in_order if s.step == last_step]
-    if first_step == last_step or min(len(early), len(late)) < count:
+    early = [sample for sample in in_order if sample.step == in_order[0].step]
+    late = [sample for sample in in_order if sample.step == in_order[-1].step]
+    if early == late or min(len(early), len(late)) < count:
         return in_order[:count], in_order[-count:]
-    late_questions = {s.question for s in late}
-    shared = [question for question in dict.fromkeys(s.question for s in early) if question in late_questions]
+    questions = {sample.question for sample in late}
+    shared = [question for question in dict.fromkeys(sample.question for sample in early) if question in questions]
 
     def pick(rows: list[Sample]) -> list[Sample]:
-        by_question: dict[tuple[str, ...], Sample] = {}
-        for sample in rows:
-            by_question.setdefault(sample.question, sample)
+        by_question = {sample.question: sample for sample in reversed(rows)}
         pairs = [by_question[question] for question in shared]
-        return (pairs + [s for s in rows if s not in pairs])[:count]
+        return (pairs + [sample for sample in rows if sample not in pairs])[:count]
 
     return pick(early), pick(late)

@@ -1,7 +1,7 @@
-"""Trackers of other packages: wandb, mlflow, trackio and swanlab, each imported where it is used.
+"""Trackers of other packages: wandb and mlflow, each imported where it is used.
 
 A service's own environment variables give its address, its project, and whether it is used at all
-(WANDB_MODE=offline, SWANLAB_MODE=offline). The identity that a service gives a run is kept in trackers.json of the run
+(WANDB_MODE=offline). The identity that a service gives a run is kept in trackers.json of the run
 directory, so that a resumed run continues under it.
 """
 
@@ -103,31 +103,8 @@ def _mlflow(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -
     return Service(lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run, active.info.run_id)
 
 
-def _trackio(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
-    import trackio  # type: ignore[import-not-found]
-
-    name = identity or _name(run)
-    project = os.environ.get("TRACKIO_PROJECT", PROJECT)
-    trackio.init(project=project, name=name, config=dict(flags), resume="allow", embed=False)
-    return Service(lambda step, metrics: trackio.log(metrics, step=step), trackio.finish, name)
-
-
-def _swanlab(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
-    import swanlab  # type: ignore[import-not-found]
-
-    active = swanlab.init(
-        project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-        name=_name(run),
-        config=dict(flags),
-        id=identity,
-        resume=None if identity is None else "allow",
-        log_dir=str(run.path / "swanlab"),
-    )
-    return Service(lambda step, metrics: swanlab.log(metrics, step=step), swanlab.finish, str(active.id))
-
-
 def _name(run: RunDirectory) -> str:
     return run.path.resolve().name
 
 
-SERVICES = {"wandb": _wandb, "mlflow": _mlflow, "trackio": _trackio, "swanlab": _swanlab}
+SERVICES = {"wandb": _wandb, "mlflow": _mlflow}

@@ -8,13 +8,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from funrl.track.report.figures import Chart
 
 MOST_POINTS = 300  # of a curve; a longer one is drawn by its extremes
-MOST_COLUMNS = 100  # of a stack
 
 Points = Sequence[tuple[int, float]]
 
@@ -48,13 +46,11 @@ class Axis(NamedTuple):
         return min(1.0, (scale(max(value, self.low)) - low) / (high - low))
 
     def labels(self) -> list[tuple[float, str]]:
-        """Place and text of each tick, with as many decimals as tell them apart."""
-        step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else 1.0
-        largest = max(map(abs, self.ticks))
-        if self.log or (largest >= 1e4 and step >= 100) or largest < 2e-3:
-            return [(self.place(tick), number(tick)) for tick in self.ticks]
-        decimals = len(f"{step:.12f}".rstrip("0").partition(".")[2])
-        return [(self.place(tick), _minus(f"{tick:.{decimals}f}")) for tick in self.ticks]
+        """Place and text of each tick."""
+        texts = [number(tick) for tick in self.ticks]
+        if len(set(texts)) < len(texts):
+            texts = [f"{tick:.8g}" for tick in self.ticks]
+        return [(self.place(tick), text) for tick, text in zip(self.ticks, texts, strict=True)]
 
 
 class Figure(NamedTuple):
@@ -171,39 +167,6 @@ def line_figure(
     )
 
 
-def stack_figure(chart: Chart, layers: Sequence[Series]) -> Figure:
-    """Layers on top of each other over steps, the first lowest; a column is the mean of the steps it covers.
-
-    Args:
-      chart: title and unit.
-      layers: values of the same steps, none negative.
-    """
-    steps = [step for step, _ in layers[0].points]
-    columns = _stretches(len(steps), MOST_COLUMNS)
-    edges = [i / len(columns) for i in range(len(columns) + 1)]
-    means = [[fmean(layer.points[i][1] for i in column) for column in columns] for layer in layers]
-    tops = [list(itertools.accumulate(column)) for column in zip(*means, strict=True)]
-    y = linear_axis([0.0, max(heights[-1] for heights in tops)])
-    paths = []
-    for number_below, layer in reversed(list(enumerate(layers))):  # a lower layer covers the foot of a higher one
-        corners = [(edges[i + side], y.place(top[number_below])) for i, top in enumerate(tops) for side in (0, 1)]
-        paths.append((f"fill c{layer.colour}", _line([*corners, (1.0, 0.0), (0.0, 0.0)]) + "Z"))
-    return Figure(
-        title=chart.title,
-        unit=chart.unit,
-        x=step_axis(steps[0], steps[-1]),
-        y=y,
-        paths=paths,
-        pointer={
-            "steps": [steps[column[0]] for column in columns],
-            "places": [round((a + b) / 2, 4) for a, b in itertools.pairwise(edges)],
-            "names": [layer.name for layer in layers],
-            "values": [[number(mean) if mean > 0 else None for mean in row] for row in means],
-        },
-        label=chart.title,
-    )
-
-
 def _pointer(curves: Sequence[Series], x: Axis, named: bool) -> dict[str, Any]:
     values = [dict(thinned(curve.points)) for curve in curves]
     steps = sorted(set().union(*values))
@@ -254,16 +217,11 @@ def thinned(points: Points) -> Points:
     if len(points) <= MOST_POINTS:
         return points
     kept = {points[0], points[-1]}
-    for stretch in _stretches(len(points), MOST_POINTS // 2 - 1):
-        part = points[stretch.start : stretch.stop]
-        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+    count = MOST_POINTS // 2 - 1
+    edges = [len(points) * number // count for number in range(count + 1)]
+    for first, end in itertools.pairwise(edges):
+        kept |= {extreme(points[first:end], key=lambda point: point[1]) for extreme in (min, max)}
     return sorted(kept)
-
-
-def _stretches(length: int, most: int) -> list[range]:
-    """0 to length, cut into at most `most` stretches of about the same length."""
-    count = min(length, most)
-    return [range(length * i // count, length * (i + 1) // count) for i in range(count)]
 
 
 def _line(places: Sequence[tuple[float, float]]) -> str:

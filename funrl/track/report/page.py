@@ -19,7 +19,7 @@ from funrl.track.records.guards import findings
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.samples import first_and_last
 from funrl.track.records.segments import SEGMENTS, in_words, segments_of, values_over_time
-from funrl.track.report.charts import Figure, Series, line_figure, smoothing, stack_figure
+from funrl.track.report.charts import Figure, Series, line_figure, smoothing
 from funrl.track.report.figures import (
     CHARTS,
     LIKELIHOOD,
@@ -78,23 +78,18 @@ def write_report(run_dir: str | Path, running: bool | None = None) -> Path:
 
     Args:
       run_dir: of the run.
-      running: whether the run goes on; None: the lock of its directory says so.
+      running: whether the run is in progress; None: the lock of its directory says so.
 
     Raises:
-      ReportError: the directory or one of its files is missing, empty or broken.
+      ReportError: the directory or one of its files is missing, empty or broken, or the page cannot be written.
     """
     directory = RunDirectory(Path(run_dir))
     run = read_run(directory)
-    return write_page(run if running is None else run._replace(running=running), directory.report)
-
-
-def write_page(run: RunFiles, path: Path) -> Path:
-    """Write the page of a run that has been read and return its path. Raises: ReportError."""
     try:
-        write_text(path, render(run))
+        write_text(directory.report, render(run if running is None else run._replace(running=running)))
     except OSError as error:
-        raise ReportError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
+        raise ReportError(f"{directory.report}: cannot be written: {error.strerror}") from None
+    return directory.report
 
 
 def render(run: RunFiles) -> str:
@@ -102,7 +97,7 @@ def render(run: RunFiles) -> str:
     main_charts = _main_charts(run)
     others = [chart for chart in CHARTS if chart not in main_charts]
     reach = smoothing(len(run.rows))
-    layers = _layers(run)
+    phases = _seconds_by_phase(run)
     early, late = first_and_last(run.samples, SAMPLES)
     return render_page(
         "report.html.j2",
@@ -115,13 +110,16 @@ def render(run: RunFiles) -> str:
         main_figures=_figures(run, (*main_charts, _rewards_chart(run))),
         figures=_figures(run, (*others, *charts_of_keys({key for row in run.rows for key in row}))),
         smoothed=2 * reach + 1 if reach else 0,
-        phases=_phases(layers),
-        time_figure=stack_figure(TIME, layers) if layers else None,
+        phases=_phases(phases),
+        time_figure=line_figure(TIME, phases, _steps(run), named=True),
         samples={"At the start": early, "At the end": late} if late else {"Samples": early} if early else {},
         rewards=reward_range(run),
         order=ORDER if is_embedded(run.config) else "",
         evaluation=[EVALUATION_ROW | {"finished": True} | row for row in run.evaluation],
-        has_answers=any(_is_vote(row) for row in run.evaluation),
+        # An answer that is just the completion needs no column.
+        has_answers=any(
+            row.get("answer") not in (None, "", str(row.get("completion", "")).strip()) for row in run.evaluation
+        ),
         has_rewards=any(row.get("reward") is not None for row in run.evaluation),
         end_of=_end_of,
         configuration=_configuration(run.config),
@@ -141,15 +139,18 @@ def _rewards_chart(run: RunFiles) -> Chart:
     return REWARD_MEANS._replace(keys=tuple((f"reward/{name}/mean", name) for name in names))
 
 
+def _steps(run: RunFiles) -> tuple[int, int]:
+    return run.rows[0]["step"], run.rows[-1]["step"]
+
+
 def _figures(run: RunFiles, charts: Sequence[Chart]) -> list[Figure]:
-    steps = (run.rows[0]["step"], run.rows[-1]["step"])
     figures = []
     for chart in charts:
         series = [
             Series(name, finite_values(run, key), colour, dots=chart.dots or key.startswith("eval/"))
             for colour, (key, name) in enumerate(chart.keys)
         ]
-        figures.append(line_figure(chart, series, steps, note="; ".join(_notes(run, chart, series))))
+        figures.append(line_figure(chart, series, _steps(run), note="; ".join(_notes(run, chart, series))))
     return [figure for figure in figures if figure is not None]
 
 
@@ -188,32 +189,28 @@ def _file_names(flag: Any) -> str:
         return Path(str(flag)).name
 
 
-def _layers(run: RunFiles) -> list[Series]:
+def _seconds_by_phase(run: RunFiles) -> list[Series]:
     """Seconds of each phase at each step that has them, and of what no phase accounts for."""
     rows = [row for row in run.rows if isinstance(row.get("time_s/step"), (int, float))]
     keys = {key.removeprefix("time_s/") for row in rows for key in row if key.startswith("time_s/")} - {"step"}
     names = [name for name in PHASES if name in keys] + sorted(keys - set(PHASES))
-    taken = [PHASES.get(name) for name in (*names, "other")]
-    free = (colour for colour in PHASES.values() if colour not in taken)
-    layers = []
-    rest = {row["step"]: float(row["time_s/step"]) for row in rows}
-    whole = sum(rest.values())
-    for name in names:
-        points = [(row["step"], max(0.0, float(row.get(f"time_s/{name}") or 0.0))) for row in rows]
-        layers.append(Series(name, points, PHASES[name] if name in PHASES else next(free, PHASES["other"])))
-        rest = {step: rest[step] - seconds for step, seconds in points}
-    if layers and sum(rest.values()) > 0.005 * whole:
-        points = [(step, max(0.0, seconds)) for step, seconds in rest.items()]
-        layers.append(Series("other", points, PHASES["other"]))
-    return layers
+    seconds = {name: [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows] for name in names}
+    rest = [max(0.0, float(row["time_s/step"]) - sum(x)) for row, *x in zip(rows, *seconds.values(), strict=True)]
+    if names and sum(rest) > 0.005 * sum(float(row["time_s/step"]) for row in rows):
+        seconds["other"] = rest
+    steps = [row["step"] for row in rows]
+    return [
+        Series(name, list(zip(steps, values, strict=True)), PHASES.get(name, PHASES["other"]))
+        for name, values in seconds.items()
+    ]
 
 
-def _phases(layers: Sequence[Series]) -> list[Phase]:
-    sums = [sum(seconds for _, seconds in layer.points) for layer in layers]
+def _phases(series: Sequence[Series]) -> list[Phase]:
+    sums = [sum(seconds for _, seconds in phase.points) for phase in series]
     whole = sum(sums) or 1.0
     return [
-        Phase(layer.name, layer.colour, seconds / len(layer.points), share=seconds / whole)
-        for layer, seconds in zip(layers, sums, strict=True)
+        Phase(phase.name, phase.colour, total / len(phase.points), share=total / whole)
+        for phase, total in zip(series, sums, strict=True)
     ]
 
 
@@ -222,11 +219,6 @@ def is_embedded(config: dict[str, Any]) -> bool:
     flags = config.get("flags") or {}
     given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
     return flags.get("task") in ("arithmetic", "arithmetic_moe") and not given
-
-
-def _is_vote(row: dict[str, Any]) -> bool:
-    """True if a row's answer is not just its completion."""
-    return row.get("answer") not in (None, "", str(row.get("completion", "")).strip())
 
 
 def _end_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Files of a run as its pages read them: configuration, metrics, samples, and whether it goes on."""
+"""Files of a run as its pages read them: configuration, metrics, samples, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunFiles(NamedTuple):
       rows: metrics in the order of steps.
       samples: in the order in which they were written.
       evaluation: rows of the newest one, spread over its prompts.
-      running: whether the run goes on.
+      running: whether the run has not ended.
     """
 
     config: dict[str, Any]

@@ -49,15 +49,16 @@ from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
     embedded_texts,
+    format_of,
     given_environment,
     prompts_of_environment,
     token_limit,
+    with_chat_template,
 )
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, check_demonstrations, learns_from_demonstrations
 from funrl.trainer.jobs.job import DEMONSTRATION
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import form_of_pictures, texts_kind
-from funrl.trainer.jobs.prompts import format_of, with_chat_template
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError

@@ -1,4 +1,4 @@
-"""Episodes of later steps: their environments run in a thread of the ranks that train, during the update of this one.
+"""Episodes of later steps: their environments run in a thread of the trainer ranks, during the update of this one.
 
 Generators of other jobs complete the turns with the weights of now, and new weights wait until all of these episodes
 have ended. So an episode depends on its prompt, its seed and one version, whoever writes it. An environment is used by

@@ -215,8 +215,8 @@ class HeldoutWriter:
         count = len(examples) * sampling.samples
         with clock.phase("eval"):
             done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
-        rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
-        return done, rows if generation.rescore is None else generation.rescore(rows, examples, "eval")
+        rows = to_rows(examples, done, sampling, generation.form)
+        return done, rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, "eval")
 
     async def _episodes(self, setup: EpisodeSetup, resident: ResidentEngine) -> WrittenPart:
         heldout, sampling, _, seed, _ = self._generation.evaluation

@@ -18,12 +18,12 @@ from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.ahead.side_thread import SideThread
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -43,7 +43,7 @@ class RowsAhead:
         self.episodes = episodes
 
     def write(self, consumed: int, step: int) -> None:
-        """Let generators write the rows of as many steps after `step` as --staleness says, this replica's share.
+        """Ask generators for the rows of the --staleness steps after `step`, this replica's share.
 
         Where a filter may take further prompts for a step, only the next one's prompts are known.
 
@@ -70,7 +70,7 @@ class RowsAhead:
             for group in groups[share.start : share.stop]:
                 self.engine.write_ahead(group)
 
-    def aged(self, rows: Rows) -> Rows:
+    def mark_stale(self, rows: Rows) -> Rows:
         """Rows that say which of their tokens are of other weights than the newest.
 
         Raises:
@@ -86,7 +86,7 @@ class RowsAhead:
 
 
 def source_ahead(
-    job: RLJob, parts: Parts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+    job: RLJob, parts: GeneratingParts, engine: JoinedEngine, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
     """The source of a job, which with --staleness lets generators write rows of later steps and evaluations meanwhile.
 
@@ -150,9 +150,9 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
         return rows, state, metrics
 
     def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        return ahead.aged(source.move(rows, to, mesh))
+        return ahead.mark_stale(source.move(rows, to, mesh))
 
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:
         return written
-    return written._replace(log=lambda: list(groups))
+    return written._replace(log=source.log._replace(groups=lambda: list(groups)))

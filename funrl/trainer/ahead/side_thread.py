@@ -75,7 +75,7 @@ class SideThread:
         return result
 
     def close(self) -> None:
-        """End what goes on."""
+        """End the running work."""
         for engine in list(self._engines):
             engine.stop()
         if self._threads is not None:

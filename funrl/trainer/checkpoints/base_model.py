@@ -23,8 +23,8 @@ from funrl.models.model import Lora
 from funrl.models.weight_dtypes import cast_weights
 from funrl.trainer.checkpoints.checkpoint import Recorded
 from funrl.trainer.checkpoints.weight_digests import weight_digests
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.storage.shard_server import CheckpointError
 
 OWN_BASE = "base"  # in the directory of a run

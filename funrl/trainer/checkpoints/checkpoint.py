@@ -19,7 +19,7 @@ from funrl import trees
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
-from funrl.trainer.jobs.build import Parts
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.storage.row_shards import HeldRows, read_held_rows
 from funrl.trainer.storage.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
@@ -215,7 +215,7 @@ def load(
       layouts: of the tensors that are split.
       mesh: all ranks.
       server: reads.
-      held: leaves of rows, of which each rank is given a share; None: there are none.
+      held: leaves of rows; each rank is given a share. None: there are none.
 
     Raises:
       CheckpointError: it holds another state; the message lists the names.

@@ -24,6 +24,7 @@ from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import FIRST, SECOND, plain_name, trained_part, with_lora
 from funrl.models.low_rank import LowRank, merged
+from funrl.models.model import Lora
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtype
 from funrl.trainer.checkpoints.base_model import base_directory, check_base, lora_in
 from funrl.trainer.checkpoints.checkpoint import (
@@ -170,11 +171,18 @@ def _write_model(record: Recorded, folder: Path, dtype: str | None) -> None:
     hf.write(folder, model, _named_weights(record, model), dtype=dtype or model.config.source.dtype)
 
 
+def _lora_of(record: Recorded) -> Lora:
+    """The adapters of a checkpoint. Raises: CheckpointError, it holds all weights."""
+    lora = lora_in(record.facts)
+    if lora is None:
+        raise CheckpointError(f"{record.path}: it holds all weights and no adapters")
+    return lora
+
+
 def _write_adapters(record: Recorded, folder: Path) -> None:
     """Write adapters alone to a directory of their own."""
     outline = record.path.parent / OUTLINE
-    lora = lora_in(record.facts)
-    assert lora is not None
+    lora = _lora_of(record)
     adapted = with_lora(hf.load_model(outline), lora)
     trained = trained_part(adapted, adapted.shapes)
     own = dict(stored_weights_of(record, trained, None, layouts={}, mesh=single()))
@@ -236,7 +244,7 @@ def lead_weights(
       record: the checkpoint.
       model: what `OUTLINE` describes.
       dtype: of the weights; None: as they are stored.
-      layouts: of those that are split, by name.
+      layouts: of split leaves, by name.
       mesh: the ranks.
 
     Raises:
@@ -256,8 +264,7 @@ def _merged_weights(
 
     Each weight of the base is compared with what the checkpoint knows of it.
     """
-    lora = lora_in(record.facts)
-    assert lora is not None
+    lora = _lora_of(record)
     directory = base_directory(record)
     adapted = with_lora(model, lora)
     own = dict(stored_weights_of(record, trained_part(adapted, adapted.shapes), None, layouts={}, mesh=mesh))

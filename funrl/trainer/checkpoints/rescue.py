@@ -80,7 +80,7 @@ class RecoverableState:
           saver: of the run.
         """
         self.saver = saver
-        self.replica = replica_of(saver.mesh, saver.layouts, saver.source.spread)
+        self.replica = replica_of(saver.mesh, saver.layouts, saver.source.stored.spread)
         self.state: State | None = None
         self.source: tuple[Any, Any] = (None, None)  # a source's state, and the same as a checkpoint has it
         self.evaluations = Evaluations({}, {})
@@ -98,9 +98,9 @@ class RecoverableState:
           evaluations: so far.
           metrics: of the step that has led to it; None: as before.
         """
-        if self.saver.source.spread and self.saver.folder is not None:
+        if self.saver.source.stored.spread and self.saver.folder is not None:
             if self.source[0] is not state.source:
-                self.source = (state.source, self.saver.source.saved(state.source))
+                self.source = (state.source, self.saver.source.stored.saved(state.source))
             state = state._replace(source=self.source[1])
         with self.lock:
             self.state = state
@@ -109,7 +109,7 @@ class RecoverableState:
             heartbeat.mark_recoverable(state.step)
 
     def release(self) -> None:
-        """Let go of the state, which changes from here on."""
+        """Release the state, which changes from here on."""
         heartbeat.mark_recoverable(-1)
         with self.lock:
             self.state = None
@@ -246,7 +246,7 @@ def saved_on_failure(saver: Saver) -> Iterator[RecoverableState]:
         unwritable = isinstance(error, CheckpointError) or isinstance(cause, OSError | SafetensorError)
         if not heartbeat.failed(error, unwritable) and saver.mesh.world == 1 and held.state is not None:
             state = held.state
-            held.keep(state._replace(source=saver.source.saved(state.source)), held.evaluations)
+            held.keep(state._replace(source=saver.source.stored.saved(state.source)), held.evaluations)
             with contextlib.suppress(Exception):  # which would hide the failure
                 if message := held.save(unwritable):
                     error.add_note(message)

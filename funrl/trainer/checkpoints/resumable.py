@@ -1,6 +1,6 @@
-"""Comparison of a checkpoint with the run that is to go on from it, before any rank is started.
+"""Comparison of a checkpoint with the run that is to continue it, before any rank is started.
 
-A run goes on with its recipe, its model's function, its tokenizer, its optimizer and its adapters, or not at all. Other
+A run continues with its recipe, model function, tokenizer, optimizer and adapters, or not at all. Other
 flags, arguments of the recipe, data and rewards are accepted and said.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 from funrl.trainer.checkpoints.base_model import check_lora
 from funrl.trainer.checkpoints.checkpoint import Recorded, complete_checkpoints, recorded
 from funrl.trainer.checkpoints.export import OUTLINE
-from funrl.trainer.checkpoints.weight_digests import held_out_digest, tokens_digest
+from funrl.trainer.checkpoints.weight_digests import tokens_digest
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.provenance import WEIGHTS, model_function, tokenizer_digest
 from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS, START_FLAGS
@@ -21,12 +21,12 @@ from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 FACT_WORDS = {"learns": "losses of"}  # of facts, where the name alone is no phrase
-OWN_FACTS = ("recipe", "learns", "optimizer")  # those that flags decide; the others are those of the model's files
+OWN_FACTS = ("recipe", "learns", "optimizer")  # decided by flags; the others by the model's files
 RESUME_ADVICE = "give the flags that the run was started with, or another --run_dir"
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """Everything about a run that stays as it is when it goes on, in words of JSON."""
+    """Everything about a run that stays as it is when it continues, in words of JSON."""
     recipe = {} if job.provenance.recipe is None else {"recipe": job.provenance.recipe}
     own = {"learns": sorted(job.algorithm.losses), "optimizer": job.settings.optimization.optimizer}
     return (
@@ -35,7 +35,7 @@ def run_facts(job: Job) -> dict[str, Any]:
 
 
 def check_resume(job: Job, run_dir: str | Path) -> Sequence[str]:
-    """Check that a run can go on from the newest checkpoint of a directory that can be read, if there is any.
+    """Check that a run can continue from the newest readable checkpoint of a directory, if there is any.
 
     Args:
       job: of the run.
@@ -109,27 +109,12 @@ def changes(record: Recorded, job: Job) -> list[str]:
         lines.append(f"continuing with an algorithm given in Python, instead of the recipe {before['recipe']}")
     if files:
         lines.append(f"continuing with other contents of: {', '.join(files)}")
-    elif _tokens_changed(inputs, job, compare_heldout=not pairs):
+    elif inputs.get(RECORD_TOKENS) not in (None, tokens_digest(job)):
         lines.append(
             "the records give other tokens than when the checkpoint was written, with another version of funrl or of "
             "transformers; `funrl show` prints them"
         )
     return lines
-
-
-def _tokens_changed(inputs: Mapping[str, str], job: Job, compare_heldout: bool) -> bool:
-    """True if a run's records do not give the tokens that they gave.
-
-    Args:
-      inputs: digests of the run.
-      job: of its further steps.
-      compare_heldout: whether to compare held-out examples where an earlier version has kept no digest of the others;
-        that of held-out ones depends on flags of sampling too.
-    """
-    if RECORD_TOKENS in inputs:
-        return inputs[RECORD_TOKENS] != tokens_digest(job)
-    heldout = inputs.get(HELD_OUT_SET) if compare_heldout else None
-    return heldout is not None and heldout != held_out_digest(job, job.provenance.inputs)
 
 
 def weights_changed(record: Recorded, job: Job) -> bool:
@@ -148,12 +133,12 @@ def other_held_out(record: Recorded, job: Job) -> bool:
 
 
 def check_frozen(record: Recorded, digests: Mapping[str, str], job: Job) -> None:
-    """Check that the weights of roles that do not learn are those that the run began with.
+    """Check that the weights of frozen roles are the run's initial ones.
 
     Args:
       record: the checkpoint.
       digests: of all weights of each such role, of `role_digests`.
-      job: of the run that goes on.
+      job: of the run that continues.
 
     Raises:
       CheckpointError: the weights of a role differ.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import torch
 from funrl.environments.agents import with_environment
 from funrl.trainer.checkpoints.checkpoint import sweep
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.checkpoints.saved_pictures import PictureFiles, picture_files
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, draft_folder, forget_rows, keep_newest, save_rows
 from funrl.trainer.checkpoints.weight_digests import weight_digests
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.state import State
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import StepRecord
 
 
 class RowKeeper:
@@ -37,7 +36,6 @@ class RowKeeper:
         """
         self.job = job
         self.settings = job.settings
-        self.files: PictureFiles | None = None
         self.agents: list[str] = []
         if isinstance(job, RLJob) and job.task.environment is not None:
             self.agents = list(with_environment(job.agents, job.task.environment).models)
@@ -46,59 +44,50 @@ class RowKeeper:
         self.size_noted = False
         self.folder = None if checkpoints is None else Path(checkpoints).with_name(ROLLOUTS)
 
-    def due(self, step: int) -> bool:
-        """True if the rows of a step are to be kept."""
-        every = self.settings.run.save_rollouts
-        return self.folder is not None and every > 0 and step % every == 0
-
-    def save(
-        self,
-        state: State,
-        drawn: Rows,
-        scored: Rows,
-        metrics: Mapping[str, Mapping[str, float]],
-        source: Source,
-    ) -> None:
-        """Write the rows of a step, with digests of the weights after it. Collective.
+    def save(self, state: State, record: StepRecord, source: Source, clock: Clock) -> None:
+        """Write the rows of a step, with digests of the weights after it, if it is to be kept. Collective.
 
         Args:
           state: after the step's updates.
-          drawn, scored: its rows as the source gave them, and as they were learned from.
-          metrics: of both stages, and those of the updates as "learned".
+          record: the step's rows and metrics.
           source: that gave the rows, with the episodes of this replica and the log of groups.
+          clock: times it.
 
         Raises:
           CheckpointError: a rank cannot write; on every rank.
         """
-        assert self.folder is not None
+        every = self.settings.run.save_rollouts
+        if self.folder is not None and every > 0 and state.step % every == 0 and len(record.rows.owner):
+            with clock.phase("save_rollouts"):
+                self._save(self.folder, state, record, source)
+
+    def _save(self, folder: Path, state: State, step: StepRecord, source: Source) -> None:
         roles = self.parts.roles
         mesh = self.parts.mesh
         record: dict[str, Any] = {
             "step": state.step,
-            "metrics": {stage: {name: float(x) for name, x in values.items()} for stage, values in metrics.items()},
+            "metrics": {stage: {name: float(x) for name, x in values.items()} for stage, values in step.stages.items()},
             "weights": {n: weight_digests(role.params, roles[n].stored, mesh) for n, role in state.roles.items()},
             "dtype": self.settings.models.dtype,
             "threads": torch.get_num_threads(),
         }
-        groups = source.log()
+        groups = source.log.groups()
         if groups is not None:
             record["groups"] = groups
         writer = None
         elsewhere = 0
-        if self.parts.generator is not None and self.agents:
+        if isinstance(self.parts, GeneratingParts) and self.agents:
             record["agents"] = self.agents
-            if source.write_episodes is not None:
-                elsewhere = source.write_episodes(draft_folder(self.folder, state.step))
+            if source.log.write_episodes is not None:
+                elsewhere = source.log.write_episodes(draft_folder(folder, state.step))
             else:
-                writer = functools.partial(write_episodes, episodes=source.episodes, mesh=self.parts.generator.mesh)
-        if not self.size_noted:  # the first step that is kept
-            self.files = picture_files(self.job)
-        nbytes = elsewhere + save_rows(self.folder, drawn, scored, record=record, beside=writer, files=self.files)
+                writer = functools.partial(write_episodes, episodes=source.log.episodes, mesh=self.parts.generator.mesh)
+        nbytes = elsewhere + save_rows(folder, step.drawn, step.rows, record=record, beside=writer)
         if mesh.rank == 0 and self.settings.run.keep_rollouts is not None:
-            keep_newest(self.folder, self.settings.run.keep_rollouts)
+            keep_newest(folder, self.settings.run.keep_rollouts)
         if not self.size_noted:
             self.size_noted = True
-            tokens = max(1, int(drawn.lengths.sum()))
+            tokens = max(1, int(step.drawn.lengths.sum()))
             self.observer.note(
                 f"--save_rollouts: step {state.step} takes {nbytes / 1e6:.3g} MB, {nbytes / tokens:.0f} bytes a token"
             )

@@ -5,7 +5,6 @@
                            of a ragged field), end to end, without padding
       table.safetensors    fields that every rank has of all rows, the rank that has each row, and how many lines each
                            row has of a field that is not per token
-      pictures-3.json      digests and files of the pictures of rank 3's rows; see `saved_pictures`
       record.json          the step, its metrics, digests of the weights after it, declarations of further fields
 
 There are two stages: "drawn", the rows as the source gave them, and "scored", what the roles and the advantage chain
@@ -30,11 +29,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import Batch, as_dict, kind_of, schema_of
 from funrl.fields import FIELDS, Field, Schema
-from funrl.kinds import OwnedLines, Value, from_row_lines, row_lines
+from funrl.kinds import Value, from_row_lines, row_lines
 from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rows import gather_table
-from funrl.trainer.checkpoints.saved_pictures import PictureFiles, SavedPictures, pictures_file, without_files
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.steps.step_rows import Rows, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError
@@ -55,14 +53,12 @@ class SavedRows(NamedTuple):
       record: "step", "metrics" by stage, "weights" (digests by role and name), "fields" by stage, and more.
       table: "STAGE/FIELD" -> [B, ...] of a field that every rank has, or [B] lines of each row; "STAGE/owner" -> [B].
       schema: declarations of the fields.
-      read: of `picture_reader`; None: bytes of digests stand for the pictures of files.
     """
 
     path: Path
     record: dict[str, Any]
     table: dict[str, Tensor]
     schema: Schema
-    read: Callable[[str], list[OwnedLines]] | None = None
 
     def owner(self, stage: str) -> np.ndarray:
         """[B] the row rank that wrote each row."""
@@ -86,16 +82,12 @@ class SavedRows(NamedTuple):
 
         Raises:
           DamagedError: a file cannot be read.
-          CheckpointError: a picture cannot be read, or has changed.
         """
         numbers = list(numbers)
         owner = self.owner(stage)
         opened = dict[int, Any]()
         rows: dict[str, list[Tensor]] = {}
         for name in self.record["fields"][stage]:
-            if numbers and stage == "drawn" and name == self.record.get("pictures"):
-                rows[name] = self._pictures(name).lines(name, owner, numbers)
-                continue
             counts = self.counts(stage, name)
             begins = np.zeros(len(owner), dtype=np.int64)
             for rank in set(owner[numbers].tolist()):
@@ -104,32 +96,17 @@ class SavedRows(NamedTuple):
             rows[name] = []
             for number in numbers:
                 rank = int(owner[number])
-                if rank not in opened:
-                    opened[rank] = self._open(rank)
                 begin = int(begins[number])
-                rows[name].append(self._part(opened[rank], f"{stage}/{name}", begin, begin + int(counts[number])))
+                try:
+                    if rank not in opened:
+                        opened[rank] = safe_open(self.path / rows_file(rank), framework="pt")
+                    part = opened[rank].get_slice(f"{stage}/{name}")[begin : begin + int(counts[number])]
+                except (OSError, SafetensorError) as error:
+                    raise DamagedError(f"{self.path / rows_file(rank)}: it cannot be read: {error}") from error
+                if len(part) != counts[number]:
+                    raise DamagedError(f"{self.path}: {name} has fewer lines than the table says")
+                rows[name].append(part)
         return rows
-
-    def _pictures(self, name: str) -> SavedPictures:
-        """The pictures of drawn rows, whose patches are the field `name`."""
-        dtype, dims = self.record["fields"]["drawn"][name]
-        stored = lambda rank, begin, end: self._part(self._open(rank), f"drawn/{name}", begin, end)  # noqa: E731
-        return SavedPictures(self.path, torch.zeros(0, *dims, dtype=getattr(torch, dtype)), stored, self.read)
-
-    def _open(self, rank: int) -> Any:
-        try:
-            return safe_open(self.path / rows_file(rank), framework="pt")
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{self.path / rows_file(rank)}: it cannot be read: {error}") from error
-
-    def _part(self, file: Any, name: str, begin: int, end: int) -> Tensor:
-        try:
-            part = file.get_slice(name)[begin:end]
-        except (OSError, SafetensorError) as error:
-            raise DamagedError(f"{self.path}: {name} cannot be read: {error}") from error
-        if len(part) != end - begin:
-            raise DamagedError(f"{self.path}: {name} has fewer lines than the table says")
-        return part
 
 
 def rows_file(rank: int) -> str:
@@ -156,7 +133,6 @@ def save_rows(
     scored: Rows,
     record: Mapping[str, Any],
     beside: Callable[[Path], int] | None = None,
-    files: PictureFiles | None = None,
 ) -> int:
     """Write the rows of a step; collective.
 
@@ -165,7 +141,6 @@ def save_rows(
       drawn, scored: the rows of both stages, on one mesh.
       record: with the "step".
       beside: writes further files of this rank to the step's folder, and gives their bytes.
-      files: pictures of which digests and paths are saved; None: all of the rows is.
 
     Returns: bytes of all ranks together.
 
@@ -177,10 +152,11 @@ def save_rows(
     draft = draft_folder(folder, record["step"])
     problem = ""
     nbytes = 0
-    stages = _stages(drawn, scored)
+    fields = stage_fields(drawn, scored)
+    stages = {stage: _stage(rows, fields[stage]) for stage, rows in zip(STAGES, (drawn, scored), strict=True)}
     try:
         draft.mkdir(parents=True, exist_ok=True)
-        nbytes = _write_own(draft, stages, record, files)
+        nbytes = _write_own(draft, stages, record)
         nbytes += 0 if beside is None else beside(draft)
     except OSError as error:
         problem = f"{error.filename or draft}: cannot be written: {(error.strerror or str(error)).lower()}"
@@ -209,12 +185,6 @@ class _Stage(NamedTuple):
     lines: dict[str, Tensor]
 
 
-def _stages(drawn: Rows, scored: Rows) -> dict[str, _Stage]:
-    """Both stages; collective."""
-    fields = stage_fields(drawn, scored)
-    return {stage: _stage(rows, fields[stage]) for stage, rows in zip(STAGES, (drawn, scored), strict=True)}
-
-
 def _stage(rows: Rows, fields: Mapping[str, Value]) -> _Stage:
     own_lengths = rows.lengths[rows.own]
     counts = dict[str, Tensor]()
@@ -234,43 +204,27 @@ def _stage(rows: Rows, fields: Mapping[str, Value]) -> _Stage:
     return _Stage(rows, table, lines)
 
 
-def _write_own(
-    beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, Any], files: PictureFiles | None
-) -> int:
+def _write_own(beside: Path, stages: Mapping[str, _Stage], record: Mapping[str, Any]) -> int:
     """Write this rank's files of a step; their bytes."""
     rows = stages["drawn"].rows
     nbytes = 0
     mesh = rows.mesh
     lines = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.lines.items()}
-    drawn = stages["drawn"]
-    files = files if files is not None and files.field in drawn.lines else None
     replicating = [axis for axis in AXES if axis not in mesh.row_axes]
     if not any(int(mesh.index(axis)) for axis in replicating):  # of ranks that hold the same rows, one
-        if files is not None:
-            names = [name for name in drawn.lines if name in drawn.table]
-            counts = {name: drawn.table[name][rows.own].tolist() for name in names}
-            lines[f"drawn/{files.field}"], pictures = without_files(files, drawn.lines, counts)
-            nbytes += (beside / pictures_file(rows.index)).write_text(json.dumps(pictures))
         nbytes += (beside / rows_file(rows.index)).write_bytes(save(lines))
     if mesh.rank == 0:
         table = {f"{stage}/{name}": x for stage, written in stages.items() for name, x in written.table.items()}
-        names = {stage: _line_shapes(written.lines) for stage, written in stages.items()}
-        facts = {"mesh": str(mesh), "fields": names, "declared": _declared(schema_of(stages["scored"].rows.batch))}
-        facts |= {} if files is None else {"pictures": files.field}
+        shapes = {  # by which a rank without rows reads them
+            stage: {name: [str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for name, x in written.lines.items()}
+            for stage, written in stages.items()
+        }
+        further = {name: x for name, x in schema_of(stages["scored"].rows.batch).items() if name not in FIELDS}
+        declared = {name: [field.kind.name, field.writer, field.text, field.dtype] for name, field in further.items()}
+        facts = {"mesh": str(mesh), "fields": shapes, "declared": declared}
         nbytes += (beside / "table.safetensors").write_bytes(save(table))
         nbytes += (beside / "record.json").write_text(json.dumps({"format": ROWS_FORMAT, **record, **facts}))
     return nbytes
-
-
-def _line_shapes(lines: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The dtype and further dims of a stage's fields, which a rank without rows reads them by."""
-    return {name: [str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for name, x in lines.items()}
-
-
-def _declared(schema: Schema) -> dict[str, list[str]]:
-    """Kind, writer, text and dtype of the fields that a batch does not have from the start."""
-    further = {name: field for name, field in schema.items() if name not in FIELDS}
-    return {name: [field.kind.name, field.writer, field.text, field.dtype] for name, field in further.items()}
 
 
 def saved_steps(folder: str | Path) -> dict[int, Path]:
@@ -291,19 +245,13 @@ def keep_newest(folder: str | Path, count: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def open_rows(
-    folder: str | Path,
-    step: int,
-    fields: Mapping[str, Field] = FIELDS,
-    read: Callable[[str], list[OwnedLines]] | None = None,
-) -> SavedRows:
+def open_rows(folder: str | Path, step: int, fields: Mapping[str, Field] = FIELDS) -> SavedRows:
     """The rows of a step.
 
     Args:
       folder: of all steps.
       step: number of the step.
       fields: declarations of further fields, as the algorithm has them; those of other fields are read.
-      read: as in `SavedRows`.
 
     Raises:
       CheckpointError: they are not there.
@@ -317,9 +265,11 @@ def open_rows(
         record = json.loads((path / "record.json").read_text())
         if record["format"] != ROWS_FORMAT:
             raise ValueError(f"its format is {record['format']}, this version reads {ROWS_FORMAT}")
+        if "pictures" in record:
+            raise ValueError("an earlier version has saved it without its pictures")
         declared = {name: as_saved for name, as_saved in record.get("declared", {}).items() if name not in fields}
         saved = {name: Field(kind, writer, text, dtype=dtype) for name, (kind, writer, text, dtype) in declared.items()}
-        return SavedRows(path, record, load_file(path / "table.safetensors"), FIELDS | fields | saved, read)
+        return SavedRows(path, record, load_file(path / "table.safetensors"), FIELDS | fields | saved)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DamagedError(f"{path}: it cannot be read: {error}") from error
 

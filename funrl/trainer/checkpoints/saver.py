@@ -33,11 +33,11 @@ from funrl.trainer.checkpoints.resumable import check_facts, check_frozen, other
 from funrl.trainer.checkpoints.row_keeper import RowKeeper
 from funrl.trainer.checkpoints.snapshot import Snapshot, held_rows, snapshot_of
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.state import State
 from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
@@ -54,7 +54,7 @@ class Evaluations(NamedTuple):
     Attributes:
       first: before its first step.
       last: the newest after it; empty at first.
-      unfinished: metrics of the newest step while the evaluation after it goes on; None: none does.
+      unfinished: metrics of the newest step while the evaluation after it runs; None: none does.
     """
 
     first: dict[str, float]
@@ -131,7 +131,7 @@ class Saver:
         Args:
           state: before the first step.
 
-        Returns: the state, and the evaluations so far of a run that goes on; empty ones where these are on other
+        Returns: the state, and the evaluations so far of a run that continues; empty ones where these are on other
           held-out data.
 
         Raises:
@@ -175,7 +175,7 @@ class Saver:
             self.observer.note(f"{error}; it is written anew")
 
     def _continued(self, record: Recorded, state: State) -> State:
-        """The state to go on with, after the observer has received where it is from."""
+        """The state to continue with, after the observer has received where it is from."""
         self.saved = state.step
         self.rows.forget(state.step)
         evaluated = record.facts.get("unfinished") is None  # else the evaluation is made first
@@ -185,7 +185,7 @@ class Saver:
         self.observer.note(f"resumed after step {state.step} from {record.path}{rest}")
         if remark := other_processor(record.facts.get("processor")):
             self.observer.note(remark)
-        return state._replace(source=self.source.restored(state.source))
+        return state._replace(source=self.source.stored.restored(state.source))
 
     def _comparable(self, record: Recorded) -> Evaluations:
         """The evaluations of a checkpoint, as far as those of this run can be compared with them."""
@@ -207,7 +207,7 @@ class Saver:
         """The newest checkpoint whose record and sizes are whole, the same on every rank.
 
         Args:
-          damaged: checkpoints to pass over and what is wrong with them; those that are met are added.
+          damaged: checkpoints to pass over and what is wrong with them; newly found ones are added.
         """
         record = None
         refusal = None
@@ -244,14 +244,14 @@ class Saver:
                 self.observer.note(f"{error}; the checkpoint before it is taken")
         return None
 
-    def after_step(self, state: State, settled: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
+    def after_step(self, state: State, complete: Callable[[], tuple[Mapping[str, float], Evaluations]]) -> bool:
         """Save the state after a step if it is time to; True if the run was asked to stop, and its state is saved.
 
         Collective: one small sum over all ranks.
 
         Args:
           state: after the step.
-          settled: () -> metrics of the step and the evaluations so far, once that of the step has ended.
+          complete: () -> metrics of the step and the evaluations so far, once that of the step has ended.
 
         Raises:
           CheckpointError: a save has failed, on every rank.
@@ -266,7 +266,7 @@ class Saver:
             self._raise(problems)
         last = state.step == self.settings.run.steps and (every.steps > 0 or self.saved >= 0)
         if stop or due or last or (every.steps and state.step % every.steps == 0):
-            metrics, evaluations = settled()
+            metrics, evaluations = complete()
             self.save(state, evaluations, score_of(metrics))
         elif every.steps and self.memory is None:
             self._prepare(state)
@@ -275,7 +275,7 @@ class Saver:
         return stop
 
     def save(self, state: State, evaluations: Evaluations, score: float | None = None) -> None:
-        """Begin to save a state, of which a copy is made at once. Every rank takes part.
+        """Begin to save a state; a copy is made at once. Every rank takes part.
 
         Raises:
           CheckpointError: the save before it has failed.
@@ -283,7 +283,7 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.saved(state.source))
+        state = state._replace(source=self.source.stored.saved(state.source))
         snapshot, memory = self._prepare(state)
         snapshot.copy(memory)
         self.attempt += 1
@@ -298,7 +298,7 @@ class Saver:
     def _commit(
         self, draft: str, step: int, snapshot: Snapshot, *, evaluations: Evaluations, score: float | None
     ) -> None:
-        """Have rank 0 make a checkpoint of what all ranks write, and remove those that are not kept."""
+        """Have rank 0 make a checkpoint of what all ranks write, and remove older ones beyond --keep."""
         folder = Path(str(self.folder))
         existing = complete_checkpoints(folder)
         for old, path in existing.items():
@@ -379,7 +379,7 @@ class Saver:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        """Wait until everything is on disk; after an exception, of which other ranks need not know, not for long."""
+        """Wait until everything is on disk; after an exception, which other ranks may not know of, not for long."""
         timeout_s = HURRY_S
         try:
             if kind is None:

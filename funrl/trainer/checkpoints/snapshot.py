@@ -95,5 +95,5 @@ def snapshot_of(state: State, source: Source, layouts: Mapping[str, Layout], mes
 
 def held_rows(source: Source, state: State) -> HeldRows | None:
     """The rows that a source's state holds, by their names in the state; None: it holds none."""
-    held = source.rows(state.source)
+    held = source.stored.rows(state.source)
     return held and held._replace(names=frozenset(f"{OF_SOURCE}{name}" for name in held.names))

@@ -99,7 +99,7 @@ def with_model_directories(settings: Settings) -> Settings:
 
 
 def _with_adapter(settings: Settings) -> Settings:
-    """The settings with the base of an adapter, and the flags of adapters that go on from it."""
+    """The settings with the base of an adapter, and the flags of adapters that continue it."""
     given, adapter = settings.models.model, settings.adapters.adapter
     if given is not None and is_adapter(hf.find_directory(given)):
         if adapter is not None:

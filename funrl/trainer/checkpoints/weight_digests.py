@@ -22,12 +22,12 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import digest, first_copy
 from funrl.rollout.native.engine import NativeEngine
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, TextJob
 from funrl.trainer.jobs.provenance import WEIGHTS
 from funrl.trainer.settings.declaration import HELD_OUT_SET, RECORD_TOKENS
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import flag_value
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.roles import Role, bases
 
 UINT64 = (1 << 64) - 1
@@ -68,7 +68,7 @@ def role_digests(roles: Mapping[str, Role], weights: Mapping[str, trees.Tree], m
 def agent_digests(parts: Parts) -> dict[str, str]:
     """One digest of all weights of each frozen model of agents that stays what it is, if it is here. Collective."""
     digests = {}
-    frozen = {} if parts.generator is None else parts.generator.frozen
+    frozen = parts.generator.frozen if isinstance(parts, GeneratingParts) else {}
     for name, agent in frozen.items():
         spec = agent.engine.weights
         if not agent.declared.every and isinstance(agent.engine, NativeEngine):
@@ -137,7 +137,7 @@ def tokens_digest(job: Job) -> str:
 def held_out_digest(job: Job, inputs: Mapping[str, str]) -> str:
     """Digest of the held-out examples and of how they are sampled and rewarded.
 
-    Numbers of two evaluations with the same digest may be compared.
+    Two evaluations with the same digest may be compared.
 
     Args:
       job: of the run.

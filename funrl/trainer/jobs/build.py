@@ -1,9 +1,10 @@
-"""The roles of a run as one rank sees them: what is made once, and the weights and the state that it begins with."""
+"""Meshes, roles and engines of a run on one rank, with its first weights and its first state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, cast
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -12,29 +13,24 @@ from funrl import trees
 from funrl.compiled_kernels.flash_kernel import attention_by
 from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.transfer import SentWeights
+from funrl.mesh.plan import Plan
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import COMPUTE
 from funrl.models import Model, Placed, compile_layer, place
 from funrl.models.compiling.compile import Compilations, is_compiled
 from funrl.models.decoder.sequence_parallel import with_form
-from funrl.models.deployed import Deployed, deployed
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import read_adapter
-from funrl.models.lora import decoder_of, first_trained, on_base
+from funrl.models.lora import decoder_of, first_trained
 from funrl.models.model import Layer
 from funrl.models.value_head import HEAD, HEAD_BIAS
 from funrl.models.weight_dtypes import cast_weights
 from funrl.optim import Transformation
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import compare_weights
-from funrl.rollout.remote.engine import FurtherWeights, RemoteEngine
+from funrl.rollout.engine import WeightSpec
+from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.agents import earlier_self, first_selves, load_first
 from funrl.trainer.jobs.generator import (
-    BASE_VERSION,
-    AdaptedBase,
-    Generator,
     judging_mesh,
     policy_generator,
     with_agents,
@@ -42,47 +38,25 @@ from funrl.trainer.jobs.generator import (
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
 from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.models import asked_models, base_role, companion_of
-from funrl.trainer.jobs.sharding import relaid, splits_residual, stored_rules
+from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
-from funrl.trainer.lowered.on_mesh import OnMesh
 from funrl.trainer.settings.settings import scoring_budget
-from funrl.trainer.sources.judging import Judge, open_judge
-from funrl.trainer.steps.clock import Clock
+from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
-from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer
+from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
+from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Role, RoleState, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.state import State
+from funrl.trainer.steps.sync import earlier_self
 
 
-class Parts(NamedTuple):
-    """Meshes, roles and functions that are made once.
+@overload
+def build(job: RLJob, mesh: Mesh, note: Callable[[str], None]) -> GeneratingParts: ...
 
-    Attributes:
-      mesh: to train on.
-      begin: the model that the run begins with.
-      main_role: name of the role that takes over the weights of `begin`, and generates if anything is generated.
-      roles: by name; those that learn in the order of the algorithm's losses.
-      generator: None where nothing is generated.
-      pool: this rank's reward workers; None: it has none.
-      judge: None where no model writes verdicts.
-      compilations: of the layers of all models; None where no layer is compiled.
-      agents: of each role that sees only some agents' rows, the numbers of these agents.
-      elsewhere: roles on ranks of their own, by name; they are not among `roles`.
-      rewarding: models on other ranks that reward completions, by name, which this rank asks.
-    """
 
-    mesh: Mesh
-    begin: Placed
-    main_role: str
-    roles: Mapping[str, Role]
-    generator: Generator | None
-    pool: Pool | None = None
-    judge: Judge | None = None
-    compilations: Compilations | None = None
-    agents: Mapping[str, Collection[int]] = {}
-    elsewhere: Mapping[str, RemoteScorer] = {}
-    rewarding: Mapping[str, RemoteRewards] = {}
+@overload
+def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = None) -> Parts: ...
 
 
 def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = None) -> Parts:
@@ -119,7 +93,6 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
             replay=replay,
             splits=split,
             reduce_dtype=job.reduce_dtype,
-            balances=settings.devices.balance_pictures,
         )
 
     begin = placed(job.main_role, job.model)
@@ -129,67 +102,74 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
     roles = {name: base_role(begin, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses if name in roles}
     ordered = {name: role for name, role in roles.items() if name not in learning} | learning
-    generator = None
-    judge = None
+    generator = judge = None
     if isinstance(job, RLJob) and only is None:
         generator = policy_generator(job, begin, places[job.main_role], compiled[job.model.layer], note)
         generator = with_agents(job, generator, layer_of)
-    if isinstance(job, RLJob) and job.judge is not None and (judging := judging_mesh(job, mesh, only)) is not None:
-        judge = open_judge(job.judge, judging, job.dtype, settings.engines.decode_rows, layer_of(job.judge.model), note)
-    elsewhere = {} if generator is None else _on_own_ranks(job, mesh, placed)
-    rewarding = {} if generator is None else asked_models(job, mesh, generator.mesh)
+    if isinstance(job, RLJob) and job.judge is not None:
+        rows = settings.engines.decode_rows
+        own = judging_mesh(job, job.judge.sizes, mesh, only)
+        judge = None if own is None else open_judge(job.judge, own, job.dtype, rows, layer_of(job.judge.model), note)
     agents = {}
     if job.agents.policies:
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
-    return Parts(
-        mesh,
-        begin,
-        job.main_role,
-        ordered,
-        generator,
-        judge=judge,
+    parts = Parts(
+        mesh=mesh,
+        begin=begin,
+        main_role=job.main_role,
+        roles=ordered,
         compilations=compilations if some else None,
         agents=agents,
-        elsewhere=elsewhere,
-        rewarding=rewarding,
+        judge=judge,
+        remote_scorers={} if generator is None else _remote_scorers(job, mesh, placed),
     )
+    if generator is None:
+        return parts
+    return with_generator(parts, generator, remote_rewards=asked_models(job, mesh, generator.mesh))
 
 
-def _on_own_ranks(job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]) -> dict[str, RemoteScorer]:
-    """The roles on ranks of their own that the ranks that train ask for fields of tokens.
+def _remote_scorers(job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]) -> dict[str, RemoteScorer]:
+    """The roles on ranks of their own that trainer ranks ask for fields of tokens.
 
     Args:
-      training: mesh of the ranks that ask.
+      training: mesh of the trainer ranks.
       placed: (name, model, mesh) -> the model of a role on that mesh.
     """
-    elsewhere = {}
+    scorers = {}
     for number, (name, pool) in enumerate(scoring_pools(job).items()):
         own = submesh(training, pool.sizes, pool.ranks)
         if training.here and not rewards_completions(job, name):
             role = _role(job, name, {name: placed(name, job.models[name], own)})
-            elsewhere[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
-    return elsewhere
+            scorers[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
+    return scorers
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
     """`build` for a run that trains: with its pool, and with roles whose steps its backend computes."""
-    parts = build(job, with_devices(mesh, job.settings), note)._replace(pool=pool)
-    return parts._replace(roles=with_backend(parts.roles, job.settings, note, on_mesh(job, parts.roles)))
+    parts = build(job, with_devices(mesh, job.settings), note)
+    if isinstance(parts, GeneratingParts):
+        parts = dataclasses.replace(parts, pool=pool)
+    return dataclasses.replace(parts, roles=with_backend(parts.roles, job.settings, note, *on_mesh(job, parts.roles)))
 
 
-def on_mesh(job: Job, roles: Mapping[str, Role]) -> OnMesh:
-    """The roles of a run, which has them on one process, as they are on a mesh of devices that it drives."""
+def on_mesh(
+    job: Job, roles: Mapping[str, Role]
+) -> tuple[Callable[[str, Mesh], Placed], Callable[[str, Placed], Transformation]]:
+    """Functions that give the roles of one process on a mesh of devices that it drives.
+
+    Returns: (name of a role, mesh) -> its model; and (name of a role that learns, its model) -> its optimizer.
+    """
 
     def place_role(name: str, mesh: Mesh) -> Placed:
         shared = name not in job.models  # stored as the weights that the run begins with
-        return relaid(job.settings, roles[name].placed, job.main_role if shared else name, mesh, part=shared)
+        return replace_layouts(job.settings, roles[name].placed, job.main_role if shared else name, mesh, part=shared)
 
     def optimize(name: str, placed: Placed) -> Transformation:
         return optimizer_of(job, name, placed, roles[name].first_step)
 
-    return OnMesh(place_role, optimize, job.settings.devices.remat)
+    return place_role, optimize
 
 
 def _role(job: Job, name: str, places: Mapping[str, Placed]) -> Role:
@@ -232,9 +212,9 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
     Args:
       begin: the weights that the run begins with, in the layouts of `parts.begin`; `job.initial_role` takes them over.
     """
-    if parts.generator is not None:
+    if isinstance(parts, GeneratingParts):
         load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
-    for name, scorer in parts.elsewhere.items():
+    for name, scorer in parts.remote_scorers.items():
         if name not in job.directories:
             scorer.send_first(begin, parts.begin.stored, job.dtype)
     weights = {}
@@ -261,7 +241,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
 def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[str, trees.Tree]:
     """This rank's adapters of a role, by its name; none where it does not learn.
 
-    A value head that the run begins with is taken over, and the main role goes on with the run's --adapter.
+    They take over a value head of the run's first weights, and the main role continues the run's --adapter.
     """
     if role.loss is None:
         return {}
@@ -277,7 +257,7 @@ def _first_adapters(job: Job, name: str, role: Role, begin: trees.Tree) -> dict[
 
 
 def frozen_weights(parts: Parts, weights: Mapping[str, trees.Tree]) -> dict[str, trees.Tree]:
-    """Of a rank's `first_weights` those that do not learn."""
+    """The frozen roles' entries of `first_weights`."""
     return {name: tree for name, tree in weights.items() if parts.roles[name].loss is None}
 
 
@@ -294,156 +274,43 @@ def first_state(job: Job, parts: Parts, weights: Mapping[str, trees.Tree], sourc
     }
     advantage = job.algorithm.advantage.init() if job.algorithm.advantage is not None else ()
     state = State(states, advantage, source)
-    if parts.generator is None:
+    if not isinstance(parts, GeneratingParts):
         return state
-    earlier = first_selves(parts.generator.frozen, parts.roles[parts.main_role], weights[parts.main_role])
+    agents = parts.generator.frozen.items()
+    role = parts.roles[parts.main_role]
+    own = weights[parts.main_role]
+    earlier = {name: earlier_self(role, own, step=0) for name, agent in agents if agent.declared.every}
     return state._replace(earlier=earlier)
 
 
-def sync(
-    parts: Parts, state: State, clock: Clock | None = None, frozen: Mapping[str, trees.Tree] | None = None
-) -> State:
-    """Give the engine the policy's weights in the layout to generate in; nothing where nothing is generated.
-
-    An engine that adds adapters to a base gets the base once.
+def load_first(
+    agents: Mapping[str, FrozenAgent], begin: Placed, params: trees.Tree, to_engine: Plan, *, trains: bool = True
+) -> None:
+    """Give the engines the weights that never change. Collective.
 
     Args:
-      frozen: weights of the roles that do not learn.
+      begin: the model that the run begins with.
+      params: its weights, which are copied: the policy takes them over.
+      to_engine: the plan from its layouts to an engine's.
+      trains: whether the policy learns; if not, each earlier self is what it is.
     """
-    if parts.generator is None:
-        return state
-    generator = parts.generator
-    base = generator.base
-    engines = {parts.main_role: generator.engine, **generator.policies}
-    with (clock or Clock()).phase("reshard"):
-        if base is not None and base.engine.version is None:
-            base.engine.load(_base_for_engine(parts, base, frozen or {}), BASE_VERSION)
-        if isinstance(generator.engine, RemoteEngine) and generator.engine.in_background:
-            generator.proof.settle()  # the update has left the generators time to take the weights before it
-            _send_in_background(parts, state, frozen or {}, generator.engine)
-            return state._replace(version=state.version + 1)
-        for name, engine in engines.items():
-            own = state.roles[name].params
-            merge = base is None or name != parts.main_role
-            engine.load(policy_weights(parts, parts.roles[name], own, frozen, merge=merge), state.version + 1)
-        _load_earlier(parts, state, frozen)
-    return state._replace(version=state.version + 1)
+    load_directories(agents)
+    for agent in agents.values():
+        if agent.declared.directory is None and not (trains and agent.declared.every):
+            agent.engine.load(_copied(agent.engine.weights, begin.mesh, params, to_engine))
 
 
-def _send_in_background(parts: Parts, state: State, frozen: Mapping[str, trees.Tree], engine: RemoteEngine) -> None:
-    """Begin to send the policies' weights, and those of earlier selves of which the engines have others."""
-    generator = parts.generator
-    assert generator is not None
-
-    def sent(name: str, own: trees.Tree, merge: bool = True) -> SentWeights:
-        role = parts.roles[name]
-        policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
-        return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine)
-
-    version = state.version + 1
-    others = [(name, sent(name, state.roles[name].params), version) for name in generator.policies]
-    for name, earlier in state.earlier.items():
-        if generator.further[name].version != earlier.step:
-            others.append((name, sent(parts.main_role, earlier.params), earlier.step))
-    further = [FurtherWeights(cast(RemoteEngine, generator.further[name]), v, own) for name, own, v in others]
-    own = state.roles[parts.main_role].params
-    engine.send(sent(parts.main_role, own, merge=generator.base is None), version, further)
+def _copied(weights: WeightSpec, mesh: Mesh, params: trees.Tree, to_engine: Plan) -> Iterator[tuple[str, Tensor]]:
+    """A copy of weights as an engine takes them; they move when they are asked for."""
+    own = reshard(params, to_engine, mesh)
+    yield from weights.named(trees.clone(own) if weights.mesh.here else own)
 
 
-def _base_for_engine(parts: Parts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]) -> Iterator[tuple[str, Tensor]]:
-    """The weights that adapters stand on as their engine takes them, made when they are asked for."""
-    yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
-
-
-def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> Deployed:
-    """The weights that the policy's adapters stand on.
-
-    Args:
-      frozen: weights of the roles that do not learn.
-    """
-    base = parts.roles[parts.main_role].base
-    assert base is not None
-    return deployed(parts.begin, on_base(parts.begin.model, frozen[base], None))
-
-
-def verify_base(parts: Parts, frozen: Mapping[str, trees.Tree]) -> None:
-    """Compare the base that the engine adds adapters to with the trainer's, where it has one. Collective.
-
-    Raises:
-      SyncError: they differ.
-    """
-    base = None if parts.generator is None else parts.generator.base
-    if base is not None:
-        compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
-
-
-def policy_weights(
-    parts: Parts, role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree] | None, *, merge: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Weights of a policy as an engine takes them. They are made when they are asked for, when old ones are gone.
-
-    Args:
-      role: of the policy.
-      own: its own weights, or those of an earlier self.
-      frozen: weights of the roles that do not learn.
-      merge: whether the engine takes adapters merged into what they adapt; else it takes them alone.
-    """
-    generator = parts.generator
-    assert generator is not None
-    engine = generator.whole if merge else generator.engine
-    to_engine = generator.to_whole if merge else generator.to_engine
-    policy = deployed(role.placed, role.whole(own, frozen or {}), merge=merge)
-    if engine.weights.streamed:
-        yield from policy.exported(engine.weights.names)
-    else:
-        donate = bool(policy.merged)
-        yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=donate))
-
-
-def sync_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
-    """Give the engines of earlier selves the weights of the state, unless they come with the policy's next ones."""
-    generator = parts.generator
-    if generator is None or generator.engine.version is None:
-        return  # nothing is generated
-    if not (isinstance(generator.engine, RemoteEngine) and generator.engine.in_background):
-        _load_earlier(parts, state, frozen)
-
-
-def _load_earlier(parts: Parts, state: State, frozen: Mapping[str, trees.Tree] | None) -> None:
-    """Load the weights of earlier selves into the engines that have others."""
-    generator = parts.generator
-    assert generator is not None
-    for name, earlier in state.earlier.items():
-        engine = generator.frozen[name].engine
-        if engine.version != earlier.step:
-            role = parts.roles[parts.main_role]
-            engine.load(policy_weights(parts, role, earlier.params, frozen), earlier.step)
-
-
-def renewed(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
-    """The state after a step, in which earlier selves that are due are the policy, and their engines have them."""
-    if parts.generator is None or not state.earlier:
-        return state
-    own = state.roles[parts.main_role].params
-    role = parts.roles[parts.main_role]
-    every = {name: parts.generator.frozen[name].declared.every for name in state.earlier}
-    due = {name: earlier_self(role, own, state.step) for name, steps in every.items() if state.step % steps == 0}
-    state = state._replace(earlier={**state.earlier, **due})
-    sync_earlier(parts, state, frozen)
-    return state
-
-
-def settle_proof(parts: Parts) -> None:
-    """End the proof of the newest sync, unless generation has ended it.
-
-    Raises:
-      SyncError: the engine does not hold the policy's weights.
-    """
-    if parts.generator is not None:
-        parts.generator.proof.settle()
-
-
-def proof_metrics(parts: Parts) -> dict[str, float]:
-    """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
-    generator = parts.generator
-    return {} if generator is None else {"sync/bytes": float(generator.sync_bytes), **generator.proof.take()}
+def load_directories(agents: Mapping[str, FrozenAgent]) -> None:
+    """Give the engines of this rank the weights of their directories. Collective."""
+    for agent in agents.values():
+        engine = agent.engine
+        if agent.declared.directory is not None and isinstance(engine, NativeEngine):
+            spec = engine.weights
+            _, own = hf.load(agent.declared.directory, spec.dtype, spec.mesh, layouts=spec.layouts, model=engine.model)
+            engine.load(spec.named(own))

@@ -12,14 +12,10 @@ from funrl.asynchrony.behaviour import StaleLossError, check_behaviour
 from funrl.data.prompts import Example
 from funrl.data.tokenizer import load_tokenizer
 from funrl.fields import FIELDS
-from funrl.mesh.mesh import Mesh
 from funrl.models import Model
-from funrl.models.errors import ModelError
-from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import ROLES, SCORING_ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.rollout.native.cells import options_without_states
-from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.vllm.core import check_vllm
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
@@ -30,7 +26,7 @@ from funrl.trainer.jobs.sharding import (
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import (
     JUDGE,
     NO_OBJECTS,
@@ -39,7 +35,7 @@ from funrl.trainer.settings.scorers import (
     has_environment,
     scorers_of,
 )
-from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
+from funrl.trainer.settings.settings import Settings, flag_value, is_given, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
 
@@ -75,48 +71,47 @@ def check_algorithm(
         raise SettingsError(f"{error}{advice}") from error
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
-    _check_reduction(algorithm, settings)
+    if is_given(settings, "grad_reduce_dtype") and not learns_sharded(settings, algorithm.losses):
+        raise settings.refusal(
+            "{grad_reduce_dtype} does nothing: {fsdp_models} shards no model that learns; leave it out, or shard "
+            f"{', '.join(algorithm.losses)}"
+        )
     _check_staleness(algorithm, settings)
     check_scoring_pools(algorithm, settings)
 
 
 def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse stale rows where a run has none, and a loss that does not correct for them. Raises: SettingsError."""
+    devices = settings.devices
     staleness = settings.asynchrony.staleness
-    if staleness and settings.devices.place is None and not settings.estimate.dry_run:
-        raise SettingsError(
-            f"--staleness={staleness}: the devices of a run take turns at generation and training, so no row is ever "
-            "behind; give both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
+    if staleness and devices.place is None and not settings.estimate.dry_run:
+        raise settings.refusal(
+            "{staleness}: the devices of a run take turns at generation and training, so no row is ever behind; give "
+            "both devices of their own with --place, simulate it with --dry_run, or leave --staleness out"
         )
     scorers = scorers_of(settings)
-    filters = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
-    most = settings.sampling.max_refills
-    if staleness and scorers and filters and most > 1 and _writes_groups(settings):
-        _check_late_replacements(algorithm, settings, scorers[0])
+    refills = filters_rows(algorithm, settings) and settings.sampling.max_refills > 1
+    # Ranks that generate write groups ahead; generators that join return them unrewarded.
+    if staleness and scorers and refills and devices.place is not None and not devices.joined:
+        problem = ""
+        if settings.asynchrony.clock == "tokens":
+            problem = "--clock=tokens: when the trainer ranks have scored a group depends on time"
+        elif "greedy_score" in reads(algorithm).required:
+            problem = "greedy completions: these are scored with the batch, and replaced ones are not"
+        if problem:
+            raise settings.refusal(
+                f"{{max_refills}} with {{staleness}}, --{scorers[0]} and {problem}; give --max_refills=1, with which a "
+                "batch has fewer prompts where a filter drops some"
+            )
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
         raise SettingsError(str(error)) from error
 
 
-def _check_late_replacements(algorithm: Algorithm, settings: Settings, scorer: str) -> None:
-    """Refuse what does not go with prompts that are replaced once a model has scored others. Raises: SettingsError."""
-    problem = None
-    if settings.asynchrony.clock == "tokens":
-        problem = "--clock=tokens: when the ranks that train have scored a group depends on time"
-    elif "greedy_score" in reads(algorithm).required:
-        problem = "greedy completions: these are scored with the batch, and replaced ones are not"
-    if problem is not None:
-        raise SettingsError(
-            f"--max_refills={settings.sampling.max_refills} with --staleness={settings.asynchrony.staleness}, "
-            f"--{scorer} and {problem}; give --max_refills=1, with which a batch has fewer prompts where a filter "
-            "drops some"
-        )
-
-
-def _writes_groups(settings: Settings) -> bool:
-    """True if ranks that generate write groups ahead; generators that join return them unrewarded."""
-    return settings.devices.place is not None and not settings.devices.joined
+def filters_rows(algorithm: Algorithm, settings: Settings) -> bool:
+    """True if some sampled rows are not trained on."""
+    return algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
 
 
 def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:
@@ -153,16 +148,6 @@ def _check_roles(algorithm: Algorithm) -> None:
             )
 
 
-def _check_reduction(algorithm: Algorithm, settings: Settings) -> None:
-    """Refuse a dtype of sums that a run does not have. Raises: SettingsError."""
-    dtype = settings.sharding.grad_reduce_dtype
-    if dtype != "auto" and not learns_sharded(settings, algorithm.losses):
-        raise SettingsError(
-            f"--grad_reduce_dtype={dtype} does nothing: --fsdp_models={settings.sharding.fsdp_models} shards no model "
-            f"that learns; leave it out, or shard {', '.join(algorithm.losses)}"
-        )
-
-
 def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
     """The roles that read the batch with a model of their own, for which no flag gives one."""
     return [
@@ -175,14 +160,13 @@ def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
 def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse flags of a role, a field or a filter that a run of the algorithm does not have. Raises: SettingsError."""
     read = reads(algorithm)
-    filtered = algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
-    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *read.optional, *["filter"] * filtered}
+    filters = ["filter"] * filters_rows(algorithm, settings)
+    parts_of_run = {*role_names(algorithm), *fields_read(algorithm), *read.optional, *filters}
     for name, flag in settings_flags().items():
         value = flag_value(settings, name)
         if flag.needs and value not in (flag.default, flag.without) and flag.needs not in parts_of_run:
-            raise SettingsError(
-                f"--{name}={value} does nothing: the algorithm has no {flag.needs}{MISSING[flag.needs]}; leave it out"
-            )
+            problem = f"the algorithm has no {flag.needs}{MISSING[flag.needs]}"
+            raise settings.refusal(f"{{{name}}} does nothing: {problem}; leave it out")
 
 
 def provided(
@@ -269,30 +253,19 @@ def check_code(settings: Settings, models: Mapping[str, Model], generates: str |
     """
     for name, model in models.items():
         own = model.abilities.code
-        what = (
-            f"the {name} is {own}, transformers' own code" if own else f"the {name} is a {model.config.source.family}"
-        )
+        kind = f"{own}, transformers' own code" if own else f"a {model.config.source.family}"
+        what = f"the {name} is {kind}"
         if own and settings.models.compile == "on":
             raise SettingsError(f"--compile=on: {what}, whose layers are not compiled; leave it out")
-        if name == generates:
-            _check_states(settings, model)
-        if name == generates and not model.pages and settings.engines.engine != "hf":
-            code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
-            raise SettingsError(
-                f"--engine={settings.engines.engine}{code}: {what}, which has no pages of keys; give --engine=hf"
-            )
-
-
-def _check_states(settings: Settings, model: Model) -> None:
-    """Refuse flags of the engine that do not go with layers that keep states. Raises: SettingsError."""
-    speculate = settings.engines.speculate
-    given = {
-        "speculate": f"--speculate={speculate}" if speculate else "",
-        "keep_cache": "--keep_cache" if settings.asynchrony.keep_cache else "",
-    }
-    for option, reason in options_without_states(model).items():
-        if given[option]:
-            raise SettingsError(f"{given[option]}: {reason}; leave it out")
+        if name != generates:
+            continue
+        for option, reason in options_without_states(model).items():
+            if is_given(settings, option):
+                raise settings.refusal(f"{{{option}}}: {reason}; leave it out")
+        if not model.pages and not settings.engines.abilities.unpaged:
+            code = " with {model_code}" if settings.models.model_code == "hf" else ""
+            engines = engines_that("unpaged")
+            raise settings.refusal(f"{{engine}}{code}: {what}, which has no pages of keys; give --engine={engines}")
 
 
 def check_owned_values(settings: Settings, models: Mapping[str, Model], algorithm: Algorithm) -> None:
@@ -302,21 +275,18 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
       SettingsError: naming the flag.
     """
     seeing = [name for name, model in models.items() if model.owned is not None]
-    most = settings.examples.max_pixels
-    if not seeing and most is not None:
-        raise SettingsError(f"--max_pixels={most}: the model reads text only; leave it out")
-    if not seeing and settings.devices.balance_pictures:
-        raise SettingsError("--balance_pictures: the model reads text only; leave it out")
     if not seeing:
+        if is_given(settings, "max_pixels"):
+            raise settings.refusal("{max_pixels}: the model reads text only; leave it out")
         return
     what = f"the {seeing[0]} sees pictures"
     if algorithm.divergence is not None:
-        raise SettingsError(f"--model={settings.models.model}: {what}, and its placeholders are in no divergence")
+        raise settings.refusal("{model}: {what}, and its placeholders are in no divergence", what=what)
     blind = [name for name, model in models.items() if model.owned is None and name not in SCORING_ROLES]
     if blind:
         raise SettingsError(f"the {blind[0]} reads text only, but {what}; give it a model that sees pictures, or none")
     refused = {
-        "engine": (settings.engines.engine not in ("native", "vllm"), "give --engine=native or vllm"),
+        "engine": (not settings.engines.abilities.pictures, f"give --engine={engines_that('pictures')}"),
         "new_tokens_per_step": (settings.sampling.new_tokens_per_step is not None, "leave it out"),
         "backend": (settings.models.backend != "torch", "give --backend=torch"),
         "device": (settings.devices.device == "xla", "give --device=cpu"),
@@ -326,51 +296,7 @@ def check_owned_values(settings: Settings, models: Mapping[str, Model], algorith
     scoring = {name: (flag_value(settings, name) is not None, "it reads text: leave it out") for name in SCORING_ROLES}
     for name, (present, way_out) in {**refused, **scoring}.items():
         if present:
-            raise SettingsError(f"--{name}={flag_value(settings, name)}: {what}; {way_out}")
-
-
-def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Sampling, eval_sampling: Sampling) -> None:
-    """Check that the engine of a flag can generate with the model.
-
-    Args:
-      mesh: the generate mesh.
-      sampling, eval_sampling: of the completions to train on, and of those to evaluate.
-
-    Raises:
-      SettingsError: it cannot, or is not installed.
-    """
-    if settings.engines.engine == "vllm_server":
-        given = len(parts(settings.engines.engine_url))
-        replicas = mesh.size(mesh.row_axes)
-        if given != replicas or mesh.size("tensor") > 1:
-            raise SettingsError(
-                f"--engine_url={settings.engines.engine_url}: {given} servers, which hold whole "
-                "models, for the generate mesh "
-                f"{mesh}; give one for each of its {replicas} data ranks, and a --generate_mesh without tp"
-            )
-        return  # the rest is for the server to say, which may have another device
-    if settings.engines.engine == "hf":
-        if settings.models.dtype == "float64":
-            raise SettingsError("--engine=hf: transformers' generate gives float32 at most; use --dtype=float32")
-        if settings.sampling.new_tokens_per_step is not None:
-            raise SettingsError(
-                f"--new_tokens_per_step={settings.sampling.new_tokens_per_step}: --engine=hf "
-                "writes whole completions only"
-            )
-        penalties = {sampling.repetition_penalty, eval_sampling.repetition_penalty} - {1.0}
-        if penalties:
-            raise SettingsError(
-                f"--engine=hf: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; "
-                "leave it out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
-            )
-        if mesh.size("tensor") > 1:
-            raise SettingsError(f"--engine=hf holds whole weights; generate on a mesh without tp instead of {mesh}")
-        return
-    cache_bytes = round((settings.engines.kv_cache_gb or 0) * 1e9)
-    try:
-        check_vllm(model, mesh.device.type, TORCH_DTYPES[settings.models.dtype], mesh.size("tensor"), cache_bytes)
-    except (ModelError, ImportError) as error:
-        raise SettingsError(f"--engine={settings.engines.engine}: {error}") from error
+            raise settings.refusal(f"{{{name}}}: {what}; {way_out}")
 
 
 def check_readers(directories: Mapping[str, str], task: Task, algorithm: Algorithm, settings: Settings) -> None:

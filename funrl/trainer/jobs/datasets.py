@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,20 +13,30 @@ from typing import Any
 
 import numpy as np
 
-from funrl.data.columns import rename_columns, text_columns
+from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.pair_halves import halves_of
+from funrl.data.pair_halves import PairHalves, halves_of
 from funrl.data.pictures import picture_form_of, pictures_of, reading_of, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import read_ahead
-from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat
-from funrl.data.prompts import Example, encode
+from funrl.data.prompt_format import (
+    OWN,
+    PLAIN_PROMPTS,
+    SEPARATOR,
+    PromptFormat,
+    read_shots,
+    read_tools,
+    template_arguments,
+    text_of_flag,
+)
+from funrl.data.prompts import Example, check_prompts, encode, encode_prompts, load_prompts
 from funrl.data.record_remarks import RecordRemarks
 from funrl.data.records import rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
+    TextExample,
     TextFile,
     join_files,
     load_examples,
@@ -33,10 +46,11 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
+from funrl.data.tokenizer import chat_text
 from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
 from funrl.environments.hosting.hosted import hosted_environment
-from funrl.foreign.load import named_environment
+from funrl.foreign.load import FRAMEWORKS, named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
 from funrl.rewards.call import function_name
@@ -44,17 +58,6 @@ from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.prompts import (
-    check_text_prompts,
-    chosen_places,
-    format_of,
-    given_prompts,
-    pairs_of,
-    read_prompts,
-    remarks_on_heldout,
-    remarks_on_template,
-    split,
-)
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import (
     check_rewards,
@@ -64,12 +67,17 @@ from funrl.trainer.settings.checks import (
     weights_of_rewards,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.implied import new_tokens_of
 from funrl.trainer.settings.scorers import environment_flag, scorers_of
-from funrl.trainer.settings.settings import Settings, flag_value
+from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
 TEXTS = 4096  # made of the embedded task
+CHAT_FLAGS = ("system_prompt", "tools", "template_arguments")
+LEAST_TO_SPLIT = 10  # examples; one of them is held out
+MOST_COMPARED = 5000  # texts to train on that are compared with those held out
+PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of a command of LaTeX
+SPLIT = 0x5917  # separates the random numbers of held-out prompts from those of shuffling
 
 
 def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
@@ -131,12 +139,10 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
 
 def given_environment(settings: Settings, given: Given) -> Environment | None:
     """The environment that is given or that --env names; None: neither. Raises: SettingsError, LoadError."""
-    if given.environment is None and settings.environments.env is None:
-        return None
     arguments = environment_arguments(settings.environments.env_args)
+    env = settings.environments.env
     if given.environment is None:
-        assert settings.environments.env is not None
-        return named_environment(settings.environments.env, arguments)
+        return None if env is None else named_environment(env, arguments)
     try:
         return environment_from(given.environment, arguments)
     except (TypeError, ValueError) as error:
@@ -177,7 +183,7 @@ def episode_task(
 ) -> Task:
     """Prompts with an environment, which rewards its episodes. Raises: SettingsError, it cannot take them."""
     check_text_prompts(settings.environments.env, (*train, *heldout))
-    most = _new_tokens(settings)
+    most = new_tokens_of(settings, given=True)
     hosted = in_workers(environment, settings)
     return Task(name, train, heldout, (), weights=(1.0,), max_new_tokens=most, environment=hosted)
 
@@ -203,14 +209,7 @@ def rewarded_task(
         check_fields(settings.rewards.reward or function_name(reward), reward, fields, sources)
     check_workers(settings, rewards)
     weights = weights_of_rewards(settings, len(rewards))
-    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=_new_tokens(settings))
-
-
-def _new_tokens(settings: Settings) -> int:
-    """--max_new_tokens, or what it is by default."""
-    new_tokens = resolved(settings, given=True).sampling.max_new_tokens
-    assert new_tokens is not None
-    return new_tokens
+    return Task(name, train, heldout, rewards, weights=weights, max_new_tokens=new_tokens_of(settings, given=True))
 
 
 def name_of_files(files: Sequence[WeightedFile]) -> str:
@@ -221,10 +220,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
 def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        train = list(_own_training_prompts(settings.examples.task, settings.run.seed, picture_form_of(tokenizer)))
-    else:
-        train = [encode(p, tokenizer) for p in embedded.training_prompts(settings.run.seed)]
+    train = _training_examples(settings, None, tokenizer)
     heldout = [encode(p, tokenizer) for p in embedded.heldout_prompts(settings.evaluation.eval_prompts)]
     environment = None if embedded.environment is None else in_workers(embedded.environment(), settings)
     rewards = () if embedded.reward is None else (embedded.reward,)
@@ -244,12 +240,25 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _own_training_prompts(task: str, seed: int, form: PictureForm | None) -> tuple[Example, ...]:
-    """An embedded task's training prompts in the tokens of its own tokenizer; every run in this process reads them."""
+def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> list[Any]:
+    """An embedded task's prompts to train on, or texts of a kind, which all runs in this process encode once."""
+    task = settings.examples.task
+    if _encode_alike(tokenizer, embedded_task(task).tokenizer()):
+        return list(_own_training_examples(task, kind, settings.run.seed, picture_form_of(tokenizer)))
+    return _encode_training(task, kind, settings.run.seed, tokenizer)
+
+
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: Any) -> list[Any]:
     embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed))
+    if kind is None:
+        return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
+    return embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer)
+
+
+@functools.lru_cache(maxsize=8)
+def _own_training_examples(task: str, kind: str | None, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
+    """`_training_examples` in the tokens of the task's own tokenizer."""
+    return tuple(_encode_training(task, kind, seed, with_picture_form(embedded_task(task).tokenizer(), form)))
 
 
 def _encode_alike(tokenizer: Any, other: Any) -> bool:
@@ -279,13 +288,11 @@ def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -
 def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> None:
     """Raise SettingsError where a flag of reward workers would do nothing."""
     if settings.rewards.reward_workers and not rewards:
-        raise SettingsError(
-            f"--reward_workers={settings.rewards.reward_workers}: there is no --reward that they could run"
-        )
+        raise settings.refusal("{reward_workers}: there is no --reward that they could run")
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
-        raise SettingsError(
-            f"--reward_timeout={settings.rewards.reward_timeout:g}: only a worker's reward can "
-            "be ended, and there are no workers; give --reward_workers=1 or more"
+        raise settings.refusal(
+            "{reward_timeout}: only a worker's reward can be ended, and there are no workers; give --reward_workers=1 "
+            "or more"
         )
 
 
@@ -300,9 +307,7 @@ def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig,
       SettingsError, DataError: the first thing that cannot work.
     """
     if settings.formatting.step_separator is not None and kind != "steps":
-        raise SettingsError(
-            f"--step_separator={settings.formatting.step_separator}: {kind} have no steps; leave it out"
-        )
+        raise settings.refusal("{step_separator}: {kind} have no steps; leave it out", kind=kind)
     reason = f"the model has {config.max_positions} positions"
     most, reason, idle = token_limit("max_text_tokens", settings.examples.max_text_tokens, config.max_positions, reason)
     if settings.examples.data is None and given.records is None:
@@ -414,21 +419,9 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     embedded = embedded_task(settings.examples.task)
     if kind not in embedded.texts:
         raise SettingsError(f"--task={settings.examples.task} has no {kind}; it has {', '.join(embedded.texts)}")
-    if _encode_alike(tokenizer, embedded.tokenizer()):
-        form = picture_form_of(tokenizer)
-        train = list(_own_training_texts(settings.examples.task, kind, settings.run.seed, form=form))
-    else:
-        train = embedded_examples(embedded.texts[kind](settings.run.seed, TEXTS, split="train"), kind, tokenizer)
+    train = _training_examples(settings, kind, tokenizer)
     heldout = embedded_examples(embedded.texts[kind](0, count, split="heldout"), kind, tokenizer)
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
-
-
-@functools.lru_cache(maxsize=4)
-def _own_training_texts(task: str, kind: str, seed: int, form: PictureForm | None) -> tuple[Any, ...]:
-    """As `_own_training_prompts`, of texts of a kind."""
-    embedded = embedded_task(task)
-    tokenizer = with_picture_form(embedded.tokenizer(), form)
-    return tuple(embedded_examples(embedded.texts[kind](seed, TEXTS, split="train"), kind, tokenizer))
 
 
 def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
@@ -468,3 +461,218 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     heldout, heldout_remark = fit_examples(task.heldout, most, settings.examples.long_prompts, reason, tokenizer)
     remarks = [f"prompts: {remark}"] * bool(remark) + [f"held-out prompts: {heldout_remark}"] * bool(heldout_remark)
     return task._replace(prompts=train, heldout=heldout, remarks=(*task.remarks, *idle, *remarks))
+
+
+def check_text_prompts(env: str | None, examples: Sequence[Example]) -> None:
+    """Refuse prompts with pictures for an environment of another framework. Raises: SettingsError.
+
+    Args:
+      env: value of --env; None: it is not given.
+    """
+    framework = (env or "").partition(":")[0]
+    seeing = next((example for example in examples if example.opening is not None), None)
+    if framework in FRAMEWORKS and seeing is not None:
+        raise SettingsError(
+            f"--env={env}: environments of {framework} get text, and {seeing.source or 'a prompt'} has pictures; leave "
+            "these out, or give an environment of FILE.py:NAME"
+        )
+
+
+def format_of(settings: Settings, fields: Fields) -> PromptFormat:
+    """The format of all prompts that the flags give.
+
+    Raises:
+      SettingsError: naming the flag.
+    """
+
+    def read(name: str, parse: Any, otherwise: Any) -> Any:
+        value = flag_value(settings, name)
+        try:
+            return otherwise if value is None else parse(value)
+        except DataError as error:
+            raise SettingsError(f"--{name}: {error}") from error
+
+    return PromptFormat(
+        chat=any(flag_value(settings, name) is not None for name in (*CHAT_FLAGS, "chat_template")),
+        system=read("system_prompt", text_of_flag, None),
+        text=read("prompt_template", text_of_flag, PLAIN_PROMPTS.text),
+        shots=read("few_shot", lambda text: read_shots(text, fields), ()),
+        tools=read("tools", read_tools, ()),
+        arguments=read("template_arguments", template_arguments, {}),
+        step_separator=step_separator(settings, embedded=False),
+    )
+
+
+def step_separator(settings: Settings, embedded: bool) -> str:
+    r"""The text between two steps: that of the flag, in which \n is a line end; of the embedded task there is none."""
+    if settings.formatting.step_separator is not None:
+        return settings.formatting.step_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return "" if embedded else SEPARATOR
+
+
+def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
+    """The tokenizer with the chat template of a flag, which is saved with the model.
+
+    Raises:
+      SettingsError: the file cannot be read, or there is no template where one is needed.
+    """
+    given = settings.formatting.chat_template
+    if given is None and tokenizer.chat_template is None:
+        for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
+            raise settings.refusal(
+                f"{{{name}}}: it makes chat messages of prompts, and the model's tokenizer has no chat template; give "
+                "--chat_template=FILE.jinja"
+            )
+    if given is not None and given != OWN:
+        tokenizer = copy.copy(tokenizer)
+        try:
+            tokenizer.chat_template = text_of_flag(given)
+        except DataError as error:
+            raise SettingsError(f"--chat_template: {error}") from error
+    if given == OWN and tokenizer.chat_template is None:
+        raise SettingsError("--chat_template=own: the model's tokenizer has none; give a FILE.jinja")
+    if settings.formatting.tools is not None:
+        _check_tools_shown(tokenizer, settings.formatting.tools)
+    return tokenizer
+
+
+def _check_tools_shown(tokenizer: Any, file: str) -> None:
+    """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
+    try:
+        tools = read_tools(file)
+    except DataError as error:
+        raise SettingsError(f"--tools: {error}") from error
+    conversation = [{"role": "user", "content": "?"}]
+    try:
+        shown = chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
+    except Exception:  # templates may raise anything, and are asked again with the prompts
+        return
+    if not shown:
+        raise SettingsError(f"--tools={file} does nothing: the chat template shows no tools; leave it out")
+
+
+def read_prompts(
+    files: Sequence[WeightedFile], flag: str, fields: Fields, form: PromptFormat, tokenizer: Any
+) -> Sequence[Example]:
+    """The prompts of all files as token ids; a mixture where files have weights.
+
+    Args:
+      flag: that names the files.
+
+    Raises:
+      SettingsError: naming the flag, the file, and the line or row.
+    """
+    try:
+        loaded = [encode_prompts(load_prompts(file.path, fields), tokenizer, form) for file in files]
+    except ValueError as error:
+        raise SettingsError(f"--{flag}: {error}") from error
+    weights = [file.weight for file in files if file.weight is not None]
+    return Mixture(loaded, shares_of(weights)) if weights else [example for part in loaded for example in part]
+
+
+def given_prompts(records: Sequence[Any], fields: Fields, form: PromptFormat, tokenizer: Any) -> list[Example]:
+    """Prompts of records in memory as token ids. Raises: SettingsError."""
+    try:
+        return encode_prompts(check_prompts(records, fields), tokenizer, form)
+    except ValueError as error:
+        raise SettingsError(f"--prompts: {error}") from error
+
+
+def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Examples to train on, and at most a tenth of them to evaluate on, which the seed chooses; both keep their order.
+
+    Of a mixture with shares a tenth of each part is held out, by its share. With fewer than ten examples there is none
+    to spare: evaluation uses the first of those to train on.
+    """
+    if isinstance(examples, Mixture) and examples.shares is not None:
+        counts = [max(1, heldout * share // sum(examples.shares)) for share in examples.shares]
+        pairs = [split(part, count, seed) for part, count in zip(examples.parts, counts, strict=True)]
+        held_out = [example for _, held in pairs for example in held]
+        return Mixture([train for train, _ in pairs], examples.shares), held_out
+    count = min(heldout, len(examples) // LEAST_TO_SPLIT)
+    if not count:
+        few = examples if heldout >= len(examples) else pick(examples, np.arange(heldout))
+        return examples, few
+    held = chosen_examples(examples, count, seed)
+    return pick(examples, np.setdiff1d(np.arange(len(examples)), held)), pick(examples, held)
+
+
+def remarks_on_heldout(train: Sequence[Any], heldout: Sequence[Any], wanted: int) -> list[str]:
+    """Remarks on held-out examples: fewer than a flag asks for, or the same as examples that are trained on.
+
+    Of texts only the first 5,000 are compared, for they are read from their files.
+
+    Args:
+      wanted: --eval_prompts.
+    """
+    remarks = []
+    there = f"are {len(heldout)} examples" if len(heldout) > 1 else "is 1 example"
+    if wanted not in (settings_flags()["eval_prompts"].default, len(heldout)) and wanted > len(heldout):
+        remarks.append(f"--eval_prompts={wanted}: there {there} to evaluate on")
+    compared = train if isinstance(train[0], Example) else itertools.islice(train, MOST_COMPARED)
+    keys = {_key(example) for example in compared}
+    same = sum(_key(example) in keys for example in heldout)
+    if same:
+        few = f" ({len(train)} examples are too few to hold a tenth out)" if len(train) < LEAST_TO_SPLIT else ""
+        remarks.append(
+            f"{same} of the {len(heldout)} held-out prompts are trained on too, word for word{few}; --eval_data=FILE "
+            "gives others"
+        )
+    return remarks
+
+
+def remarks_on_template(settings: Settings) -> list[str]:
+    """A remark on what looks like a place of --prompt_template and is not filled."""
+    text = None if settings.formatting.prompt_template is None else text_of_flag(settings.formatting.prompt_template)
+    names = [name for name in dict.fromkeys(PLACE.findall(text or "")) if name != "prompt"]
+    if not names:
+        return []
+    return [f"--prompt_template: {{{names[0]}}} stays in every prompt as it is written; only {{prompt}} is replaced"]
+
+
+def _key(example: Any) -> tuple[int, ...]:
+    """Tokens of the prompt of an example, and the digest of what it owns."""
+    if isinstance(example, Example):
+        return (*(() if example.owned is None else (example.owned.digest,)), *example.tokens)
+    owned = [value.digest for value in example.owned]
+    text = example.texts[0]
+    first = next((place for place, trained in enumerate(text.trained) if trained), len(text.tokens))
+    return (*owned, *text.tokens[:first])
+
+
+def chosen_places(total: int, count: int, seed: int) -> np.ndarray:
+    """`count` places of `total`, ascending, that the seed chooses."""
+    return np.sort(np.random.default_rng((seed, SPLIT)).permutation(total)[:count])
+
+
+def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarray:
+    """`chosen_places` of at most `count` examples, but one pair at least; the two texts of a pair stay together."""
+    pairs = pairs_of(examples)
+    if pairs is None:
+        return chosen_places(len(examples), count, seed)
+    order = pairs[np.random.default_rng((seed, SPLIT)).permutation(len(examples))]
+    _, first = np.unique(order, return_index=True)
+    drawn = order[np.sort(first)]
+    sizes = np.bincount(pairs)[drawn].cumsum()
+    return np.flatnonzero(np.isin(pairs, drawn[sizes <= max(count, sizes[0])]))
+
+
+def pairs_of(examples: Sequence[Any]) -> np.ndarray | None:
+    """[examples] a number of the pair that each text is from, or of its own; None: all are their own."""
+    if isinstance(examples, TextFile) and isinstance(examples.records.table, PairHalves):
+        return examples.records.places // 2
+    if isinstance(examples, list):  # in memory
+        sources = [x.source for x in examples if isinstance(x, TextExample) and x.source]
+        paired = len(set(sources)) < len(sources) == len(examples)
+        return np.unique(sources, return_inverse=True)[1] if paired else None
+    if not isinstance(examples, Mixture):
+        return None
+    parts = [pairs_of(part) for part in examples.parts]
+    if all(part is None for part in parts):
+        return None
+    numbers = []
+    begin = 0
+    for part, pairs in zip(examples.parts, parts, strict=True):
+        numbers.append(begin + (np.arange(len(part)) if pairs is None else pairs))
+        begin = 1 + int(numbers[-1].max(initial=begin))
+    return np.concatenate(numbers)

@@ -84,7 +84,7 @@ class DemonstrationReader(NamedTuple):
         return joined if units is None else joined.with_fields(**episode_fields(joined.batch, units))
 
     def table(self, rows: Rows, count: int) -> dict[str, torch.Tensor]:
-        """Groups, scores and episodes of the demonstrations, of which there are `count`."""
+        """Groups, scores and episodes of `count` demonstrations."""
         group_P = rows.batch.group.unique_consecutive()
         score_B = rows.batch.get("score")
         assert len(group_P) == count

@@ -13,6 +13,7 @@ from funrl.algos.reading import reads
 from funrl.data.prompts import Example
 from funrl.environments.agents import AgentMap
 from funrl.environments.environment import Environment
+from funrl.mesh.launch import device_type
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.models import Model
 from funrl.models.model import Lora
@@ -23,7 +24,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.provenance import Provenance
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import Settings
-from funrl.trainer.sources.judging import JudgeJob
+from funrl.trainer.steps.parts import JudgeJob
 from funrl.trainer.steps.roles import main_role_of, writes_of
 
 DEMONSTRATION = "demonstration"  # field of a prompt's record
@@ -83,52 +84,95 @@ class Texts(NamedTuple):
     most: int | None = None
 
 
+def compute_dtype(settings: Settings) -> str:
+    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device.
+
+    The device of a dry run is its --hardware, a GPU by default.
+    """
+    if settings.models.dtype != "auto":
+        return settings.models.dtype
+    on_gpu = (settings.devices.device or device_type()) == "cuda"
+    if settings.estimate.dry_run:
+        on_gpu = settings.estimate.hardware != "cpu"
+    return "bfloat16" if on_gpu else "float32"
+
+
 @dataclass(frozen=True, kw_only=True)
-class BaseJob:
+class JobModels:
+    """Models of a run, without weights.
+
+    Attributes:
+      model: the one that the run begins with.
+      tokenizer: of `model`; None in a dry run.
+      models: of every role, by name; learning ones have adapters where `lora` is given.
+      directories: of the roles that do not begin as `model`.
+      lora: adapters of the roles that learn; None: all of their weights learn.
+    """
+
+    model: Model
+    tokenizer: Any
+    models: dict[str, Model]
+    directories: dict[str, str]
+    lora: Lora | None = None
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+        ends = {*self.model.config.special_tokens.eos}
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ends.add(self.tokenizer.eos_token_id)
+        return tuple(sorted(ends))
+
+    @property
+    def pad(self) -> int:
+        """Id of the padding token."""
+        pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
+        return next(iter((*self.stop, 0))) if pad is None else pad
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDevices:
+    """Devices of a run.
+
+    Attributes:
+      sizes: of the mesh to train on.
+      generate_sizes: of the mesh to generate on.
+      device: "cpu" or "cuda".
+    """
+
+    sizes: dict[str, int]
+    generate_sizes: dict[str, int]
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseJob(JobModels, JobDevices):
     """Facts of a run that every rank needs; the same on all of them.
 
     Attributes:
-      sizes, generate_sizes: of the meshes to train and to generate on.
-      device: "cpu" or "cuda".
-      dtype: to compute in.
-      model: the one that the run begins with.
-      models: of every role, by name; those that learn with adapters, where `lora` is given.
-      directories: of the roles that do not begin as `model`.
-      rates: peak learning rates of the roles that learn.
-      tokenizer: of `model`.
       task: data that the run learns from.
-      stop: tokens that end a completion.
-      pad: id of the padding token.
       start: directory of the weights that the run begins with; None: random ones of the seed.
       warmstart_steps: supervised steps on the embedded task by which `start` is made.
-      lora: adapters of the roles that learn; None: all of their weights learn.
       agents: models of an environment's agents.
       provenance: origin of the run, as whoever starts it knows it.
     """
 
     settings: Settings
-    sizes: dict[str, int]
-    generate_sizes: dict[str, int]
-    device: str
-    dtype: torch.dtype
-    model: Model
-    models: dict[str, Model]
-    directories: dict[str, str]
-    rates: dict[str, float]
-    tokenizer: Any
-    task: Task | Texts
     algorithm: Algorithm
-    stop: tuple[int, ...]
-    pad: int
+    task: Task | Texts
     start: str | None = None
     warmstart_steps: int = 0
-    lora: Lora | None = None
     agents: AgentMap = field(default_factory=AgentMap)
     provenance: Provenance = field(default_factory=Provenance)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to compute in."""
+        return TORCH_DTYPES[compute_dtype(self.settings)]
+
+    @property
     def placement(self) -> Placement | None:
-        """Pools of ranks that train and that generate; None: every rank does both."""
+        """Pools of trainer and generator ranks; None: every rank does both."""
         return self.settings.devices.placement
 
     @property
@@ -231,7 +275,7 @@ def rewards_completions(job: Job, name: str) -> bool:
 def scoring_pools(job: Job) -> dict[str, RankPool]:
     """The ranks of each role, or judge, that ranks of another pool ask, in the order of the pools' numbers.
 
-    Models that reward completions and have no ranks of their own are on those that train.
+    Models that reward completions and have no ranks of their own are on trainer ranks.
     """
     placement = job.placement
     if placement is None:

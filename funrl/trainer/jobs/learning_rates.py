@@ -1,4 +1,4 @@
-"""Peak learning rates: those that flags give, and defaults that fit the size of the model.
+"""Peak learning rates: of flags, or defaults that fit the size of the model.
 
 A larger model wants smaller steps. The default of a model that is given falls with the square root of its number of
 parameters N,
@@ -96,4 +96,5 @@ def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Tr
     """
     settings = job.settings
     updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
-    return make_optimizer(settings, job.rates[name], updates, placed)
+    rates = learning_rates(settings, job.algorithm, job.model, job.lora is not None)
+    return make_optimizer(settings, rates[name], updates, placed)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from funrl import trees
 from funrl.algos.core import Algorithm, Loss
+from funrl.algos.reading import reads
 from funrl.data.tokenizer import load_tokenizer
-from funrl.environments.agents import AgentMap
-from funrl.mesh.launch import device_type, submesh
+from funrl.environments.agents import POLICY, AgentMap
+from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed, with_value_head
 from funrl.models.huggingface import directories as hf
@@ -19,9 +20,9 @@ from funrl.models.huggingface.resize import with_vocabulary
 from funrl.models.lora import decoder_of, full_rank, with_lora
 from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
-from funrl.role_kinds import SCORING_ROLES, RoleKind
+from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Job, Task, Texts, rewards_completions, scoring_pools
+from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype, rewards_completions, scoring_pools
 from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
@@ -29,22 +30,6 @@ from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
-
-VLLM_HEAD = 32  # smallest size of a head that vLLM's attention takes on a CPU
-
-
-class Models(NamedTuple):
-    """Models of a job.
-
-    Attributes:
-      first, tokenizer: that the run begins with.
-      models, directories: as in `BaseJob`.
-    """
-
-    first: Model
-    tokenizer: Any
-    models: dict[str, Model]
-    directories: dict[str, str]
 
 
 def located(settings: Settings) -> Settings:
@@ -57,37 +42,21 @@ def located(settings: Settings) -> Settings:
     return with_flags(settings, **directories, dtype=compute_dtype(settings))
 
 
-def compute_dtype(settings: Settings) -> str:
-    """The name of the dtype that forward passes compute in: --dtype, or by default that of the device.
-
-    The device of a dry run is its --hardware, a GPU by default.
-    """
-    if settings.models.dtype != "auto":
-        return settings.models.dtype
-    on_gpu = (settings.devices.device or device_type()) == "cuda"
-    if settings.estimate.dry_run:
-        on_gpu = settings.estimate.hardware != "cpu"
-    return "bfloat16" if on_gpu else "float32"
-
-
 def first_model(settings: Settings, given: Given) -> tuple[Model, Any]:
     """The model that a run begins with, and its tokenizer."""
     embedded = embedded_task(settings.examples.task)
     if given.model is not None:
         return given.model, given.tokenizer or embedded.tokenizer()
     if settings.models.model is None:
-        head = VLLM_HEAD if settings.engines.engine in ("vllm", "vllm_server") else 1
-        return model_of_config(embedded.model_config(head)), embedded.tokenizer()
+        return model_of_config(embedded.model_config(settings.engines.abilities.least_head)), embedded.tokenizer()
     with blaming("model"):
         model = hf.check_directory(settings.models.model, settings.models.model_code)
         tokenizer = load_tokenizer(settings.models.model)
     if settings.models.resize_vocab:
         rows = 1 + max(tokenizer.get_vocab().values(), default=0)
         if rows <= model.config.vocab:
-            raise SettingsError(
-                f"--resize_vocab does nothing: the model has {model.config.vocab} token ids and its tokenizer {rows}; "
-                "leave it out"
-            )
+            vocab = f"the model has {model.config.vocab} token ids and its tokenizer {rows}"
+            raise SettingsError(f"--resize_vocab does nothing: {vocab}; leave it out")
         with blaming("resize_vocab"):
             model = with_vocabulary(model, rows)
     return model, tokenizer
@@ -99,8 +68,8 @@ def models_of(
     model: Model,
     tokenizer: Any,
     read: Callable[[str, str], Model] = hf.check_directory,
-) -> tuple[dict[str, Model], dict[str, str]]:
-    """The model of every role of a run, and the directories of those that do not begin as `model`.
+) -> JobModels:
+    """The models of every role of a run, and the directories of roles that do not begin as `model`.
 
     Args:
       tokenizer: of `model`; None: other models' tokenizers are not looked at.
@@ -118,21 +87,20 @@ def models_of(
             models[name] = stored_model_of(name, kind, path, settings, tokenizer, read)
             directories[name] = path
             if lora is not None and name in algorithm.losses:
-                raise SettingsError(
-                    f"--lora_rank={lora.rank}: {kind.origin(path, name)} learns all weights of a model of its own, and "
-                    "adapters stand on the policy's; leave one out"
+                raise settings.refusal(
+                    "{lora_rank}: {origin} learns all weights of a model of its own, and adapters stand on the "
+                    "policy's; leave one out",
+                    origin=kind.origin(path, name),
                 )
         else:
             if not kind.value_head and model.unembed is None:
-                raise SettingsError(
-                    f"--model={settings.models.model}: it has a value head; a {name} gives probabilities"
-                )
+                raise settings.refusal("{model}: it has a value head; a {name} gives probabilities", name=name)
             models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
     if algorithm.divergence is not None and algorithm.divergence.role in directories:
         _check_vocabularies(algorithm, algorithm.divergence.role, models, directories)
-    return models, directories
+    return JobModels(model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora)
 
 
 def agent_models(
@@ -240,16 +208,16 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
     if rank is None:
         return None
     if model.abilities.code:
-        code = f" with --model_code={settings.models.model_code}" if settings.models.model_code == "hf" else ""
-        raise SettingsError(
-            f"--lora_rank={rank}{code}: the model is {model.abilities.code}, transformers' own code, which takes "
-            "no adapters here; leave it out"
+        code = " with {model_code}" if settings.models.model_code == "hf" else ""
+        raise settings.refusal(
+            f"{{lora_rank}}{code}: the model is {model.abilities.code}, transformers' own code, which takes no "
+            "adapters here; leave it out"
         )
     with blaming(f"lora_targets={settings.adapters.lora_targets}"):
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
-        raise SettingsError(
-            f"--lora_rank={rank}: no matrix that has adapters is of a rank above {full}; give {full} or less"
+        raise settings.refusal(
+            f"{{lora_rank}}: no matrix that has adapters is of a rank above {full}; give {full} or less"
         )
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
@@ -275,7 +243,7 @@ def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory:
 def companion_of(job: Job, loss: Loss, places: Mapping[str, Placed]) -> Companion | None:
     """The frozen role that a loss compares whole distributions with; None: it compares none."""
     divergence = job.algorithm.divergence
-    if divergence is None or "divergence" not in loss.reads.required | loss.reads.optional:
+    if divergence is None or "divergence" not in reads(loss).required | reads(loss).optional:
         return None
     return Companion(divergence.role, places[divergence.role], divergence, job.base_of(divergence.role))
 
@@ -296,10 +264,10 @@ def base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
 def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, RemoteRewards]:
     """Models on other ranks that this rank asks for rewards of completions, by name: if it generates.
 
-    Where groups are written ahead, the ranks that train ask for those of a batch. Every rank of these pools calls it.
+    Where groups are written ahead, the trainer ranks ask for those of a batch. Every rank of these pools calls it.
 
     Args:
-      training, generating: meshes of the ranks that train, and of those that generate.
+      training, generating: meshes of the trainer ranks, and of generator ranks.
     """
     rewarding = {}
     for number, (name, pool) in enumerate(scoring_pools(job).items()):
@@ -319,9 +287,7 @@ def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
     for name in () if placement is None else placement.scoring:
         problem = _pool_problem(algorithm, settings, name)
         if problem is not None:
-            raise SettingsError(
-                f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave that pool out"
-            )
+            raise SettingsError(f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave it out")
 
 
 def placeable_roles(algorithm: Algorithm, settings: Settings) -> list[str]:
@@ -341,13 +307,28 @@ def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | 
         return f"the roles of this run that only score are {', '.join([*only_score, *rewarding]) or 'none'}"
     if algorithm.divergence is not None and algorithm.divergence.role == name:
         return "the loss compares whole distributions with it, in the update"
-    if _has_own_model(kinds[name], settings):
+    kind = kinds[name]
+    if kind.model is not None or (kind.flag and flag_value(settings, kind.flag)):
         return None
     if settings.adapters.lora_rank:
         return f"with --lora_rank={settings.adapters.lora_rank} it is the base of the policy, which trains"
     return "its model begins as the policy, with a head of its own" if kinds[name].value_head else None
 
 
-def _has_own_model(kind: RoleKind, settings: Settings) -> bool:
-    """True if a role starts from a directory of its own."""
-    return kind.model is not None or bool(kind.flag and flag_value(settings, kind.flag))
+def with_policies(algorithm: Algorithm, names: Sequence[str]) -> Algorithm:
+    """The algorithm with further policies; each has the policy's loss and its initial weights.
+
+    Raises:
+      ValueError: a name is that of another role, or the algorithm has no loss of a policy alone.
+    """
+    if not names:
+        return algorithm
+    if POLICY not in algorithm.losses or algorithm.divergence is not None:
+        raise ValueError(f"{POLICY}:{names[0]}: the algorithm has no loss of a policy alone, as grpo has")
+    # What it writes are the policy's fields, on the rows of its own agents.
+    kind = dataclasses.replace(ROLES[POLICY], writes={}, generates=False, metric="", messages=RoleMessages())
+    kinds = {name: dataclasses.replace(kind, text=f"the policy {name!r}") for name in names}
+    losses = {**algorithm.losses, **dict.fromkeys(names, algorithm.losses[POLICY])}
+    extended = dataclasses.replace(algorithm, roles={**algorithm.roles, **kinds}, losses=losses)
+    extended.role_kinds  # noqa: B018  (refuses names of other roles)
+    return extended

@@ -1,6 +1,6 @@
 """Origin of a run: its recipe, its flags, and digests of the files that it reads.
 
-They stand in config.json and in each checkpoint, so that a run that goes on can say what is not as it was.
+They stand in config.json and in each checkpoint, so that a resumed run can say what has changed.
 
 | digest of | taken by, and what it costs |
 |---|---|

@@ -26,14 +26,11 @@ from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
 from funrl.rewards.pool import Pool, open_pool
-from funrl.rollout.engine import awake
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.jobs.build import Parts
-from funrl.trainer.jobs.datasets import has_workers
+from funrl.trainer.jobs.datasets import has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
-from funrl.trainer.jobs.prompts import step_separator
 from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
@@ -52,15 +49,16 @@ from funrl.trainer.sources.completion_scores import (
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
-from funrl.trainer.sources.generation import RewardedEngine
+from funrl.trainer.sources.generation import CompletionForm, RewardedEngine
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
-from funrl.trainer.sources.source import Generation, RowSelection, Source
+from funrl.trainer.sources.source import Generation, RowSelection, ScoreColumns, Source
 from funrl.trainer.sources.texts import LossEvaluation, TextData, text_source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Judge, Parts
 from funrl.trainer.steps.roles import Role
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
@@ -118,24 +116,22 @@ def share_of_cores(job: Job) -> int:
 
 
 def replicas_here(job: Job) -> float:
-    """Replicas of the engine on this machine; where some ranks generate, on a machine with as many of them as fit."""
+    """Engine replicas per machine; with a placement, assume machines full of generators."""
     generating = Mesh(job.generate_sizes).world
     return min(generating, local_ranks(Mesh(job.launched).world)) / job.generate_sizes["tensor"]
 
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of the rows that a job trains on."""
-    if isinstance(job, RLJob):
-        return source_of_prompts(job, parts, frozen, clock, show)
-    return source_of_texts(job, parts, frozen, clock, show)
-
-
-def source_of_prompts(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of a job that learns from completions."""
+    if isinstance(job, TextJob):
+        return source_of_texts(job, parts, frozen, clock, show)
+    assert isinstance(parts, GeneratingParts)
     return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
 
 
-def source_of_generation(job: RLJob, parts: Parts, generation: Generation, clock: Clock, show: Show) -> Source:
+def source_of_generation(
+    job: RLJob, parts: GeneratingParts, generation: Generation, clock: Clock, show: Show
+) -> Source:
     """The source of a job whose generation is known."""
     if job.settings.sampling.new_tokens_per_step is None:
         source = prompt_source(generation, clock, show)
@@ -143,21 +139,18 @@ def source_of_generation(job: RLJob, parts: Parts, generation: Generation, clock
         source = partial_source(generation, job.settings.sampling.new_tokens_per_step, clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
-    assert parts.generator is not None
-    working = awake(parts.generator.serving)  # beyond it the memory of its cache is the trainer's
-    return source._replace(next_rows=working(source.next_rows), evaluate=working(source.evaluate))
+    return source
 
 
 def remarked_generation(
-    job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Generation:
     """`generation_of`, after remarks on the prompts and flags of the job."""
     settings = job.settings
     task = job.task
     remarks = (
-        *remarks_on_batch(settings.run.batch_prompts, len(task.prompts), "prompts"),
+        *remarks_on_counts(settings.run.batch_prompts, len(task.prompts), len(task.heldout), "prompts"),
         *remarks_on_groups(job.sampling.samples, job.algorithm),
-        *remarks_on_few_heldout(len(task.heldout), "prompts"),
         *remarks_on_workers(job),
         *remarks_on_sampling(job, "eval_"),
     )
@@ -176,8 +169,8 @@ def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     """The source of a job that learns from given texts."""
     settings = job.settings
     task = job.task
-    repeated = remarks_on_batch(settings.run.batch_prompts, len(task.examples), "texts")
-    for remark in (*task.remarks, *repeated, *remarks_on_few_heldout(len(task.heldout), "texts")):
+    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
+    for remark in (*task.remarks, *remarks):
         show.note(remark)
     to_rows = functools.partial(text_rows, job, parts.mesh)
     data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
@@ -186,27 +179,21 @@ def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree]
     return text_source(data, evaluation, clock, show)
 
 
-def remarks_on_batch(batch: int, examples: int, what: str) -> list[str]:
-    """A remark where a step draws more examples than there are to train on.
+def remarks_on_counts(batch: int, examples: int, heldout: int, name: str) -> list[str]:
+    """Remarks where a step draws more examples than there are, or one held-out example alone moves their mean.
 
     Args:
-      what: name of the examples.
-    """
-    there = f"there are {examples} {what}" if examples > 1 else f"there is 1 {what.removesuffix('s')}"
-    remark = f"--batch_prompts={batch}: {there} to train on, so a step has some more than once"
-    return [remark] if batch > examples else []
-
-
-def remarks_on_few_heldout(examples: int, name: str) -> list[str]:
-    """A remark where so few examples are held out that a single one moves their mean.
-
-    Args:
-      examples: number of held-out examples.
+      examples: number of them to train on.
       name: of the examples, in the plural.
     """
-    noun = name if examples > 1 else name.removesuffix("s")
-    remark = f"{examples} held-out {noun}: one alone moves a mean over them by {1 / max(examples, 1):.0%} of its range"
-    return [remark] if 0 < examples < FEW_HELD_OUT else []
+    remarks = []
+    if batch > examples:
+        there = f"there are {examples} {name}" if examples > 1 else f"there is 1 {name.removesuffix('s')}"
+        remarks.append(f"--batch_prompts={batch}: {there} to train on, so a step has some more than once")
+    if 0 < heldout < FEW_HELD_OUT:
+        noun = name if heldout > 1 else name.removesuffix("s")
+        remarks.append(f"{heldout} held-out {noun}: one alone moves a mean over them by {1 / heldout:.0%} of its range")
+    return remarks
 
 
 def remarks_on_groups(samples: int, algorithm: Algorithm) -> list[str]:
@@ -234,7 +221,9 @@ def remarks_on_sampling(job: RLJob, prefix: str) -> list[str]:
     return [remark] if taken else []
 
 
-def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Generation:
+def generation_of(
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Generation:
     """Everything that the source of a job's prompts needs."""
     settings = job.settings
     task = job.task
@@ -249,15 +238,16 @@ def generation_of(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], cl
         sampling=job.sampling,
         evaluation=PromptEvaluation(task.heldout, job.eval_sampling, solved),
         selection=RowSelection(filter_of(job), settings.sampling.empty_filter, settings.sampling.max_refills),
-        rescore=rescoring(job, parts, frozen, clock, show),
         demonstrate=demonstrations_of(job).beside if demonstrates else None,
-        reward_names=job.reward_names,
+        rewards=ScoreColumns(job.reward_names, rescoring(job, parts, frozen, clock, show)),
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
-        pad=job.pad,
-        choices=job.model.abilities.choices if settings.routers.router_replay else 0,
+        form=CompletionForm(
+            job.pad,
+            settings.asynchrony.staleness > 0,
+            job.model.abilities.choices if settings.routers.router_replay else 0,
+        ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
-        versions=settings.asynchrony.staleness > 0,
     )
 
 
@@ -303,9 +293,8 @@ def chat_of(job: RLJob) -> TemplateChat:
     return TemplateChat(job.tokenizer, None if arguments is None else template_arguments(arguments), options)
 
 
-def rewarded_engine(job: RLJob, parts: Parts, show: Show) -> RewardedEngine:
+def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedEngine:
     """The engine of a job with the rewards of its task."""
-    assert parts.generator is not None
     generator = parts.generator
     rewards = job.task.rewards
     return RewardedEngine(
@@ -335,17 +324,18 @@ def demonstrations_of(job: RLJob) -> DemonstrationReader:
 
 
 def filter_of(job: Job) -> Filter | None:
-    """The rows that are worth training on, among those that have rewards."""
+    """The rewarded rows that are worth training on."""
     filter = job.algorithm.filter
     if job.settings.rewards.on_reward_error != "skip":
         return filter
     return rewarded() if filter is None else every(rewarded(), filter)
 
 
-def rescoring(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Rescore | None:
-    """A function that adds to rows what models say of them; None where other ranks do, or the run has no such model."""
+def rescoring(
+    job: RLJob, parts: GeneratingParts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
+) -> Rescore | None:
+    """A function that adds the scores of models to rows; None if other ranks add them, or there is no such model."""
     names = scorers_of(job.settings)
-    assert parts.generator is not None
     if not names or not parts.generator.mesh.here:
         return None
     asked = asked_scorers(parts, show)
@@ -353,9 +343,9 @@ def rescoring(job: RLJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock:
     return scored_in_order(scorers, clock)
 
 
-def asked_scorers(parts: Parts, show: Show) -> dict[str, Scorer]:
+def asked_scorers(parts: GeneratingParts, show: Show) -> dict[str, Scorer]:
     """Scores by models of other ranks, by name."""
-    return {name: functools.partial(model.rewarded, note=show.note) for name, model in parts.rewarding.items()}
+    return {name: functools.partial(model.rewarded, note=show.note) for name, model in parts.remote_rewards.items()}
 
 
 def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, show: Show) -> Scorer:
@@ -366,14 +356,13 @@ def completion_scorer(job: RLJob, parts: Parts, name: str, params: trees.Tree, s
     """
     weights = job.task.weights[len(job.task.rewards) :]
     weight = weights[scorers_of(job.settings).index(name)]
-    if name == JUDGE:
-        return verdict_scorer(job, parts, weight, show)
+    if name == JUDGE and parts.judge is not None:
+        return verdict_scorer(job, parts.judge, weight, show)
     return model_scorer(job, parts.roles[name], name, params, weight)
 
 
-def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Scorer:
-    """Scores by the verdicts of a judge, the first of which is shown."""
-    assert parts.judge is not None
+def verdict_scorer(job: RLJob, judge: Judge, weight: float, show: Show) -> Scorer:
+    """Scores by the verdicts of a judge; the first verdict is shown."""
     shown: list[str] = []
 
     def note(text: str) -> None:
@@ -382,7 +371,7 @@ def verdict_scorer(job: RLJob, parts: Parts, weight: float, show: Show) -> Score
         shown.append(text)
 
     decode = functools.partial(job.tokenizer.decode, skip_special_tokens=True)
-    return functools.partial(with_verdicts, judge=parts.judge, weight=weight, decode=decode, note=note)
+    return functools.partial(with_verdicts, judge=judge, weight=weight, decode=decode, note=note)
 
 
 def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: float) -> Scorer:

@@ -13,7 +13,7 @@ from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.implied import new_tokens_of
 from funrl.trainer.settings.settings import Settings, flag_value
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -22,8 +22,9 @@ IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 
 def new_tokens(settings: Settings, task: Task | None = None) -> int:
     """Tokens that a completion may have."""
-    default = resolved(settings).sampling.max_new_tokens if task is None else task.max_new_tokens
-    return settings.sampling.max_new_tokens or default or 1
+    if task is None:
+        return new_tokens_of(settings)
+    return settings.sampling.max_new_tokens or task.max_new_tokens
 
 
 def row_new_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
@@ -49,35 +50,22 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
     Raises:
       SettingsError: the model's generation_config.json has a number out of its range, or a flag does nothing.
     """
-    flags = settings.sampling
-    train = Sampling(
-        flags.temperature,
-        flags.top_k,
-        flags.top_p,
-        count,
-        stop,
-        flags.samples_per_prompt,
-        min_p=flags.min_p,
-        repetition_penalty=flags.repetition_penalty,
-    )
+    shared: dict[str, Any] = {"max_new_tokens": count, "stop": stop}
+    train_values: dict[str, Any] = {name: flag_value(settings, name) for name in EVAL_DEFAULTS}
+    train = Sampling(**train_values, **shared, samples=settings.sampling.samples_per_prompt)
     given: dict[str, Any] = {name: flag_value(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
     values = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
     greedy = values["temperature"] == 0
     idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
     if idle:
-        raise SettingsError(
-            f"--eval_{idle[0]}={given[idle[0]]} does nothing: evaluation is greedy; give --eval_temperature too"
-        )
+        raise settings.refusal(f"{{eval_{idle[0]}}} does nothing: evaluation is greedy; give --eval_temperature too")
     if greedy and settings.evaluation.eval_samples > 1:
-        raise SettingsError(
-            f"--eval_samples={settings.evaluation.eval_samples}: evaluation is greedy, so all would be the same; give "
-            "--eval_temperature too"
+        raise settings.refusal(
+            "{eval_samples}: evaluation is greedy, so all would be the same; give --eval_temperature too"
         )
     try:
-        numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0}
-        return train, Sampling(
-            **numbers, max_new_tokens=count, stop=stop, greedy=greedy, samples=settings.evaluation.eval_samples
-        )
+        numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0} | shared
+        return train, Sampling(**numbers, greedy=greedy, samples=settings.evaluation.eval_samples)
     except ValueError as error:
         raise SettingsError(f"{GENERATION} of the model: {error}") from error
 
@@ -91,13 +79,12 @@ def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
     tokens = settings.sampling.new_tokens_per_step
     most = row_new_tokens(settings, task, new_tokens)
     if tokens is not None and tokens >= most:
-        flags = (
-            "--max_new_tokens" if task.environment is None else "--max_new_tokens, --episode_turns, --episode_tokens"
-        )
-        what = "a completion" if task.environment is None else "a trajectory"
-        raise SettingsError(
-            f"--new_tokens_per_step={tokens}: {what} has {most} tokens at most ({flags}), so none "
-            "would go on in a later step; give fewer, or leave it out"
+        row = "a completion has {most} tokens at most (--max_new_tokens)"
+        if task.environment is not None:
+            row = "a trajectory has {most} tokens at most (--max_new_tokens, --episode_turns, --episode_tokens)"
+        raise settings.refusal(
+            f"{{new_tokens_per_step}}: {row}, so none would continue in a later step; give fewer, or leave it out",
+            most=most,
         )
 
 
@@ -114,11 +101,7 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     if settings.engines.kv_cache_gb is None:
         return
     if settings.engines.kv_cache_gb * 1e9 > memory:
-        raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: a rank of this machine has "
-            f"{memory / 1e9:.3g} GB in all; give "
-            "less"
-        )
+        raise settings.refusal(f"{{kv_cache_gb}}: a rank of this machine has {memory / 1e9:.3g} GB in all; give less")
     longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
     tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
     dtype = TORCH_DTYPES[settings.models.dtype]
@@ -128,8 +111,7 @@ def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, m
     if needed > settings.engines.kv_cache_gb:
         what = "completion" if task.environment is None else "episode"
         flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
-        raise SettingsError(
-            f"--kv_cache_gb={settings.engines.kv_cache_gb:g}: the longest prompt and {what} "
-            f"may have {tokens} tokens, "
-            f"whose keys and values take {needed:.2g} GB on a rank; give it more, or a smaller {flag}"
+        raise settings.refusal(
+            f"{{kv_cache_gb}}: the longest prompt and {what} may have {tokens} tokens, whose keys and values take "
+            f"{needed:.2g} GB on a rank; give it more, or a smaller {flag}"
         )

@@ -19,6 +19,7 @@ from funrl.models.decoder.sequence_parallel import is_ring
 from funrl.models.lora import decoder_of
 from funrl.models.placed import Placed
 from funrl.role_kinds import ROLES
+from funrl.rollout.engine_abilities import engines_that
 from funrl.trainer.lowered.backend import decodes_in_jax, device_sizes
 from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE, Settings, flag_value
@@ -50,9 +51,7 @@ def check_roles(settings: Settings, roles: Collection[str]) -> None:
     """
     absent = [role for role in parts(settings.sharding.fsdp_models) if role not in roles]
     if absent:
-        raise SettingsError(
-            f"--fsdp_models={settings.sharding.fsdp_models}: this run has no {absent[0]}; it has {', '.join(roles)}"
-        )
+        raise settings.refusal(f"{{fsdp_models}}: this run has no {absent[0]}; it has {', '.join(roles)}")
 
 
 def check_experts(settings: Settings, models: Collection[Model]) -> None:
@@ -64,29 +63,22 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
     experts = any(model.abilities.routers is not None for model in models)
     for name in ("router_aux_coef", "router_z_coef", "router_bias_rate", "router_replay"):
         if flag_value(settings, name) and not experts:
-            raise SettingsError(
-                f"--{name}={flag_value(settings, name)}: no model of this run has experts; leave it out"
-            )
-    _check_biases(settings, models)
-    if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
-        raise SettingsError(
-            "--router_replay: with "
-            f"--new_tokens_per_step={settings.sampling.new_tokens_per_step} the engine computes what is "
-            "begun again, with other weights, and its choices are lost; leave one out"
-        )
-    if experts and settings.engines.engine != "native":
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: the policy has experts, which --engine=native generates with"
-        )
-
-
-def _check_biases(settings: Settings, models: Collection[Model]) -> None:
-    rate = settings.routers.router_bias_rate
-    if rate and not any(model.abilities.routers is not None and model.abilities.routers.biased for model in models):
-        raise SettingsError(
-            f"--router_bias_rate={rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
+            raise settings.refusal(f"{{{name}}}: no model of this run has experts; leave it out")
+    if settings.routers.router_bias_rate and not any(
+        model.abilities.routers is not None and model.abilities.routers.biased for model in models
+    ):
+        raise settings.refusal(
+            "{router_bias_rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
             "--router_aux_coef balances them by a loss"
         )
+    if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
+        raise settings.refusal(
+            "--router_replay: with {new_tokens_per_step} the engine computes what is begun again, with other weights, "
+            "and its choices are lost; leave one out"
+        )
+    if experts and not settings.engines.abilities.routes:
+        engines = engines_that("routes")
+        raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)
 
 
 def check_layouts(
@@ -178,7 +170,7 @@ def check_divided(where: str, role: str, model: Model, rules: Rules, sizes: Mapp
                 )
 
 
-def relaid(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
+def replace_layouts(settings: Settings, placed: Placed, role: str, mesh: Mesh, part: bool = False) -> Placed:
     """A model on another mesh, in the layouts of the flags.
 
     Args:
@@ -220,8 +212,8 @@ def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[
     for role, model in models.items():
         heads = -(-model.abilities.heads // sizes["tensor"])
         if form == "ulysses" and heads % ranks:
-            raise SettingsError(
-                f"--sequence_parallel={form}: the {role} has {heads} query heads on a device, which do not divide over "
+            raise settings.refusal(
+                f"{{sequence_parallel}}: the {role} has {heads} query heads on a device, which do not divide over "
                 f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
             )
 
@@ -235,7 +227,7 @@ def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memo
 
 
 def sizes_on_trainers(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:
-    """Sizes of a mesh to generate on, over the ranks that train.
+    """Sizes of a mesh to generate on, over the trainer ranks.
 
     Every device decodes alone, which needs no collective at all, as long as the whole model fits a quarter
     of its memory and there is a prompt for each. Otherwise it is the train mesh, with its sp as dp: ranks that share

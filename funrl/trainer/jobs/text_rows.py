@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from funrl.algos.advantages.units import episode_fields, units_of
+from funrl.algos.advantages.units import episode_fields, episode_units
 from funrl.algos.reading import reads
 from funrl.batch import select
 from funrl.data.supervised import TextExample, rows_of_conversation, text_batch
@@ -87,6 +87,5 @@ def _as_episodes(rows: Rows, counts: np.ndarray) -> Rows:
     device = rows.batch.length.device
     episode_B = torch.from_numpy(np.arange(len(counts)).repeat(counts)).to(device)
     rows = rows.with_fields(episode=episode_B, agent=torch.zeros_like(episode_B))
-    units = units_of(rows.batch)
-    assert units is not None
+    units = episode_units(rows.batch)
     return rows.with_fields(**episode_fields(rows.batch, units))

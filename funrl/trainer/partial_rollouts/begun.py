@@ -136,7 +136,7 @@ class RowWriter(Protocol[HeldT]):
         ...
 
     def close(self) -> None:
-        """End everything that goes on."""
+        """End all running work."""
         ...
 
 
@@ -156,5 +156,5 @@ def prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
 
 
 def sample_numbers(prompts: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:
-    """Numbers of the samples of some prompts."""
+    """Sample indices of some prompts."""
     return (np.asarray(prompts)[:, None] * samples + np.arange(samples)).flatten()

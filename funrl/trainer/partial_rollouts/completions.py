@@ -55,6 +55,7 @@ class CompletionWriter:
         self.longest = generation.sampling.max_new_tokens
         self.most_new = generation.schedule.batch * selection.max_refills if selection.filter else None
         self._generation = generation
+        self._form = generation.form._replace(versions=True, choices=0)
         self._clock = clock
         self._samples = generation.sampling.samples
         self._mesh = generation.engine.mesh
@@ -62,7 +63,12 @@ class CompletionWriter:
     def nothing(self) -> BegunPrompts:
         """No prompts."""
         generation = self._generation
-        empty = to_rows((), empty_rollout(generation.engine), generation.sampling, pad=generation.pad, versions=True)
+        empty = to_rows(
+            (),
+            empty_rollout(generation.engine),
+            generation.sampling,
+            self._form,
+        )
         return BegunPrompts(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, bool), rows=empty)
 
     def ready(self, held: BegunPrompts) -> np.ndarray:
@@ -103,7 +109,12 @@ class CompletionWriter:
         examples = [*(old[n] for n in numbers), *(example for example in selected for _ in range(samples))]
         with self._clock.phase("generate"):
             done = run_requests(generation.engine, groups, examples, rows=len(examples), own=own)
-            rows = to_rows(examples, done, dataclasses.replace(sampling, samples=1), pad=generation.pad, versions=True)
+            rows = to_rows(
+                examples,
+                done,
+                dataclasses.replace(sampling, samples=1),
+                self._form,
+            )
         if done.reward_s:
             self._clock.move(done.reward_s, "generate", "reward")
         paused = (~done.finished & (done.lengths < sampling.max_new_tokens)).cpu().numpy()
@@ -125,8 +136,8 @@ class CompletionWriter:
         rows = held.rows
         device = rows.batch.length.device
         rows = rows.with_fields(group=torch.arange(len(rows.owner), device=device) // self._samples)
-        if generation.rescore is not None:
-            rows = generation.rescore(rows, examples_at(generation.schedule, held.places), "")
+        if generation.rewards.rescore is not None:
+            rows = generation.rewards.rescore(rows, examples_at(generation.schedule, held.places), "")
         kept_PS = filter_samples(generation, rows, len(held.places))
         return Examined(held.places, rows, kept_PS, rows.batch.get("scores"), rows.batch.get("failed"))
 
@@ -166,7 +177,7 @@ class CompletionWriter:
         return HeldRows(frozenset(names), tree["owner"].numpy(), self._mesh)
 
     def close(self) -> None:
-        """Nothing goes on between steps."""
+        """Do nothing: no work runs between steps."""
 
 
 def first_rollout(generation: Generation, rows: Rows, counts: np.ndarray) -> tuple[Rollout, Rows]:

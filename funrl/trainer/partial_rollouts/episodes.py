@@ -1,4 +1,4 @@
-"""Episodes that go on over several steps. A group stays with the replica that took it, where its environments live."""
+"""Episodes that span several steps. A group stays with the replica that took it, where its environments live."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 
-UNFILTERED_BATCHES = 2  # begun in a step, for episodes that go on or fail: most are far shorter than the longest
+UNFILTERED_BATCHES = 2  # begun in a step, for episodes that continue or fail: most are far shorter than the longest
 PADDING = " "  # of a record's JSON, where others are longer
 
 
@@ -185,7 +185,7 @@ class EpisodeWriter:
         return tree
 
     def rows(self, tree: dict[str, trees.Tree]) -> HeldRows:
-        """The records, of which each replica has its own."""
+        """The records; each replica has its own."""
         return HeldRows(frozenset({"records"}), tree["owner"].numpy(), self._mesh)
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class EpisodeWriter:
         return Round(groups[len(groups) - new :], continued, tokens)
 
     def _after(self, held: BegunEpisodes, run: OngoingRun) -> BegunEpisodes:
-        """The groups after a rollout, of which every rank knows what its replica has run."""
+        """The groups after a rollout; every rank knows what its replica has run."""
         mesh = self._mesh
         place_of = {int(place) * self._samples: n for n, place in enumerate(held.places)}
         table = torch.zeros(1 + len(held.places), 3, dtype=torch.int64)

@@ -7,7 +7,7 @@ are begun, so that a batch is full from the first step on. Prompts that finish b
 one, in the order of the prompts. None of this depends on the mesh or on timing.
 
 Begun prompts are part of the source's state. Each rank holds and checkpoints its own rows of them. So it is with
-episodes, of which each trajectory samples a limited number of new tokens; what a rank holds are their records.
+episodes; each trajectory samples a limited number of new tokens, and a rank holds their records.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.rollout.engine import onload_engine
 from funrl.trainer.partial_rollouts.begun import (
     Examined,
     HeldT,
@@ -37,7 +38,7 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
 from funrl.trainer.sources.prompts import one_step_of, prompt_source
 from funrl.trainer.sources.selection import chosen_rows, count_empty, filter_metrics, rewarded_samples, skips_empty
-from funrl.trainer.sources.source import SKIPPED, Generation, Source
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, StoredState
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
 from funrl.trainer.storage.row_shards import HeldRows
@@ -99,6 +100,7 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
     schedule = generation.schedule
     weighing = schedule.weighing
 
+    @onload_engine(generation.engine.engine)
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["curriculum"], step)
@@ -141,16 +143,13 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
     def restored(state: trees.Tree) -> trees.Tree:
         begun = state["begun"]
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
-        return {**whole.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
+        return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
     first = {**whole.init(), "begun": writer.tree(writer.nothing())}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
-        saved=saved,
-        rows=rows,
-        restored=restored,
-        spread=True,
+        stored=StoredState(saved, rows, restored, spread=True),
         close=writer.close,
     )
 

@@ -1,8 +1,9 @@
-"""The ranks that generate: they serve those that train, one request after the other."""
+"""Program of the generator ranks: serve trainer ranks, one request after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import Arrived, WeightForm, WeightReceiver
+from funrl.mesh.pools.transfer import WeightDelivery, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
@@ -24,12 +25,10 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.rollout.resident import set_aside
+from funrl.rollout.resident import park_requests
 from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
-from funrl.trainer.jobs.agents import load_directories
-from funrl.trainer.jobs.build import build
-from funrl.trainer.jobs.generator import Generator
+from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
@@ -58,10 +57,11 @@ from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Generator
 from funrl.trainer.steps.step_rows import Rows, join_rows, take
 
 
-class Shown:
+class ShowBuffer:
     """Everything that is shown here, until it is sent to the rank that writes it; a `Show`."""
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class Shown:
         """Keep a remark."""
         self.notes.append(text)
 
-    def taken(self) -> Shown:
+    def taken(self) -> ShowBuffer:
         """Everything that is kept, which is then nothing."""
-        taken = Shown()
+        taken = ShowBuffer()
         taken.__dict__, self.__dict__ = self.__dict__, taken.__dict__
         return taken
 
@@ -108,14 +108,14 @@ class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
     def __init__(
-        self, generation: Generation, generator: Generator, training: Mesh, show: Shown, group: Any = None
+        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, group: Any = None
     ) -> None:
         """Begin without rows.
 
         Args:
           generation: as of a source.
           generator: with an engine of this rank.
-          training: the mesh of the ranks that train.
+          training: the mesh of the trainer ranks.
           show: receives what is shown.
           group: of `transfer_group`.
         """
@@ -145,8 +145,8 @@ class GeneratingRank:
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
 
-    def take(self, arrived: Arrived) -> None:
-        """Let the engines have weights that have arrived."""
+    def take(self, arrived: WeightDelivery) -> None:
+        """Load arrived weights into the engines."""
         engine = self.generator.engine
         engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
         whole = self.generator.whole.weights
@@ -222,7 +222,7 @@ class GeneratingRank:
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
-    """Serve the ranks that train, on a rank that generates, until they have ended; returns `End.result`.
+    """Serve the trainer ranks, on a rank that generates, until they have ended; returns `End.result`.
 
     Args:
       job: what runs.
@@ -230,10 +230,9 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
       pool: this rank's reward workers.
       group: of `transfer_group`.
     """
-    show = Shown()
+    show = ShowBuffer()
     with heartbeat.phase("load"):
-        parts = build(job, training, show.note)._replace(pool=pool)
-        assert parts.generator is not None
+        parts = dataclasses.replace(build(job, training, show.note), pool=pool)
         load_directories(parts.generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
     rank = GeneratingRank(generation, parts.generator, training, show, group)
@@ -241,7 +240,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     with stops_when_asked(), answers.showing_progress():
         if job.settings.asynchrony.staleness:
             return _serve_beside_groups(job, rank, answers)
-        while not isinstance(request := answers.take("a request of the ranks that train"), End):
+        while not isinstance(request := answers.take("a request of the trainer ranks"), End):
             _serve(rank, request, answers)
     return request.result
 
@@ -286,7 +285,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
             if not writer.turn(answers).request:
                 writer.step()
                 continue
-            request = answers.take("a request of the ranks that train")
+            request = answers.take("a request of the trainer ranks")
             if isinstance(request, End):
                 return request.result
             if isinstance(request, SendGroupsRequest):
@@ -310,7 +309,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
             if isinstance(request, DigestsRequest):
                 answers.answer(engine_digests(generator.engine))
                 continue
-            with set_aside(generation.engine.engine, answers.mesh, writer.resident):
+            with park_requests(generation.engine.engine, answers.mesh, writer.resident):
                 _serve(rank, request, answers)
 
 
@@ -326,9 +325,9 @@ def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, w
 
 
 def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
-    """Context of a program beside groups: by the clock of the engines they do not go on meanwhile."""
+    """Context of a program beside groups, which the clock of the engines stops meanwhile."""
     if isinstance(writer, PacedWriter):
-        return set_aside(writer.engine, writer.mesh, writer.resident)
+        return park_requests(writer.engine, writer.mesh, writer.resident)
     return contextlib.nullcontext()
 
 

@@ -1,4 +1,4 @@
-"""The ranks that generate, as those that train see them."""
+"""Trainer-side client of the generator ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 from funrl.trainer.storage.shard_server import CheckpointError
 
-ORIGIN = {"origin": Field("row", "source", "the row's number among those of the ranks that generate", dtype="int")}
+ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
+
+
+ServeUntil = Callable[[Requests, int, str], None]
 
 
 class NumberedExample(Example):
@@ -96,7 +99,7 @@ def _numbered(prompt: Example, place: int) -> NumberedExample:
 
 
 class Generators:
-    """The ranks that generate, as those that train see them; an `Elsewhere`.
+    """Trainer-side client of the generator ranks; a `RemoteGenerators`.
 
     Attributes:
       step: that the next rows are for.
@@ -105,7 +108,16 @@ class Generators:
 
     refills = False
 
-    def __init__(self, engine: RemoteEngine, mesh: Mesh, show: Show, *, early: bool, staleness: int = 0) -> None:
+    def __init__(
+        self,
+        engine: RemoteEngine,
+        mesh: Mesh,
+        show: Show,
+        *,
+        early: bool,
+        staleness: int = 0,
+        serve_until: ServeUntil | None = None,
+    ) -> None:
         """Name the ranks.
 
         Args:
@@ -113,7 +125,8 @@ class Generators:
           mesh: to train on.
           show: receives their remarks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
-          staleness: versions that tokens may be behind.
+          staleness: bound on the age of a token, in versions.
+          serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
         self.engine = engine
         self.requests = engine.requests
@@ -124,10 +137,10 @@ class Generators:
         self.staleness = staleness
         self.step = 0
         self.newest = -1  # number of the request of the newest rows
-        self.serve_until: Callable[[Requests, int, str], None] | None = None  # see `RewardsOfTrainers`
+        self.serve_until = serve_until
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of prompts; see `Elsewhere`. Unless `early`, they are on the ranks that wrote them.
+        """Rows of prompts; see `RemoteGenerators`. Unless `early`, they are on the ranks that wrote them.
 
         Raises:
           RewardError: as `rollout` raises it.
@@ -171,7 +184,7 @@ class Generators:
         return None
 
     def write_episodes(self, folder: Path) -> int:
-        """Let the ranks that generate write the episodes of the newest batch; returns the bytes. Collective.
+        """Have the generator ranks write the episodes of the newest batch; returns the bytes. Collective.
 
         Raises:
           CheckpointError: one of them cannot write.
@@ -187,7 +200,7 @@ class Generators:
         return ()
 
     def saved(self, state: trees.Tree) -> trees.Tree:
-        """The source's state with what a resumed run needs to know of the ranks that generate."""
+        """The source's state with what a resumed run needs to know of the generator ranks."""
         return state
 
     def restored(self, state: trees.Tree) -> trees.Tree:
@@ -199,30 +212,30 @@ class Generators:
         return {}
 
     def close(self) -> None:
-        """End what goes on between steps."""
+        """Do nothing: nothing runs between steps."""
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts whose rows come next: those that were taken; see `Elsewhere`."""
+        """The given places: their rows come next; see `RemoteGenerators`."""
         return places
 
     def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that were replaced for the newest rows; see `Elsewhere`."""
+        """Prompts that were replaced for the newest rows; see `RemoteGenerators`."""
         return []
 
     def keep(self, prompts: np.ndarray) -> None:
-        """Do nothing: further prompts are asked for as others are; see `Elsewhere`."""
+        """Do nothing: further prompts are asked for as others are; see `RemoteGenerators`."""
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """None: greedy completions are asked for as other rows are; see `Elsewhere`."""
+        """None: greedy completions are asked for as other rows are; see `RemoteGenerators`."""
         return None
 
     def samples(self, count: int) -> dict[int, ShownSample]:
-        """Samples of the newest rows; see `Elsewhere`."""
+        """Samples of the newest rows; see `RemoteGenerators`."""
         shown = self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
         return dict(enumerate(shown))
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Metrics of an evaluation; see `Elsewhere`."""
+        """Metrics of an evaluation; see `RemoteGenerators`."""
         return self._evaluated(EvaluateRequest(step, self.engine.version or 0), step, show)
 
     def _evaluated(self, request: EvaluateRequest | EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:
@@ -234,7 +247,7 @@ class Generators:
         return dict(metrics)
 
     def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        """`moved`, also for rows of the ranks that generate, which let go of all other rows then. Collective."""
+        """`moved`, also for rows of the generator ranks, which let go of all other rows then. Collective."""
         if rows.mesh.here:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
@@ -250,15 +263,15 @@ class Generators:
 
     def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
         """[b, T] bool, tokens whose log-probabilities need not be those of the newest weights. Raises: RuntimeError."""
-        return self._aged(version_bT, mask_bT)
+        return self._mark_stale(version_bT, mask_bT)
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> Any:
-        """The request that lets the ranks that generate hand rows over."""
+        """The request that lets the generator ranks hand rows over."""
         kept = {self.newest} if self.early else set()  # whose samples may be asked for
         return SendRequest(origins, to, frozenset(kept))
 
-    def _aged(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, tokens of other weights than those that were sent last.
+    def _mark_stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
+        """[b, T] bool, tokens of other weights than the newest.
 
         Raises:
           RuntimeError: a token that was sampled is older than it may be.

@@ -1,8 +1,8 @@
 """The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
 
-Without replacements group i has the i-th prompt of the run, or of those that the ranks that train choose by weights and
+Without replacements group i has the i-th prompt of the run, or of the prompts that trainer ranks choose by weights and
 publish. With them a replica takes the next prompt of the order when it begins a group, and again for the same place
-when the filter keeps no row of it: by itself, or where models reward completions when the ranks that train ask. Groups
+when the filter keeps no row of it: by itself, or where models reward completions when the trainer ranks ask. Groups
 b P to (b + 1) P - 1, the places of a batch, have at most as many prompts as a batch of a run by turns: they share the
 replacements, and replicas do in equal parts where their engines are the clock. A later group that overtakes one of them
 brings its own to their batch.
@@ -93,8 +93,8 @@ class GroupPrompts:
 
     Attributes:
       replaced: whether a prompt may be replaced.
-      filters: whether this replica filters what it writes. Else the ranks that train ask for what replaces a prompt.
-      weighed: whether the ranks that train choose the prompts of each batch, by weights.
+      filters: whether this replica filters what it writes. Else the trainer ranks ask for what replaces a prompt.
+      weighed: whether the trainer ranks choose the prompts of each batch, by weights.
     """
 
     def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
@@ -129,12 +129,12 @@ class GroupPrompts:
         return GroupPrompt(plan.position + number, plan.position + number // places * places)
 
     def leave_to_trainers(self, generation: Generation) -> None:
-        """Leave to the ranks that train the choice of prompts by weights, and a filter where models reward groups."""
+        """Leave to the trainer ranks the choice of prompts by weights, and a filter where models reward groups."""
         self.weighed = generation.schedule.weighing is not UNWEIGHTED
-        self.filters &= generation.rescore is None
+        self.filters &= generation.rewards.rescore is None
 
     def take_again(self) -> int | None:
-        """The place of a group that the ranks that train have dropped, for another prompt; None: there is none."""
+        """The place of a group that the trainer ranks have dropped, for another prompt; None: there is none."""
         return self._board.take_again() if self.replaced and not self.filters else None
 
     def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
@@ -205,7 +205,7 @@ def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) ->
     Args:
       left: these positions before the batch.
       consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
-      used: positions of the prompts of the batch and of those that they have replaced.
+      used: positions of the prompts of the batch and of the prompts that they have replaced.
 
     Returns: ascending.
 

@@ -1,4 +1,4 @@
-"""Groups of rows that other ranks write without a break, as the ranks that train take them into batches.
+"""Trainer-side client of generator ranks that write groups of rows without a break.
 
 The first rank keeps the state of admission: it learns which groups have ended and which weights all replicas hold, and
 chooses the groups of a batch by their numbers. The others learn its choice through the store.
@@ -28,7 +28,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.generators import Generators
+from funrl.trainer.placement.generators import Generators, ServeUntil
 from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
 from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows, tokens_of_versions
 from funrl.trainer.placement.messages import (
@@ -46,7 +46,7 @@ from funrl.trainer.steps.step_rows import Rows
 REPLICAS = "replicas"  # in service together, as `Admission` names generators
 
 
-class TakenGroup(NamedTuple):
+class BatchGroup(NamedTuple):
     """A group of a batch.
 
     Attributes:
@@ -64,25 +64,62 @@ def admission_rule(job: RLJob) -> AdmissionRule:
     return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
 
 
+class GroupOptions(NamedTuple):
+    """Options of writing and taking groups.
+
+    Attributes:
+      rule: of admission.
+      early: as of `Generators`.
+      keeps_cache: whether replicas keep keys and values of older weights.
+      paced: whether replicas follow the clock of their engines; see `token_clock`.
+      weighed: whether weights choose the prompts of batches.
+      replaces: whether other prompts take the places of prompts that the filter drops.
+      rescored: whether models reward groups on trainer ranks.
+      greedy_baseline: as of `Generation`.
+    """
+
+    rule: AdmissionRule
+    early: bool = False
+    keeps_cache: bool = False
+    paced: bool = False
+    weighed: bool = False
+    replaces: bool = False
+    rescored: bool = False
+    greedy_baseline: bool = False
+
+
+def group_options(job: RLJob, generation: Generation, *, early: bool) -> GroupOptions:
+    """Options of the groups of a run, by its flags and its generation."""
+    asynchrony = job.settings.asynchrony
+    return GroupOptions(
+        admission_rule(job),
+        early,
+        keeps_cache=asynchrony.keep_cache,
+        paced=asynchrony.clock == "tokens",
+        weighed=generation.schedule.weighing is not UNWEIGHTED,
+        replaces=generation.selection.rounds > 1,
+        rescored=generation.rewards.rescore is not None,
+        greedy_baseline=generation.greedy_baseline,
+    )
+
+
 class GroupGenerators(Generators):
-    """The ranks that write groups, as those that train see them; an `Elsewhere`.
+    """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
 
     Attributes:
       plan: of the groups; None: before the first step.
       keeps_cache: whether replicas keep keys and values of older weights.
       paced: whether replicas follow the clock of their engines.
-      replaces: whether other prompts take the places of those that the filter drops.
+      replaces: whether other prompts take the places of prompts that the filter drops.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
       late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
-      rewards_baselines: whether models reward greedy completions too, once these are on the ranks that train.
+      rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
         needs them.
       overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
         a batch. A resumed run needs it.
     """
-
-    refills = True
 
     def __init__(
         self,
@@ -90,65 +127,57 @@ class GroupGenerators(Generators):
         mesh: Mesh,
         show: Show,
         *,
-        rule: AdmissionRule,
-        early: bool,
+        options: GroupOptions,
         schedule: PromptSchedule,
+        serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
         Args:
-          engine, mesh, show, early: as of `Generators`.
-          rule: of admission.
+          engine, mesh, show, serve_until: as of `Generators`.
+          options: of the groups.
           schedule: of the prompts.
         """
-        super().__init__(engine, mesh, show, early=early, staleness=rule.most_age)
+        rule = options.rule
+        super().__init__(engine, mesh, show, early=options.early, staleness=rule.most_age, serve_until=serve_until)
         self.plan: GroupPlan | None = None
         self._schedule = schedule
-        self.keeps_cache = False
-        self.paced = False
-        self.replaces = False
-        self.late = False
+        self.keeps_cache = options.keeps_cache
+        self.paced = options.paced
+        self.replaces = options.replaces
+        self.late = options.replaces and options.rescored
+        self.refills = not self.late
         self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
-        self._lost: list[TakenGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
-        self.rewards_baselines = False
-        self._kept: tuple[int, ...] = ()  # groups of which the replicas still have greedy completions
+        self._lost: list[BatchGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
+        self.rewards_baselines = options.rescored and options.greedy_baseline
+        self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
-        self.weighed = False
+        self.weighed = options.weighed
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        engine.held = self._board_holds
+        # By the clock proofs wait, as the time when they are complete would depend on time.
+        engine.held = (lambda version: True) if options.paced else self._board_holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
-        self._ended = EndedGroups()  # of them those that admission does not know of
-        self._taken: list[TakenGroup] = []
+        self._ended = EndedGroups()  # the ones that admission does not know yet
+        self._taken: list[BatchGroup] = []
         self._collections = 0
         self._waited_s = 0.0
 
-    def follow_clock(self) -> None:
-        """Let every decision stand at iterations of the engines; see `token_clock`."""
-        self.paced = True
-        self.engine.held = lambda version: True  # proofs wait, as when they are complete would depend on time
-
-    def adopt_selection(self, generation: Generation) -> None:
-        """Filter, reward and choose groups where the generation of a source asks for it.
-
-        Args:
-          generation: of the source; models reward groups by its `rescore`.
-        """
-        rescored = generation.rescore is not None
-        self.weighed = generation.schedule.weighing is not UNWEIGHTED
-        self.replaces = generation.selection.rounds > 1
-        self.rewards_baselines = rescored and generation.greedy_baseline
-        self.late = self.replaces and rescored
-        self.refills = not self.late
+    @property
+    def opened(self) -> GroupPlan:
+        """The plan of the groups. Raises: RuntimeError, no step has begun yet."""
+        if self.plan is None:
+            raise RuntimeError("no step has begun yet")
+        return self.plan
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
 
-        All results of the steps before are: those that groups of the last of these batches may depend on.
+        Groups of the last of these batches may depend on all results of the steps before.
 
         Args:
           state: of the source.
@@ -211,12 +240,12 @@ class GroupGenerators(Generators):
         return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
 
     def overtaking(self) -> list[int]:
-        """Numbers of groups that were taken before a batch of their own or an earlier one began, counted from it."""
+        """Groups that were taken before their batch or an earlier one began, as numbers counted from it."""
         oldest = -int(self.overtaken_W.sum())
         return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
     def order(self, places: np.ndarray) -> np.ndarray:
-        """Places [P] of the prompts of the next batch, once its groups have ended; see `Elsewhere`. Collective.
+        """Places [P] of the prompts of the next batch, once its groups have ended; see `RemoteGenerators`. Collective.
 
         Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
         dropped ones.
@@ -224,7 +253,6 @@ class GroupGenerators(Generators):
         Raises:
           RewardError: as `rollout` raises it.
         """
-        assert self.plan is not None
         begin = time.perf_counter()
         self._taken = self._collected(self._lost[: len(places)])
         self._lost = self._lost[len(places) :]
@@ -246,44 +274,43 @@ class GroupGenerators(Generators):
         return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has taken; see `Elsewhere`."""
+        """Rows of the groups that `order` has taken; see `RemoteGenerators`."""
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
         return done, self._moved_early(rows) if self.early else rows
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """Rows of the greedy completions or episodes of some groups of the batch; see `Elsewhere`."""
+        """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
         written = []
         for number, group in (self._taken[place] for place in groups.tolist()):
-            assert group.written is not None
-            written.append((number, group.generator, group.baseline, len(group.written.owner)))
+            written.append((number, group.generator, group.baseline, len(group.rows.owner)))
         rows = joined_rows(written, self.generating, self.mesh.device, samples=1)[1]
         return self._moved_early(rows) if self.rewards_baselines else rows
 
     def _moved_early(self, rows: Rows) -> Rows:
-        """Rows on the ranks that train, shared out by their groups."""
+        """Rows on the trainer ranks, shared out by their groups."""
         group_B = rows.batch.group.cpu().numpy()
         ranks = self.mesh.size(self.mesh.row_axes)
         return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
 
     def dropped(self) -> list[DroppedPrompt]:
-        """Prompts that replicas have replaced for the batch; see `Elsewhere`."""
+        """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
         return [] if self.late else [prompt for _, group in self._taken for prompt in group.dropped]
 
     def keep(self, prompts: np.ndarray) -> None:
-        """Note which of the newest groups the filter keeps; see `Elsewhere`."""
+        """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
         kept = set(prompts.tolist())
         self._kept_groups += [group for place, (_, group) in enumerate(self._taken) if place in kept]
         self._lost += [taken for place, taken in enumerate(self._taken) if place not in kept]
 
     def batch_groups(self) -> list[WrittenGroup]:
-        """The groups of the newest batch in its order, those that the filter has dropped last where it is `late`."""
+        """The groups of the newest batch in its order; with `late` the ones that the filter dropped are last."""
         if not self.late:
             return [group for _, group in self._taken]
         return [*self._kept_groups, *(group for _, group in self._lost)]
 
     def samples(self, count: int) -> dict[int, ShownSample]:
-        """The first samples of the batch; see `Elsewhere`. Groups that belong to a batch without samples have none."""
+        """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
         shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
         return dict(shown[:count])
 
@@ -294,13 +321,13 @@ class GroupGenerators(Generators):
         return stale_bT | older_b1 if self.keeps_cache else stale_bT
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Evaluate on the replicas; see `Elsewhere`. By the engines' clock at fixed iterations, once a plan is open."""
+        """Evaluate on the replicas, at fixed iterations of the engines' clock; see `RemoteGenerators`."""
         if self.paced and self.plan is not None:
             return self.begin_evaluation(step)()
         return super().evaluate(step, show)
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
-        """Let replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
+        """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
         number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
         if self.paced:  # all replicas are at the gate before it opens
             self._answer(number, f"the generators' turn to evaluate step {step}")
@@ -337,7 +364,7 @@ class GroupGenerators(Generators):
             self.engine.sender.wait()
 
     def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
-        """The request that lets the ranks that generate hand rows over, and let go of the batch's groups."""
+        """The request that lets the generator ranks hand rows over, and let go of the batch's groups."""
         ended = self.episode_groups()
         if self.rewards_baselines and self._kept != ended:  # their greedy completions follow
             self._kept, ended = ended, self._kept
@@ -349,8 +376,8 @@ class GroupGenerators(Generators):
         self._board.batch_of_weights(version)
         return self._board.everywhere >= version
 
-    def _collected(self, lost: Sequence[TakenGroup]) -> list[TakenGroup]:
-        """Groups that have ended: those that take the places of some, or else of the next batch, by their numbers.
+    def _collected(self, lost: Sequence[BatchGroup]) -> list[BatchGroup]:
+        """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
 
         Collective.
         """
@@ -373,9 +400,8 @@ class GroupGenerators(Generators):
         left()
         return taken
 
-    def _awaited(self, waits_for: str) -> list[TakenGroup]:
+    def _awaited(self, waits_for: str) -> list[BatchGroup]:
         """Wait on the first rank for the groups of the batch, which leave the state of admission."""
-        assert self.plan is not None
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
         batch = self._admission.batch
@@ -391,15 +417,15 @@ class GroupGenerators(Generators):
             taken += self._consume(batch)
             while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
                 self._admit()  # a group that has ended may have begun since the last one
-                # A place keeps the version of its first prompt: those that replaced it began later, within the bound.
+                # A place keeps the version of its first prompt: replacements began later, within the bound.
                 self._admission = self._admission.finish([number])
                 taken += self._consume(batch)
             if self._admission.batch > batch:
-                return [TakenGroup(number, self._written.pop(number)) for number in sorted(taken)]
+                return [BatchGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
 
-    def _replacements(self, lost: Sequence[TakenGroup], waits_for: str) -> list[TakenGroup]:
+    def _replacements(self, lost: Sequence[BatchGroup], waits_for: str) -> list[BatchGroup]:
         """Wait on the first rank for groups of other prompts in the places of some, in their order.
 
         These places have left the state of admission: a group that begins in one of them now is within its bound.
@@ -418,18 +444,18 @@ class GroupGenerators(Generators):
                 return problem
             pauses.sleep()
             limit.check()
-        return [TakenGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
+        return [BatchGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
 
     def _read_finished(self) -> Iterator[int]:
-        """Numbers of groups that were delivered since the last call, which are then in `_written`."""
+        """Put groups that were delivered since the last call into `_written`, and yield their numbers."""
         while (number := self._board.next_finished()) is not None:
             self._written[number] = self._board.collect(number)
             beat()
             yield number
 
-    def _problem(self) -> list[TakenGroup]:
+    def _problem(self) -> list[BatchGroup]:
         """The first group that has a problem, if there is one."""
-        return [TakenGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
+        return [BatchGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
 
     def _consume(self, batch: int) -> list[int]:
         """Groups that a batch takes now."""
@@ -441,9 +467,8 @@ class GroupGenerators(Generators):
 
     def _admit(self) -> None:
         """Follow the rule by which replicas begin groups."""
-        assert self.plan is not None
         batch = self._batch if self.paced else self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
         if batch is not None and (held is None or batch > held):
             self._admission = self._admission.version_held(REPLICAS, batch)
-            _, self._admission = self._admission.submit(self.plan.count)
+            _, self._admission = self._admission.submit(self.opened.count)

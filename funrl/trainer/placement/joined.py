@@ -1,4 +1,4 @@
-"""Runs whose rows generators of other jobs write: the source of the ranks that train, and a generator's program."""
+"""Runs whose rows generators of other jobs write: the source of the trainer ranks, and a generator's program."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.joined.generator import Counts, NotJoinedError, serve_run
 from funrl.trainer.ahead.rows import source_ahead
 from funrl.trainer.checkpoints.saver import shared_folder
-from funrl.trainer.jobs.build import Parts, build
+from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 
 ADDRESSES = "join.json"  # in the directory of a run
 MESSAGE_S = 60.0  # for a generator to take or send some bytes of a message
@@ -42,7 +43,7 @@ ADDRESS_LOOK_S = 0.5  # between two looks for a run that can be joined
 HOST_VARIABLE = "FUNRL_HOST"  # of the environment of a rank that trains: how generators call its machine
 
 
-class Door(NamedTuple):
+class JoinListener(NamedTuple):
     """The way into a run for generators.
 
     Attributes:
@@ -55,7 +56,7 @@ class Door(NamedTuple):
     file: Path | None
 
     def close(self, *, complete: bool) -> None:
-        """Let no generator in any more.
+        """Admit no further generator.
 
         Args:
           complete: whether the run is, so that they end too; otherwise they wait for it to be started again.
@@ -68,14 +69,14 @@ class Door(NamedTuple):
 
 def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = None) -> Outcome:
     """`train_loop` of a run that generators join."""
-    doors: list[Door] = []
+    listeners: list[JoinListener] = []
 
     def make(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Observer) -> Source:
-        assert isinstance(job, RLJob) and parts.generator is not None
+        assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
         engine: object = parts.generator.engine
         assert isinstance(engine, JoinedEngine)
         source = source_ahead(job, parts, engine, frozen, clock, show)
-        doors.append(_open_door(engine, parts.mesh, show))
+        listeners.append(_open_listener(engine, parts.mesh, show))
         return source
 
     complete = False
@@ -83,13 +84,13 @@ def train_joined(job: Job, mesh: Mesh, observer: Observer, pool: Pool | None = N
         outcome = train_loop(job, mesh, observer, make, pool)
         complete = outcome.error is None and outcome.stopped is None
     finally:
-        for door in doors:
-            door.close(complete=complete)
+        for listener in listeners:
+            listener.close(complete=complete)
     return outcome
 
 
-def _open_door(engine: JoinedEngine, mesh: Mesh, show: Observer) -> Door:
-    """Let generators in, which find the ranks by a file in the run's directory. Collective.
+def _open_listener(engine: JoinedEngine, mesh: Mesh, show: Observer) -> JoinListener:
+    """Admit generators, which find the ranks by a file in the run's directory. Collective.
 
     Raises:
       SettingsError: the run has no directory.
@@ -110,7 +111,7 @@ def _open_door(engine: JoinedEngine, mesh: Mesh, show: Observer) -> Door:
     file = Path(folder).with_name(ADDRESSES)
     if mesh.rank == 0:
         write_addresses(file, Addresses(hosts, secret))
-    return Door(engine, board, file if mesh.rank == 0 else None)
+    return JoinListener(engine, board, file if mesh.rank == 0 else None)
 
 
 def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], wait_s: float) -> tuple[str, Counts]:
@@ -130,7 +131,6 @@ def join_run(job: RLJob, run_dir: str, mesh: Mesh, note: Callable[[str], None], 
       ValueError: the run has another model.
     """
     parts = build(job, mesh, note)
-    assert parts.generator is not None
     engine = parts.generator.whole
     file = Path(run_dir) / ADDRESSES
     deadline = time.monotonic() + wait_s

@@ -1,4 +1,4 @@
-"""Groups of a batch together: their rows as one rollout, the ages of their tokens, and those that replaced others."""
+"""Groups of a batch together: their rows as one rollout, the ages of their tokens, and their replacements."""
 
 from __future__ import annotations
 

@@ -20,14 +20,13 @@ from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
 from funrl.kinds import joined_lines
-from funrl.rollout.engine import awake, complete
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
@@ -40,6 +39,7 @@ from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
 from funrl.trainer.sources.source import DroppedPrompt, Generation, Source
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
 WEIGHING_METRICS = ("curriculum/", "difficulty/")
@@ -55,7 +55,7 @@ class LoggedGroup(NamedTuple):
       generator: the replica that wrote it.
       switches: of each sample, (first token, version) pairs; those of the greedy completion follow.
       tokens: (version, sampled tokens) pairs of all samples.
-      dropped: prompts before it in its place, of which the filter kept no row. They are not written again.
+      dropped: prompts before it in its place, whose rows the filter dropped. They are not written again.
     """
 
     position: int
@@ -135,10 +135,10 @@ def _logged_group(*fields: Any) -> LoggedGroup:
 
 
 class LoggedWriter:
-    """An `Elsewhere` that writes the groups of a log with the engine of this rank.
+    """A `RemoteGenerators` that writes the groups of a log with the engine of this rank.
 
     Attributes:
-      refills: as of an `Elsewhere`.
+      refills: as of a `RemoteGenerators`.
     """
 
     def __init__(self, generation: Generation, log: LoggedGroups, versions: Versions) -> None:
@@ -186,7 +186,7 @@ class LoggedWriter:
         return np.concatenate([places_in_order(prompts, 1, seed, group.position) for group in groups])
 
     def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """Rows of the greedy completions or episodes of some groups of the step; see `Elsewhere`."""
+        """Rows of the greedy completions or episodes of some groups of the step; see `RemoteGenerators`."""
         generation = self.generation
         logged = [self._batch[place] for place in groups.tolist()]
         sampling = baseline_sampling(generation.sampling)
@@ -194,7 +194,8 @@ class LoggedWriter:
         if generation.episodes is not None:
             return self._repeated_episodes(logged, sampling, first)[1]
         done = self._completions(logged, sampling, first)
-        return to_rows([self._example(group.position) for group in logged], done, sampling, generation.pad)
+        form = generation.form._replace(versions=False, choices=0)
+        return to_rows([self._example(group.position) for group in logged], done, sampling, form)
 
     def _completions(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> Rollout:
         """Completions of some groups. Collective.
@@ -233,8 +234,7 @@ class LoggedWriter:
 
     def _repeated_together(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
         """Episodes of some groups that were made into rows at once, and their rows."""
-        setup = self.generation.episodes
-        assert setup is not None
+        setup = self.generation.setup
         environment = setup.environment
         assert isinstance(environment, LoggedEnvironment)
         examples = [self._example(group.position) for group in groups]
@@ -248,14 +248,15 @@ class LoggedWriter:
         return rollout_of_episodes(setup, self.generation.engine, episodes, examples, sampling)
 
     def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has completed; see `Elsewhere`."""
+        """Rows of the groups that `order` has completed; see `RemoteGenerators`."""
         generation = self.generation
         if self._episodes is not None:
             done, rows = self._episodes
+        elif self._completed is None:
+            raise RuntimeError("no group of the step has been written")
         else:
-            assert self._completed is not None
             done = self._completed
-            rows = to_rows(examples, done, sampling, generation.pad, versions=True, choices=generation.choices)
+            rows = to_rows(examples, done, sampling, generation.form._replace(versions=True))
         version = generation.engine.engine.version
         return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
 
@@ -350,8 +351,7 @@ def sampled_nodes(episode: Episode) -> dict[Node, str]:
 
 def switches_of(turn: Node) -> list[tuple[int, int]]:
     """(First token, version) pairs of a turn."""
-    assert turn.versions is not None
-    versions = turn.versions.numpy()
+    versions = turn.numbers.versions.numpy()
     return [(begin, int(versions[begin])) for begin in np.flatnonzero(np.diff(versions, prepend=-1)).tolist()]
 
 
@@ -359,7 +359,7 @@ def logged_source(
     log: LoggedGroups, job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show
 ) -> Source:
     """A source that writes the groups of a log again, and evaluates nothing; with the log a `MakeSource`."""
-    assert isinstance(job, RLJob) and parts.generator is not None
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = generation_of(job, parts, frozen, clock, show)._replace(shows=lambda step: False)
     setup = generation.episodes
     if setup is not None:
@@ -376,9 +376,9 @@ def logged_source(
         return {name: engine.version or 0 for name, engine in {"": generator.engine, **generator.further}.items()}
 
     writer = LoggedWriter(generation, log, versions)
-    source = prompt_source(generation._replace(elsewhere=writer, schedule=as_chosen(generation.schedule)), clock, show)
+    source = prompt_source(generation._replace(remote=writer, schedule=as_chosen(generation.schedule)), clock, show)
 
-    @awake(parts.generator.serving)
+    @onload_engine(parts.generator.serving)
     def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         writer.begin_step(step)
         rows, state, metrics = source.next_rows(state, step)

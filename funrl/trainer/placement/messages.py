@@ -1,4 +1,4 @@
-"""Requests of the ranks that train to those that generate, and the answers."""
+"""Requests of the trainer ranks to generator ranks, and the answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WriteRequest(NamedTuple):
 
 
 class SendRequest(NamedTuple):
-    """Hand rows over to the ranks that train, and let go of all others. Its answer is empty.
+    """Hand rows over to the trainer ranks, and let go of all others. Its answer is empty.
 
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
@@ -72,7 +72,7 @@ class SendGroupsRequest(NamedTuple):
 
 
 class WrittenGroup(NamedTuple):
-    """A group that a replica has written, as the ranks that train get to know it.
+    """Facts of a group that a replica has written, for the trainer ranks.
 
     Attributes:
       generator: the replica, by its index over the row axes.
@@ -85,7 +85,7 @@ class WrittenGroup(NamedTuple):
       problem: message of the `RewardError` that ends the run; None without one.
       ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
       prompt: of the group; None where there is a problem.
-      dropped: prompts before it in this place, of which the filter kept no row.
+      dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
     """
 
@@ -101,6 +101,13 @@ class WrittenGroup(NamedTuple):
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+
+    @property
+    def rows(self) -> WrittenRows:
+        """`written` of a group without a problem. Raises: RuntimeError, it has one."""
+        if self.written is None:
+            raise RuntimeError(f"the group has no rows: {self.problem}")
+        return self.written
 
 
 class GroupFields(NamedTuple):
@@ -128,7 +135,7 @@ class EpisodesRequest(NamedTuple):
 
 
 class WrittenFiles(NamedTuple):
-    """Files that the ranks that generate have written.
+    """Files that the generator ranks have written.
 
     Attributes:
       nbytes: of all of them.
@@ -259,7 +266,7 @@ def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
 
 
 def origins_of(number: int, rows: int) -> np.ndarray:
-    """Numbers of the rows of one `WriteRequest`, different from those of all others."""
+    """Number the rows of one `WriteRequest`, differently from the rows of all others."""
     return (np.int64(number) << 32) + np.arange(rows)
 
 

@@ -20,7 +20,7 @@ from funrl.trainer.ahead.heldout import WrittenEpisode
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt
 from funrl.trainer.placement.messages import WrittenGroup
 from funrl.trainer.placement.paced_programs import PacedPrograms
-from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, Turn
+from funrl.trainer.placement.writer import WRITER_IDLE_S, GroupWriter, ReplicaStep
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -66,7 +66,7 @@ class PacedWriter(GroupWriter):
         self._clock: ReplicaClock | None = None
         self._ended: dict[int, EngineTime] = {}  # of groups that have ended and are not delivered
         self._steps = False  # whether the engine is stepped next
-        self._waits = False  # at a gate that the ranks that train have not opened
+        self._waits = False  # at a gate that the trainer ranks have not opened
         self._wanted = 0  # version that a request waits for
 
     def step(self) -> None:
@@ -90,7 +90,7 @@ class PacedWriter(GroupWriter):
         """
         self._wanted = version
         self._waits = False  # as of now
-        heartbeat.entered(f"weights {version} of the ranks that train")
+        heartbeat.entered(f"weights {version} of the trainer ranks")
         while not from_first(self._reached(version, generates), self.mesh, "tensor"):
             if self.turn(None).weights < 0:
                 self.step()
@@ -107,20 +107,20 @@ class PacedWriter(GroupWriter):
         else:
             self._loop.run_until_complete(self.resident.rest(self.mesh, WRITER_IDLE_S))
 
-    def _decide(self, answers: Answers | None) -> Turn | None:
+    def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
         if self.beside.has_ended:
             self._steps = False
-            return Turn(rows=rows, ended=True)
+            return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now >= self._next_look:
             self._look_again_after(now)
             self._tell_time()
             if answers is not None and answers.waiting():
-                return Turn(request=True, rows=rows)
+                return ReplicaStep(request=True, rows=rows)
         transfer = self._advance()
         self._count_waiting(self._waits)
-        return Turn(weights=-1 if transfer is None else transfer, rows=rows)
+        return ReplicaStep(weights=-1 if transfer is None else transfer, rows=rows)
 
     def _tell_time(self) -> None:
         if self._rule.window > 1 and self._clock is not None:
@@ -195,14 +195,20 @@ class PacedWriter(GroupWriter):
 
     def _busy(self, clock: ReplicaClock) -> bool:
         """True if the engine has something to do; else let time pass until a program is due."""
-        assert self.resident is not None
-        if self.resident.busy:
+        if self.leader.busy:
             return True
         due = self._programs.next_due
         if due is not None:
             clock.tick += due - self._programs.tick
             self._programs.tick = due
         return False
+
+    @property
+    def clock(self) -> ReplicaClock:
+        """The clock of this replica. Raises: RuntimeError, the plan is not open yet."""
+        if self._clock is None:
+            raise RuntimeError("the plan of the groups is not open yet")
+        return self._clock
 
     def _opened(self) -> ReplicaClock | None:
         if self._plan is None:
@@ -225,9 +231,8 @@ class PacedWriter(GroupWriter):
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        clock = self._clock
-        assert clock is not None and self.resident is not None
-        while clock.may_begin and (not clock.running or self.resident.room() > self._programs.outside):
+        clock = self.clock
+        while clock.may_begin and (not clock.running or self.leader.room() > self._programs.outside):
             number = clock.begin()
             self._programs.begin(number, self._requests, self._delay)
             self._start(number)
@@ -245,11 +250,10 @@ class PacedWriter(GroupWriter):
         return super()._group(number, problem)._replace(ended=ended)
 
     def _give_up(self, number: int) -> None:
-        """Let time go on without a group that has failed: before the run ends, requests wait for a gate."""
-        assert self._clock is not None
+        """Advance the clock without a group that has failed: before the run ends, requests wait for a gate."""
         self._programs.forget(number)
-        if number in self._clock.running:
-            self._clock.end(number)
+        if number in self.clock.running:
+            self.clock.end(number)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""
@@ -282,7 +286,7 @@ class PacedWriter(GroupWriter):
 
 
 def refused_endpoint(policy: Any, agent: str) -> Any:
-    """Raise RunEndingError: programs behind an endpoint ask when they like."""
+    """Raise RunEndingError: programs that call an endpoint ask when they like."""
     raise RunEndingError(
         f"--clock=tokens: the environment opens an endpoint for {agent!r}, and when a program behind it asks depends "
         "on time; call the policy in the environment, or leave --clock=tokens out"

@@ -37,7 +37,7 @@ class PacedPrograms:
         self.ended: list[int] = []
         self._moved = moved
         self._due: dict[tuple[int, int], int] = {}  # of programs that compute
-        self._held: dict[tuple[int, int], asyncio.Future[None]] = {}  # of those that have asked or ended
+        self._held: dict[tuple[int, int], asyncio.Future[None]] = {}  # of programs that have asked or ended
         self._asking: set[tuple[int, int]] = set()  # in the engine
         self._left: collections.Counter[int] = collections.Counter()  # programs of each group
 
@@ -83,7 +83,7 @@ class PacedPrograms:
         await self._hold((group, FILTER))
 
     def forget(self, group: int) -> None:
-        """Let the engine go on without the programs of a group, which has failed."""
+        """Release the engine from the programs of a group that has failed."""
         self._left.pop(group, None)
         self._due = {key: due for key, due in self._due.items() if key[0] != group}
 
@@ -103,7 +103,7 @@ class PacedPrograms:
         return all(due > self.tick or key in self._held for key, due in self._due.items())
 
     async def release(self) -> None:
-        """Let programs go on that are due, in the order of their numbers."""
+        """Resume the programs that are due, in the order of their numbers."""
         for key in sorted(key for key, due in self._due.items() if due <= self.tick):
             del self._due[key]
             self._held.pop(key).set_result(None)
@@ -116,7 +116,7 @@ class PacedPrograms:
         try:
             await future
         except asyncio.CancelledError:
-            self._due.setdefault(key, self.tick)  # also where it was released at the same time: its program goes on
+            self._due.setdefault(key, self.tick)  # also where it was released at the same time: its program continues
             raise
         finally:
             self._held.pop(key, None)

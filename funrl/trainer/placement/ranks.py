@@ -12,13 +12,14 @@ from funrl.processes.torchrun import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
 from funrl.trainer.jobs.row_source import make_source
-from funrl.trainer.loop import MakeSource, Outcome, train_loop
+from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
 from funrl.trainer.placement.joined import train_joined
 from funrl.trainer.placement.rewarding_ranks import serve_rewarding
 from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
+from funrl.trainer.startup import MakeSource
 
 
 def run_rank(

@@ -1,6 +1,6 @@
 """The ranks of models that reward completions of other ranks, one request after the other.
 
-A model has ranks of its own, or is on those that train, which serve the others while they wait for them.
+A model has ranks of its own, or is on trainer ranks, which serve the others while they wait for them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
-from funrl.trainer.jobs.build import Parts, build, first_weights
+from funrl.trainer.jobs.build import build, first_weights
 from funrl.trainer.jobs.job import RLJob, scoring_pools
 from funrl.trainer.jobs.row_source import completion_scorer
-from funrl.trainer.placement.generate import Shown
+from funrl.trainer.placement.generate import ShowBuffer
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import Scorer
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.steps.remote_scores import RewardedRows, RewardRequest, first_request, row_field_kinds
+from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.remote_scores import RewardedRows, RewardProblem, RewardRequest, first_request, row_field_kinds
 from funrl.trainer.steps.step_rows import rows_of
 
 
@@ -43,7 +44,7 @@ class RewardingSide(NamedTuple):
     scorer: Scorer
     answers: Answers
     asking: Mesh
-    show: Shown
+    show: ShowBuffer
 
     def answer_next(self) -> Any:
         """Answer the next request; returns it. Collective over the ranks of the model."""
@@ -65,7 +66,7 @@ class RewardingSide(NamedTuple):
             with heartbeat.phase("reward"):
                 rows = self.scorer(rows, request.examples)
         except RewardError as error:  # on every rank of the model
-            self.answers.answer(RewardedRows(notes=self.show.taken().notes, problem=str(error)))
+            self.answers.answer(RewardProblem(self.show.taken().notes, str(error)))
             return
         batch = rows.batch
         written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *like, "score", "scores"}}
@@ -78,16 +79,16 @@ class RewardingSide(NamedTuple):
 
 
 def serve_rewarding(job: RLJob, name: str, asking: Sequence[Mesh], own: Mesh) -> Any:
-    """Reward completions of other ranks until those that train have ended; returns `End.result`.
+    """Reward completions of other ranks until trainer ranks have ended; returns `End.result`.
 
     Args:
       job: what runs.
       name: of the role, or "judge".
-      asking: meshes of the ranks that generate and, where groups are written ahead, of those that train.
+      asking: meshes of the generator ranks and, where groups are written ahead, of trainer ranks.
       own: mesh of the ranks of the role; this rank is in it.
     """
     pool = list(scoring_pools(job)).index(name)
-    show = Shown()
+    show = ShowBuffer()
     with heartbeat.phase("load"):
         parts = build(job, own, show.note, only=name)
         params = first_weights(job, parts, ()).get(name)
@@ -108,7 +109,7 @@ def serve_rewarding(job: RLJob, name: str, asking: Sequence[Mesh], own: Mesh) ->
 
 
 class RewardsOfTrainers:
-    """Models on the ranks that train, which reward completions of those that generate while they wait for these.
+    """Models on the trainer ranks, which reward completions of generator ranks while they wait for these.
 
     Attributes:
       scorers: by name.
@@ -120,20 +121,20 @@ class RewardsOfTrainers:
         """Begin without a request.
 
         Args:
-          job, parts, frozen, show: as of any source, on the ranks that train.
-          generating: mesh of those that generate.
+          job, parts, frozen, show: as of any source, on the trainer ranks.
+          generating: mesh of generator ranks.
         """
-        assert job.placement is not None
-        names = [name for name in scorers_of(job.settings) if name not in job.placement.scoring]
+        apart = {} if job.placement is None else job.placement.scoring
+        names = [name for name in scorers_of(job.settings) if name not in apart]
         self.scorers = {name: completion_scorer(job, parts, name, frozen.get(name), show) for name in names}
         numbers = list(scoring_pools(job))
         self._sides = [
-            RewardingSide(scorer, Answers(parts.mesh, first_request(numbers.index(name))), generating, Shown())
+            RewardingSide(scorer, Answers(parts.mesh, first_request(numbers.index(name))), generating, ShowBuffer())
             for name, scorer in self.scorers.items()
         ]
 
     def serve_until(self, requests: Requests, number: int, waits_for: str) -> None:
-        """Reward completions until a request to the ranks that generate has been answered. Collective.
+        """Reward completions until a request to the generator ranks has been answered. Collective.
 
         Args:
           requests: to them.

@@ -1,4 +1,4 @@
-"""The ranks of a role that does not learn, which score rows of the ranks that train, one request after the other."""
+"""The ranks of a role that does not learn, which score rows of the trainer ranks, one request after the other."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
-from funrl.trainer.jobs.build import Parts, build, first_weights
-from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.build import build, first_weights
+from funrl.trainer.jobs.job import RLJob, scoring_pools
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.settings import scoring_budget
+from funrl.trainer.steps.parts import Parts
 from funrl.trainer.steps.remote_scores import (
     RemoteScorer,
     ScoredFields,
@@ -31,15 +32,14 @@ from funrl.trainer.steps.step_rows import rows_of
 
 
 def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
-    """Score for the ranks that train until they have ended; returns `End.result`.
+    """Score for the trainer ranks until they have ended; returns `End.result`.
 
     Args:
       job: what runs.
       name: of the role.
-      training, own: meshes of the ranks that train, and of those of the role; this rank is in the second.
+      training, own: meshes of the trainer ranks, and of those of the role; this rank is in the second.
     """
-    assert job.placement is not None
-    pool = list(job.placement.scoring).index(name)
+    pool = list(scoring_pools(job)).index(name)
     with heartbeat.phase("load"):
         parts = build(job, own, lambda _: None, only=name)
         scorer = RemoteScorer(name, parts.roles[name], training, pool, scoring_budget(job.settings))
@@ -57,7 +57,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
 
 
 def _first_weights(job: RLJob, parts: Parts, scorer: RemoteScorer) -> trees.Tree:
-    """This rank's weights: of the role's own directory, or those that the run begins with, which arrive."""
+    """This rank's weights: of the role's own directory, or the run's first weights, which arrive."""
     if scorer.name in job.directories:
         return first_weights(job, parts, ())[scorer.name]
     rules = stored_rules(job.settings, job.main_role)

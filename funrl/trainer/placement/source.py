@@ -1,8 +1,8 @@
-"""The source of ranks that train on rows that other ranks generate.
+"""The source of trainer ranks whose rows generator ranks write.
 
-It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that the rows are those
-of a run whose ranks do both. A row's tokens go from the rank that wrote it to the rank that trains it, once, when the
-batch is complete; before that the ranks that train know only what every rank knows of a row.
+It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that a run whose ranks do
+both has the same rows. A row's tokens move once, when the batch is complete, from the rank that wrote
+it to the rank that trains it; before that trainer ranks know only the row table.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from funrl.algos.reading import reads
 from funrl.fields import FIELDS
 from funrl.mesh.pools.transfer import WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
-from funrl.trainer.jobs.build import Parts
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
 from funrl.trainer.placement.generators import Generators, with_places
-from funrl.trainer.placement.groups import GroupGenerators, admission_rule
+from funrl.trainer.placement.groups import GroupGenerators, group_options
 from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import scored_in_order
-from funrl.trainer.sources.curriculum import UNWEIGHTED, as_chosen
+from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
-from funrl.trainer.sources.source import Generation, Source
+from funrl.trainer.sources.source import Generation, Source, StepLog
 from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows
 
 BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
@@ -38,13 +38,13 @@ BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
 def placed_source(
     job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show, *, group: Any = None
 ) -> Source:
-    """The source of the ranks that train, of a job with a placement; a `MakeSource`.
+    """The source of the trainer ranks of a job with a placement; a `MakeSource`.
 
     Args:
       job, parts, frozen, clock, show: as of any source.
       group: of `transfer_group`.
     """
-    assert isinstance(job, RLJob) and parts.generator is not None
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
     engine: Any = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
@@ -53,33 +53,26 @@ def placed_source(
     rescored = bool(scorers) and job.settings.asynchrony.staleness > 0
     if rescored:
         names = scorers_of(job.settings)
-        generation = generation._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
+        generation = generation._replace(
+            rewards=generation.rewards._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
+        )
     early = rescored or needs_tokens(job, generation)
     schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
     own = generation._replace(schedule=schedule)
     begin_evaluation = None
+    serve_until = rewards.serve_until if rewards.scorers else None
     if not job.settings.asynchrony.staleness:
-        generators = Generators(engine, parts.mesh, show, early=early)
+        generators = Generators(engine, parts.mesh, show, early=early, serve_until=serve_until)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
+        options = group_options(job, generation, early=early)
         generators = GroupGenerators(
-            engine,
-            parts.mesh,
-            show,
-            rule=admission_rule(job),
-            early=early,
-            schedule=schedule,
+            engine, parts.mesh, show, options=options, schedule=schedule, serve_until=serve_until
         )
-        generators.adopt_selection(generation)
-        generators.keeps_cache = job.settings.asynchrony.keep_cache
-        if job.settings.asynchrony.clock == "tokens":
-            generators.follow_clock()
-        if generation.schedule.weighing is UNWEIGHTED:  # a curriculum may read its metrics before the next step
+        if not options.weighed:  # a curriculum may read its metrics before the next step
             begin_evaluation = generators.begin_evaluation
         own = own._replace(schedule=as_chosen(schedule))
-    if rewards.scorers:
-        generators.serve_until = rewards.serve_until
-    source = prompt_source(own._replace(elsewhere=generators), clock, show)
+    source = prompt_source(own._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
@@ -99,8 +92,9 @@ def placed_source(
         move=generators.move,
         close=generators.close,
         begin_evaluation=begin_evaluation,
-        log=generators.log,
-        write_episodes=generators.write_episodes if generation.episodes is not None else None,
+        log=StepLog(
+            source.log.episodes, None if generation.episodes is None else generators.write_episodes, generators.log
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Groups of rows that a replica writes without a break: begun by the rule of admission, beside its engine's steps.
 
-Between two iterations of its engine a replica looks for requests of the ranks that train, takes weights that have
+Between two iterations of its engine a replica looks for requests of the trainer ranks, takes weights that have
 arrived, and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
 """
 
@@ -27,7 +27,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import Arrived, WeightReceiver
+from funrl.mesh.pools.transfer import WeightDelivery, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
@@ -59,11 +59,11 @@ SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
-class Turn(NamedTuple):
+class ReplicaStep(NamedTuple):
     """The next thing that all tensor ranks of a replica do; without any, they step the engine.
 
     Attributes:
-      request: take a request of the ranks that train.
+      request: take a request of the trainer ranks.
       weights: number of the transfer whose weights they take; -1: none.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
       ended: note that the program beside the groups has ended.
@@ -93,7 +93,7 @@ class GroupWriter:
         generation: Generation,
         rule: AdmissionRule,
         receiver: WeightReceiver,
-        take_weights: Callable[[Arrived], None],
+        take_weights: Callable[[WeightDelivery], None],
     ) -> None:
         """Begin without groups.
 
@@ -137,14 +137,28 @@ class GroupWriter:
         self._waited_s = 0.0
         self._notes: list[str] = []
 
-    def turn(self, answers: Answers | None) -> Turn:
+    @property
+    def plan(self) -> GroupPlan:
+        """The plan of the groups. Raises: RuntimeError, it is not open yet."""
+        if self._plan is None:
+            raise RuntimeError("the plan of the groups is not open yet")
+        return self._plan
+
+    @property
+    def leader(self) -> ResidentEngine:
+        """The engine as coroutines see it. Raises: RuntimeError, this is not the replica's first tensor rank."""
+        if self.resident is None:
+            raise RuntimeError("only the first tensor rank of a replica writes groups")
+        return self.resident
+
+    def turn(self, answers: Answers | None) -> ReplicaStep:
         """The next thing to do. Collective over "tensor".
 
         Args:
           answers: the requests to look for; None: none is taken.
         """
         decided = self._decide(answers) if self.resident is not None else None
-        turn: Turn = from_first(decided, self.mesh, "tensor") or Turn()
+        turn: ReplicaStep = from_first(decided, self.mesh, "tensor") or ReplicaStep()
         for number, (fields, further) in turn.rows.items():
             on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
             batch = Batch(FIELDS | further if further else FIELDS, **on_device)
@@ -163,7 +177,7 @@ class GroupWriter:
         self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
 
     def take(self, number: int) -> None:
-        """Let the engine have the weights of a transfer that has arrived. Collective over "tensor".
+        """Load the weights of a transfer that has arrived into the engine. Collective over "tensor".
 
         Does nothing where a rank has let go of them meanwhile: the transfer was abandoned, and another one follows.
         """
@@ -188,7 +202,7 @@ class GroupWriter:
         while self.beside.goes_on and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
-        heartbeat.entered(f"weights {version} of the ranks that train")
+        heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
             own = self._complete_transfer() if self.resident is not None else None
             number = from_first(own, self.mesh, "tensor")
@@ -232,22 +246,22 @@ class GroupWriter:
     def _note(self, text: str) -> None:
         self._notes.append(text)
 
-    def _decide(self, answers: Answers | None) -> Turn | None:
+    def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
         if self.beside.has_ended:
-            return Turn(rows=rows, ended=True)
+            return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
-            return Turn(rows=rows) if rows else None
+            return ReplicaStep(rows=rows) if rows else None
         self._look_again_after(now)
         self._tell_version()
         if answers is not None and answers.waiting():
-            return Turn(request=True, rows=rows)
+            return ReplicaStep(request=True, rows=rows)
         number = None if self.beside.goes_on else self._complete_transfer()
         if number is not None:
-            return Turn(weights=number, rows=rows)
+            return ReplicaStep(weights=number, rows=rows)
         self._begin_groups()
-        return Turn(rows=rows) if rows else None
+        return ReplicaStep(rows=rows) if rows else None
 
     def _look_again_after(self, now: float) -> None:
         self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
@@ -260,7 +274,7 @@ class GroupWriter:
         return arrived.number
 
     def _tell_version(self) -> None:
-        """Let the other ranks know the version of this replica."""
+        """Publish the version of this replica."""
         version = self.engine.version
         if self.resident is None or version is None or version == self._told:
             return
@@ -291,8 +305,7 @@ class GroupWriter:
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
-        assert self._plan is not None
-        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self._plan)))
+        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self.plan)))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
@@ -323,7 +336,8 @@ class GroupWriter:
             except (RewardError, RunEndingError) as error:
                 self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
-            held = rows if baseline is None or self._generation.rescore is None else join_rows([rows, baseline[1]])
+            rescored = self._generation.rewards.rescore is not None
+            held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
             kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
             group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
@@ -336,15 +350,14 @@ class GroupWriter:
 
     def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
-        assert self._plan is not None
         batch, place = divmod(number, self._rule.places)
         generation = self._generation
-        if place >= SHOWN_PROMPTS or not generation.shows(self._plan.step + batch):
+        if place >= SHOWN_PROMPTS or not generation.shows(self.plan.step + batch):
             return []
         decode = generation.engine.decode
         samples = generation.sampling.samples
         examples = [self._example(prompt)]
-        names = generation.reward_names[: done.scores.shape[1]]  # models reward it where it is trained
+        names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
         return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
     def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
@@ -388,17 +401,15 @@ class GroupWriter:
         return parts
 
     async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
-        """The prompt that takes the place of a group's, of which these are the rows; None: the group has ended."""
-        assert self._plan is not None
+        """The prompt that replaces the prompt of a group with these rows; None: the group has ended."""
         if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
             return None
-        return self._prompts.replace(group, self._plan)
+        return self._prompts.replace(group, self.plan)
 
     async def _ask(self, group: int, number: int, request: Request) -> Completion:
         """Complete a request of a group's sample."""
         del group, number
-        assert self.resident is not None
-        return await self.resident.ask(request)
+        return await self.leader.ask(request)
 
     async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         generation = self._generation
@@ -418,22 +429,20 @@ class GroupWriter:
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
-        rows = to_rows([example], done, sampling, generation.pad, generation.versions, choices=generation.choices)
+        rows = to_rows([example], done, sampling, generation.form)
         return done, rows
 
     def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
         """Runner of episodes of a group."""
         del group
-        setup = self._generation.episodes
-        assert setup is not None and self.resident is not None
+        setup = self._generation.setup
         policy = policy_setup(setup, part.sampling)
         runner = EpisodeRunner(setup.environment, policy, setup.limits)
-        runner.resident = self.resident
+        runner.resident = self.leader
         return runner
 
     async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        setup = self._generation.episodes
-        assert setup is not None
+        setup = self._generation.setup
         runner = self._runner(group, part)
         episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]

@@ -12,19 +12,15 @@ from funrl.data.columns import Fields, parse_fields
 from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
+from funrl.environments.agents import parse_agents
 from funrl.loading import locate
-from funrl.mesh.text import devices
+from funrl.mesh.pools.placement import names_train
+from funrl.mesh.text import SHORT, TOKEN_AXES, devices
 from funrl.rewards.named import VERIFIERS, parse_rewards
+from funrl.rollout.engine_abilities import engines_that
 from funrl.tasks.embedded import is_embedded_tokenizer
-from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.mesh_checks import (
-    check_pools,
-    check_sequence_parallel,
-    check_sharding,
-    check_split_residual,
-)
-from funrl.trainer.settings.outputs import PROFILE
-from funrl.trainer.settings.runs import save_interval
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts
+from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
     NO_OBJECTS,
@@ -38,9 +34,12 @@ from funrl.trainer.settings.scorers import (
     weights_by_name,
 )
 from funrl.trainer.settings.settings import (
+    TOKEN_MULTIPLE,
     Settings,
     check_values,
     flag_value,
+    given_flag,
+    is_given,
     mesh_sizes,
     refuse_beside,
     settings_flags,
@@ -76,7 +75,10 @@ def check_settings(
       SettingsError: the first flag that cannot work, with its value and a way out.
     """
     check_values(settings)
-    _check_task(settings)
+    if settings.models.model is not None and is_given(settings, "task"):
+        raise settings.refusal(
+            "{task} with {model}: the task trains its own decoder, but --model gives another; leave one of them out"
+        )
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -90,26 +92,13 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
     Raises:
       SettingsError: as `check_settings`.
     """
-    for check in (
-        _check_requirements,
-        _check_engine,
-        _check_sampling,
-        _check_checkpoints,
-        _check_schedule,
-        _check_critic_warmup,
-        _check_minibatches,
-        check_pools,
-        check_sharding,
-        check_sequence_parallel,
-        check_split_residual,
-        check_adapter_flags,
-        _check_reward_timeout,
-        _check_trackers,
-        _check_difficulty,
-        _check_profile,
-    ):
+    for check in ALWAYS:
         check(settings)
+    if settings.examples.difficulty is not None:
+        difficulty_of(settings.examples.difficulty)
     check_environment_flags(settings, given)
+    if has_environment(settings, given):
+        check_agents(settings)
 
 
 def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
@@ -121,26 +110,22 @@ def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects
     if settings.examples.prompts is None and own_environment(settings, given) is None:
         refuse_idle_data(settings)
         if settings.rewards.reward is not None:
-            raise SettingsError(f"--reward={settings.rewards.reward} needs --prompts=FILE.jsonl")
+            raise settings.refusal("{reward} needs --prompts=FILE.jsonl")
         if settings.models.model is not None and not _completes_embedded_task(settings.models.model):
             reward = " and --reward=FILE.py:function" if rewarded else ""
-            raise SettingsError(f"--model={settings.models.model} needs --prompts=FILE.jsonl{reward}")
+            raise settings.refusal("{model} needs --prompts=FILE.jsonl{reward}", reward=reward)
     elif (
         rewarded and settings.rewards.reward is None and not (scorers_of(settings) or has_environment(settings, given))
     ):
-        raise SettingsError(
-            f"--prompts={settings.examples.prompts} needs --reward=FILE.py:function or --reward_model=DIR"
-        )
+        raise settings.refusal("{prompts} needs --reward=FILE.py:function or --reward_model=DIR")
     # The embedded task has one.
     functions = 1 if settings.examples.prompts is None else len(parts(settings.rewards.reward))
     if settings.rewards.on_reward_error != "stop" and not functions:
-        raise SettingsError(f"--on_reward_error={settings.rewards.on_reward_error} does nothing without --reward")
+        raise settings.refusal("{on_reward_error} does nothing without --reward")
     if not has_environment(settings, given):
         weights_of_rewards(settings, functions)
     if settings.formatting.step_separator is not None and settings.rewards.process_reward_model is None:
-        raise SettingsError(
-            f"--step_separator={settings.formatting.step_separator} does nothing without --process_reward_model=DIR"
-        )
+        raise settings.refusal("{step_separator} does nothing without --process_reward_model=DIR")
 
 
 def _completes_embedded_task(model: str) -> bool:
@@ -158,7 +143,7 @@ def check_data(settings: Settings) -> None:
         and settings.examples.data is None
         and not _completes_embedded_task(settings.models.model)
     ):
-        raise SettingsError(f"--model={settings.models.model} needs --data=FILE.jsonl")
+        raise settings.refusal("{model} needs --data=FILE.jsonl")
     if settings.examples.data is None:
         refuse_idle_data(settings)
 
@@ -276,175 +261,217 @@ def weights_of_rewards(settings: Settings, functions: int) -> tuple[float, ...]:
     return weights
 
 
-def _check_requirements(settings: Settings) -> None:
+def check_requirements(s: Settings) -> None:
+    """Refuse flags that do nothing without another one, or beside it. Raises: SettingsError."""
     for name, flag in settings_flags().items():
-        value = flag_value(settings, name)
-        if flag.requires and value != flag.default and not flag_value(settings, flag.requires):
-            given = f"--{name}" if value is True else f"--{name}={value}"
-            raise SettingsError(f"{given} does nothing without --{flag.requires}; give --{flag.requires} too")
+        value = flag_value(s, name)
+        if flag.requires and is_given(s, name) and not flag_value(s, flag.requires):
+            raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if value not in (flag.default, 0):
-            refuse_beside(name, value, settings)
-    if settings.run.resume and settings.run.overwrite:
-        raise SettingsError("--overwrite starts over and --resume continues; leave one of them out")
+            refuse_beside(name, value, s)
+    if s.run.resume and s.run.overwrite:
+        raise s.refusal("--overwrite starts over and --resume continues; leave one of them out")
 
 
-def _check_checkpoints(settings: Settings) -> None:
-    keep = settings.run.keep_checkpoints
-    if keep != settings_flags()["keep_checkpoints"].default and not any(save_interval(settings.run.save_every)):
-        raise SettingsError(
-            f"--keep_checkpoints={keep} does nothing with --save_every={settings.run.save_every}, which writes no "
-            "checkpoints"
-        )
-
-
-def _check_task(settings: Settings) -> None:
-    if settings.examples.task != settings_flags()["task"].default and settings.models.model is not None:
-        raise SettingsError(
-            f"--task={settings.examples.task} with --model={settings.models.model}: the task trains its own decoder, "
-            "but --model gives another; leave one of them out"
-        )
-
-
-def _check_engine(settings: Settings) -> None:
-    if settings.engines.engine != "native" and settings.estimate.dry_run:
-        raise SettingsError(
-            f"--engine={settings.engines.engine}: --dry_run counts the native engine; leave one of them out"
-        )
-    if settings.engines.engine != "native" and settings.engines.speculate:
-        raise SettingsError(
-            f"--speculate={settings.engines.speculate} does nothing with "
-            f"--engine={settings.engines.engine}; leave it out"
-        )
-    if settings.engines.engine_url is not None and settings.engines.engine != "vllm_server":
-        raise SettingsError(f"--engine_url={settings.engines.engine_url} does nothing without --engine=vllm_server")
-    if settings.engines.engine_url is None and settings.engines.engine == "vllm_server":
-        raise SettingsError("--engine=vllm_server needs --engine_url=http://HOST:PORT, which vllm_server prints")
-    for url in parts(settings.engines.engine_url):
+def check_engine_flags(s: Settings) -> None:
+    """Refuse flags that an engine does not take. Raises: SettingsError."""
+    abilities = s.engines.abilities
+    if s.estimate.dry_run and not abilities.own_steps:
+        raise s.refusal("{engine}: --dry_run counts the native engine; leave one of them out")
+    if s.engines.speculate and not abilities.own_steps:
+        raise s.refusal("{speculate} does nothing with {engine}; leave it out")
+    if s.engines.engine_url is not None and not abilities.servers:
+        raise s.refusal(f"{{engine_url}} does nothing without --engine={engines_that('servers')}")
+    if s.engines.engine_url is None and abilities.servers:
+        raise s.refusal("{engine} needs --engine_url=http://HOST:PORT, which its servers print")
+    for url in parts(s.engines.engine_url):
         if not re.fullmatch(r"http://[^/:]+:\d+/?", url):
-            raise SettingsError(f"--engine_url={settings.engines.engine_url}: {url} is not http://HOST:PORT")
-
-
-def _check_sampling(settings: Settings) -> None:
+            raise s.refusal("{engine_url}: {url} is not http://HOST:PORT", url=url)
     # The trainer compares with the tempered model. With truncation or penalties the engine reports the log-probability
     # of the unmodified model, at temperature 1; see `funrl.trainer.sources.generation.to_rows`.
-    names = ("top_k", "top_p", "min_p", "repetition_penalty")
-    given = [name for name in names if flag_value(settings, name) != settings_flags()[name].default]
-    if given and settings.sampling.temperature != 1:
-        flags = " ".join(f"--{name}={flag_value(settings, name)}" for name in given)
-        raise SettingsError(
-            f"--temperature={settings.sampling.temperature} with {flags}: the trainer needs the "
-            "engine's log-probabilities "
-            f"before {' and '.join(given)}, which it reports at temperature 1; use either a temperature, or "
-            f"{' and '.join(given)} at temperature 1"
+    given = [name for name in ("top_k", "top_p", "min_p", "repetition_penalty") if is_given(s, name)]
+    if given and s.sampling.temperature != 1:
+        raise s.refusal(
+            "{temperature} with {flags}: the trainer needs the engine's log-probabilities before {names}, which it "
+            "reports at temperature 1; use either a temperature, or {names} at temperature 1",
+            flags=" ".join(given_flag(s, name) for name in given),
+            names=" and ".join(given),
         )
 
 
-def _check_schedule(settings: Settings) -> None:
+def check_run_length(s: Settings) -> None:
+    """Refuse numbers of steps, updates and rows that do not fit each other. Raises: SettingsError."""
+    if is_given(s, "keep_checkpoints") and not any(save_interval(s.run.save_every)):
+        raise s.refusal("{keep_checkpoints} does nothing with {save_every}, which writes no checkpoints")
     # The policy's schedule is the shorter one: it decays over the updates after the critic's warm-up.
-    updates = (
-        (settings.run.steps - settings.optimization.critic_warmup_steps)
-        * settings.updates.epochs
-        * settings.updates.minibatches
-    )
-    if settings.optimization.lr_schedule != "constant" and settings.optimization.lr_warmup_steps >= max(updates, 1):
-        raise SettingsError(
-            f"--lr_warmup_steps={settings.optimization.lr_warmup_steps}: the run makes {updates} "
-            "updates (steps x epochs x "
-            f"minibatches) and --lr_schedule={settings.optimization.lr_schedule} needs some "
-            "after the warm-up; use fewer"
+    steps = s.run.steps - s.optimization.critic_warmup_steps
+    updates = steps * s.updates.epochs * s.updates.minibatches
+    if s.optimization.lr_schedule != "constant" and s.optimization.lr_warmup_steps >= max(updates, 1):
+        raise s.refusal(
+            "{lr_warmup_steps}: the run makes {updates} updates (steps x epochs x minibatches) and {lr_schedule} "
+            "needs some after the warm-up; use fewer",
+            updates=updates,
+        )
+    if steps <= 0:
+        raise s.refusal("{critic_warmup_steps}: the policy would never learn; use fewer than {steps}")
+    rows = s.run.batch_prompts * s.sampling.samples_per_prompt
+    if s.updates.minibatches > rows:
+        raise s.refusal(
+            f"{{minibatches}}: a batch has only {rows} row{'s' * (rows > 1)}, --batch_prompts x --samples_per_prompt; "
+            f"give --minibatches={rows} or fewer"
         )
 
 
-def _check_critic_warmup(settings: Settings) -> None:
-    if settings.optimization.critic_warmup_steps >= settings.run.steps:
-        raise SettingsError(
-            f"--critic_warmup_steps={settings.optimization.critic_warmup_steps}: the policy "
-            "would never learn; use fewer than "
-            f"--steps={settings.run.steps}"
+def has_further_agents(s: Settings) -> bool:
+    """True if --agents names models besides the policy. Raises: SettingsError, it cannot be read."""
+    with blaming(f"agents={s.environments.agents}"):
+        agents = parse_agents(s.environments.agents)
+    return bool(agents.frozen or agents.policies)
+
+
+def check_placement(s: Settings) -> None:
+    """Refuse flags that do not go with pools of ranks. Raises: SettingsError."""
+    if s.devices.generate_mesh is not None:
+        raise s.refusal("{generate_mesh} does nothing: {place} gives the mesh to generate on")
+    if is_given(s, "mesh") and (names_train(s.devices.place or "") or s.devices.placement is None):
+        raise s.refusal("{mesh} does nothing: {place} gives the mesh to train on")
+    abilities = s.engines.abilities
+    if s.asynchrony.staleness and abilities.whole_only and not s.devices.joined:
+        raise s.refusal(
+            "{engine} and {staleness} with {place}: it completes whole requests, and takes no weights meanwhile; leave "
+            "--staleness out, or give another --engine"
         )
-
-
-def _check_minibatches(settings: Settings) -> None:
-    rows = settings.run.batch_prompts * settings.sampling.samples_per_prompt
-    if settings.updates.minibatches > rows:
-        raise SettingsError(
-            f"--minibatches={settings.updates.minibatches}: a batch has only {rows} {'rows' if rows > 1 else 'row'}, "
-            f"--batch_prompts x --samples_per_prompt; give --minibatches={rows} or fewer"
+    if s.devices.joined:
+        _check_joined(s)
+    if s.asynchrony.clock == "tokens" and not abilities.own_steps:
+        raise s.refusal(
+            "{clock} with {engine}: what it computes in an iteration is its own; leave it out, or give --engine=native"
         )
-
-
-def check_adapter_flags(settings: Settings) -> None:
-    """Check what cannot be with adapters. Raises: SettingsError."""
-    if settings.adapters.lora_rank is None:
-        return
-    if settings.optimization.optimizer == "muon":
-        raise SettingsError(
-            f"--optimizer=muon with --lora_rank={settings.adapters.lora_rank}: Muon orthogonalises updates of whole "
-            "matrices, not of low-rank factors; use --optimizer=adamw"
+    if s.asynchrony.keep_cache and not abilities.own_steps:
+        raise s.refusal(
+            "{keep_cache} with {engine}: it computes keys and values of running sequences again under new weights; "
+            "leave it out, or give --engine=native"
         )
-    if settings.routers.router_bias_rate:
-        raise SettingsError(
-            f"--router_bias_rate={settings.routers.router_bias_rate} with --lora_rank={settings.adapters.lora_rank}: "
-            "the biases belong to the base, which is frozen; leave one out"
+    if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:
+        raise s.refusal(
+            "{new_tokens_per_step} with {staleness}: completions are written on during the updates anyway, by newer "
+            "weights as these come, and the trainer waits only for its oldest group; leave --new_tokens_per_step out, "
+            "and raise --staleness or --window if the trainer waits for long ones"
         )
-    if settings.sharding.fsdp_models is not None:
-        raise SettingsError(
-            f"--fsdp_models={settings.sharding.fsdp_models} with --lora_rank={settings.adapters.lora_rank}: all models "
-            "share one base, which is sharded as a whole; leave it out"
-        )
+    if s.sampling.new_tokens_per_step is not None:
+        raise s.refusal("{new_tokens_per_step} with {place}: every rank has to generate then; leave --place out")
 
 
-def _check_difficulty(settings: Settings) -> None:
-    if settings.examples.difficulty is not None:
-        difficulty_of(settings.examples.difficulty)
+def _check_joined(s: Settings) -> None:
+    """Refuse flags that do not go with generators of other jobs. Raises: SettingsError."""
+    weights = "with {place}: generators that join have the policy's weights alone, and return log-probabilities"
+    order = "does nothing with {place}: rows are taken in their order, each of one version"
+    problems = {
+        "engine": (not s.engines.abilities.own_steps, "with {place}: generators that join have the native engine"),
+        "clock": (s.asynchrony.clock != "wall", "with {place}: generators join when they like, and order nothing"),
+        "agents": (has_further_agents(s), weights),
+        "router_replay": (s.routers.router_replay, weights),
+        "window": (s.asynchrony.window > 1, order),
+        "keep_cache": (s.asynchrony.keep_cache, order),
+    }
+    for name, (given, problem) in problems.items():
+        if given:
+            raise s.refusal(f"{{{name}}} {problem}; leave it out, or give generator ranks, as generate:2")
 
 
-class ProfileWindow(NamedTuple):
-    """Steps that --profile traces: `count` steps from `first` on."""
-
-    first: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """The last step."""
-        return self.first + self.count - 1
-
-
-def profile_window(settings: Settings) -> ProfileWindow | None:
-    """The steps of --profile; None: no profile."""
-    match = re.fullmatch(PROFILE, settings.outputs.profile) if settings.outputs.profile else None
-    return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
-
-
-def _check_profile(settings: Settings) -> None:
-    window = profile_window(settings)
-    if window is not None and window.last > settings.run.steps:
-        raise SettingsError(
-            f"--profile={settings.outputs.profile}: the trace would end with step {window.last}, but "
-            f"--steps={settings.run.steps}; give steps of the run"
-        )
-    ranks = () if settings.outputs.profile_ranks == "all" else parts(settings.outputs.profile_ranks)
-    world = devices(mesh_sizes(settings))
-    if beyond := [rank for rank in ranks if int(rank) >= world]:
-        raise SettingsError(
-            f"--profile_ranks={settings.outputs.profile_ranks}: the mesh {settings.devices.mesh} "
-            f"has the ranks 0 to {world - 1}, not {beyond[0]}"
-        )
-
-
-def _check_reward_timeout(settings: Settings) -> None:
-    seconds = settings.rewards.reward_timeout
-    if seconds is not None and seconds >= 60 * settings.waiting.timeout and devices(mesh_sizes(settings)) > 1:
-        raise SettingsError(
-            f"--reward_timeout={seconds:g}: the other ranks wait only {settings.waiting.timeout} minutes for a "
-            "rank's rewards; give a longer --timeout, in minutes"
-        )
-
-
-def _check_trackers(settings: Settings) -> None:
-    for name in () if settings.estimate.dry_run else parts(settings.outputs.report_to):
-        if importlib.util.find_spec(name) is None:
-            raise SettingsError(
-                f"--report_to={settings.outputs.report_to}: {name} is not installed; pip install {name}"
+def check_mesh_flags(s: Settings) -> None:
+    """Refuse flags of devices that do not go with the meshes. Raises: SettingsError."""
+    sizes = mesh_sizes(s)
+    world = devices(sizes)
+    if s.devices.place is not None:
+        check_placement(s)
+    elif generating := mesh_sizes(s, "generate_mesh"):
+        if generating["sequence"] > 1:
+            raise s.refusal("{generate_mesh}: generation does not split the tokens of a row; write dp for sp")
+        if devices(generating) != world:
+            raise s.refusal(
+                f"{{generate_mesh}} has {devices(generating)} devices and {{mesh}} has {world}; both must have the "
+                "same devices"
             )
+    named = parts(s.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
+    if s.sharding.fsdp and devices(sizes, [SHORT[short] for short in named]) == 1:
+        raise s.refusal(
+            f"--fsdp: the mesh {s.devices.mesh} has only one device over {','.join(named)}: nothing to shard over"
+        )
+    if s.devices.sequence_parallel != "auto" and sizes["sequence"] == 1:
+        raise s.refusal("{sequence_parallel} does nothing: {mesh} has no sp")
+    if s.devices.split_residual != "auto" and sizes["tensor"] == 1:
+        raise s.refusal("{split_residual} does nothing: {mesh} has no tp")
+    if s.devices.split_residual == "on" and TOKEN_MULTIPLE % sizes["tensor"]:
+        raise s.refusal(
+            f"{{split_residual}}: the tokens of a micro-batch are a multiple of {TOKEN_MULTIPLE}, which "
+            f"tp{sizes['tensor']} does not divide; leave it out, or choose a tp of 2, 4 or 8"
+        )
+
+
+def check_adapter_flags(s: Settings) -> None:
+    """Check what cannot be with adapters. Raises: SettingsError."""
+    if s.adapters.lora_rank is None:
+        return
+    if s.optimization.optimizer == "muon":
+        raise s.refusal(
+            "{optimizer} with {lora_rank}: Muon orthogonalises updates of whole matrices, not of low-rank factors; use "
+            "--optimizer=adamw"
+        )
+    if s.routers.router_bias_rate:
+        raise s.refusal(
+            "{router_bias_rate} with {lora_rank}: the biases belong to the base, which is frozen; leave one out"
+        )
+    if s.sharding.fsdp_models is not None:
+        raise s.refusal(
+            "{fsdp_models} with {lora_rank}: all models share one base, which is sharded as a whole; leave it out"
+        )
+
+
+def check_outputs(s: Settings) -> None:
+    """Refuse trackers that are not installed, and steps and ranks that the run does not have. Raises: SettingsError."""
+    world = devices(mesh_sizes(s))
+    for name in () if s.estimate.dry_run else parts(s.outputs.report_to):
+        if importlib.util.find_spec(name) is None:
+            raise s.refusal("{report_to}: {name} is not installed; pip install {name}", name=name)
+    window = s.outputs.window
+    if window is not None and window.last > s.run.steps:
+        raise s.refusal(
+            f"{{profile}}: the trace would end with step {window.last}, but {{steps}}; give steps of the run"
+        )
+    ranks = () if s.outputs.profile_ranks == "all" else parts(s.outputs.profile_ranks)
+    if beyond := [rank for rank in ranks if int(rank) >= world]:
+        raise s.refusal(f"{{profile_ranks}}: the mesh {s.devices.mesh} has the ranks 0 to {world - 1}, not {beyond[0]}")
+    seconds = s.rewards.reward_timeout
+    if seconds is not None and seconds >= 60 * s.waiting.timeout and world > 1:
+        raise s.refusal(
+            f"{{reward_timeout}}: the other ranks wait only {s.waiting.timeout} minutes for a rank's rewards; give a "
+            "longer --timeout, in minutes"
+        )
+
+
+def check_agents(s: Settings) -> None:
+    """Refuse flags that do not go with several models, or with episodes across steps. Raises: SettingsError."""
+    further = has_further_agents(s)
+    if further and not s.engines.abilities.several_models:
+        engines = engines_that("several_models")
+        raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")
+    if s.sampling.new_tokens_per_step is not None and s.environments.env_workers:
+        raise s.refusal(
+            "{env_workers} with --new_tokens_per_step: episodes across steps wait in the rank's own process; leave one "
+            "of them out"
+        )
+    if s.sampling.new_tokens_per_step is not None and further:
+        raise s.refusal(
+            "{agents} with --new_tokens_per_step: episodes across steps have one model; leave one of them out"
+        )
+
+
+ALWAYS = (
+    check_requirements,
+    check_engine_flags,
+    check_run_length,
+    check_mesh_flags,
+    check_adapter_flags,
+    check_outputs,
+)

@@ -136,7 +136,7 @@ class Flag(NamedTuple):
       text: meaning, for the help.
       chosen: what the run chooses if the default is None; "" if `text` says it.
       group: the record of `Settings` that holds it, or "algorithm" for an argument of a recipe.
-      bounds: conditions on its value, all of which must hold.
+      bounds: conditions on its value; all must hold.
       kinds: kinds of runs that the flag applies to.
       without: its value in the other kinds of runs.
       requires: name of the flag without which this one does nothing.
@@ -194,10 +194,10 @@ class Flag(NamedTuple):
             return f"{WANTED[self.type]} is needed"
         if isinstance(value, float) and not math.isfinite(value):
             return "a finite number is needed"
-        if all(bound.holds(value) for bound in self.bounds):
-            return ""
         if successor := successor_of_value(self.name, str(value)):
             return f"not a value any more; {successor}"
+        if all(bound.holds(value) for bound in self.bounds):
+            return ""
         return "it must be " + " and ".join(bound.text for bound in self.bounds)
 
     def help(self) -> str:
@@ -207,7 +207,10 @@ class Flag(NamedTuple):
 
 
 class FlagOptions(TypedDict, total=False):
-    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`."""
+    """Attributes of a `Flag` that a field of `Settings` may set; defaults are those of `Flag`.
+
+    `SHARED` of a record has those of all its fields, which a field may set otherwise.
+    """
 
     chosen: str
     kinds: tuple[str, ...]

@@ -22,9 +22,18 @@ def resolved(settings: Settings, given: bool = False) -> Settings:
     if settings.rewards.reward_weights is None:
         functions = int(settings.examples.prompts is None and not given)  # of the embedded task
         settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
+    return with_flags(settings, max_new_tokens=new_tokens_of(settings, given))
+
+
+def new_tokens_of(settings: Settings, given: bool = False) -> int:
+    """Tokens that a completion may have: those of a flag, or what they are by default.
+
+    Args:
+      given: whether the caller passes prompts itself, not by a flag.
+    """
+    if settings.sampling.max_new_tokens is not None:
+        return settings.sampling.max_new_tokens
     own = settings.examples.prompts, settings.rewards.reward, settings.environments.env
     if all(value is None for value in own) and not given:
-        default = embedded_task(settings.examples.task).max_new_tokens
-    else:
-        default = NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS
-    return with_flags(settings, max_new_tokens=settings.sampling.max_new_tokens or default)
+        return embedded_task(settings.examples.task).max_new_tokens
+    return NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS

@@ -6,33 +6,22 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import NamedTuple
 
-from funrl.environments.agents import AgentMap, parse_agents
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
+from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.records import EnvironmentSettings
+from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is_given
 
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
 MODEL_FLAGS = tuple(dict.fromkeys(("model", *ROLES.by_flag(), *SCORERS)))  # each names a directory
-EPISODE_FLAGS = (
-    "agents",
-    "episode_turns",
-    "episode_tokens",
-    "env_timeout",
-    "env_check",
-    "episode_retries",
-    "env_workers",
-    "max_waiting",
-    "assume_turns",
-    "assume_turn_tokens",
-    "assume_tool_seconds",
-    "tool_parser",
-    "tool_tokens",
-    "history",
+EPISODE_FLAGS = (  # which do nothing without an environment
+    *(field.name for field in fields(EnvironmentSettings) if field.name not in ("env", "env_args")),
+    *("env_check", "assume_turns", "assume_turn_tokens", "assume_tool_seconds"),
 )
 WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
     "reward": "the environment rewards its episodes",
@@ -126,40 +115,15 @@ def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> st
 def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if settings.environments.env_args is not None and own_environment(settings, given) is None:
-        raise SettingsError(f"--env_args={settings.environments.env_args} does nothing without --env=FILE.py:NAME")
+        raise settings.refusal("{env_args} does nothing without --env=FILE.py:NAME")
     if not has_environment(settings, given):
         for name in EPISODE_FLAGS:
-            value = flag_value(settings, name)
-            if value != settings_flags()[name].default:
-                raise SettingsError(f"--{name}={value} does nothing without an environment; give --env=FILE.py:NAME")
+            if is_given(settings, name):
+                raise settings.refusal(f"{{{name}}} does nothing without an environment; give --env=FILE.py:NAME")
         return
     what = environment_flag(settings, given)
     if given.reward:
         raise SettingsError(f"a reward function with {what}: {WITHOUT_ENVIRONMENT['reward']}; leave it out")
-    for name in WITHOUT_ENVIRONMENT:
-        value = flag_value(settings, name)
-        if value != settings_flags()[name].default:
-            raise SettingsError(f"--{name}={value} with {what}: {WITHOUT_ENVIRONMENT[name]}; leave it out")
-    with blaming(f"agents={settings.environments.agents}"):
-        agents = parse_agents(settings.environments.agents)
-    if (agents.frozen or agents.policies) and settings.engines.engine != "native":
-        raise SettingsError(
-            f"--agents={settings.environments.agents} with --engine={settings.engines.engine}: further models "
-            "are served by the native engine; leave --engine out"
-        )
-    if settings.sampling.new_tokens_per_step is not None:
-        _check_across_steps(settings, agents)
-
-
-def _check_across_steps(settings: Settings, agents: AgentMap) -> None:
-    """Check the flags of environments whose episodes take several steps."""
-    if settings.environments.env_workers:
-        raise SettingsError(
-            f"--env_workers={settings.environments.env_workers} with --new_tokens_per_step: episodes across steps wait "
-            "in the rank's own process; leave one of them out"
-        )
-    if agents.frozen or agents.policies:
-        raise SettingsError(
-            f"--agents={settings.environments.agents} with --new_tokens_per_step: episodes across steps have one "
-            "model; leave one of them out"
-        )
+    for name, reason in WITHOUT_ENVIRONMENT.items():
+        if is_given(settings, name):
+            raise SettingsError(f"{given_flag(settings, name)} with {what}: {reason}; leave it out")

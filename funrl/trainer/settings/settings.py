@@ -1,7 +1,7 @@
 """All settings of a run: one field is one flag, with its bounds in its definition.
 
-There is one file for each group of flags. Validation, parsing, the help and the table in docs/flags.md derive from the
-declaration of the field. `checks.py` checks combinations of flags. Nothing here imports torch.
+`records.py` has a record for each group of flags. Validation, parsing, the help and the table in docs/flags.md derive
+from the declaration of the field. `checks.py` checks combinations of flags. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from funrl.mesh.text import MeshError
-from funrl.trainer.settings.data import ExampleSettings, FormatSettings
+from funrl.trainer.settings import records
 from funrl.trainer.settings.declaration import Flag, SettingsError, value_type
-from funrl.trainer.settings.devices import DeviceSettings, ShardSettings, WaitSettings
-from funrl.trainer.settings.generation import EngineSettings, SamplingSettings
-from funrl.trainer.settings.models import ModelSettings
-from funrl.trainer.settings.outputs import EvaluationSettings, OutputSettings
-from funrl.trainer.settings.rewards import EnvironmentSettings, JudgeSettings, RewardSettings
-from funrl.trainer.settings.runs import AsynchronySettings, EstimateSettings, RunSettings
-from funrl.trainer.settings.updates import AdapterSettings, OptimizerSettings, RouterSettings, UpdateSettings
 
 SCORE_BUDGETS = 4  # token budgets in one forward pass without a gradient, by default
 TOKEN_MULTIPLE = 8  # a rank's tokens of a micro-batch are a multiple of it
@@ -34,26 +27,36 @@ REWARD_TIMEOUT_S = 600.0  # where no flag says
 class Settings:
     """The flags of every run as records by subject. None means that the run chooses."""
 
-    models: ModelSettings = field(default_factory=ModelSettings)
-    examples: ExampleSettings = field(default_factory=ExampleSettings)
-    formatting: FormatSettings = field(default_factory=FormatSettings)
-    rewards: RewardSettings = field(default_factory=RewardSettings)
-    judging: JudgeSettings = field(default_factory=JudgeSettings)
-    environments: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    run: RunSettings = field(default_factory=RunSettings)
-    asynchrony: AsynchronySettings = field(default_factory=AsynchronySettings)
-    estimate: EstimateSettings = field(default_factory=EstimateSettings)
-    devices: DeviceSettings = field(default_factory=DeviceSettings)
-    sharding: ShardSettings = field(default_factory=ShardSettings)
-    waiting: WaitSettings = field(default_factory=WaitSettings)
-    engines: EngineSettings = field(default_factory=EngineSettings)
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    optimization: OptimizerSettings = field(default_factory=OptimizerSettings)
-    adapters: AdapterSettings = field(default_factory=AdapterSettings)
-    routers: RouterSettings = field(default_factory=RouterSettings)
-    updates: UpdateSettings = field(default_factory=UpdateSettings)
-    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    outputs: OutputSettings = field(default_factory=OutputSettings)
+    models: records.ModelSettings = field(default_factory=records.ModelSettings)
+    examples: records.ExampleSettings = field(default_factory=records.ExampleSettings)
+    formatting: records.FormatSettings = field(default_factory=records.FormatSettings)
+    rewards: records.RewardSettings = field(default_factory=records.RewardSettings)
+    judging: records.JudgeSettings = field(default_factory=records.JudgeSettings)
+    environments: records.EnvironmentSettings = field(default_factory=records.EnvironmentSettings)
+    run: records.RunSettings = field(default_factory=records.RunSettings)
+    asynchrony: records.AsynchronySettings = field(default_factory=records.AsynchronySettings)
+    estimate: records.EstimateSettings = field(default_factory=records.EstimateSettings)
+    devices: records.DeviceSettings = field(default_factory=records.DeviceSettings)
+    sharding: records.ShardSettings = field(default_factory=records.ShardSettings)
+    waiting: records.WaitSettings = field(default_factory=records.WaitSettings)
+    engines: records.EngineSettings = field(default_factory=records.EngineSettings)
+    sampling: records.SamplingSettings = field(default_factory=records.SamplingSettings)
+    optimization: records.OptimizerSettings = field(default_factory=records.OptimizerSettings)
+    adapters: records.AdapterSettings = field(default_factory=records.AdapterSettings)
+    routers: records.RouterSettings = field(default_factory=records.RouterSettings)
+    updates: records.UpdateSettings = field(default_factory=records.UpdateSettings)
+    evaluation: records.EvaluationSettings = field(default_factory=records.EvaluationSettings)
+    outputs: records.OutputSettings = field(default_factory=records.OutputSettings)
+
+    def refusal(self, text: str, **values: Any) -> SettingsError:
+        """An error whose text names flags: {steps} stands for --steps with its value.
+
+        Args:
+          text: of the error, a format string.
+          **values: that it names besides flags.
+        """
+        flags = {name: given_flag(self, name) for name in settings_flags()}
+        return SettingsError(text.format_map(flags | values))
 
 
 def settings_of(**flags: Any) -> Settings:
@@ -81,6 +84,21 @@ def flag_value(settings: Settings, name: str) -> Any:
     return getattr(getattr(settings, settings_flags()[name].group), name)
 
 
+def is_given(settings: Settings, name: str) -> bool:
+    """True if a flag has another value than its default."""
+    return flag_value(settings, name) != settings_flags()[name].default
+
+
+def given_flag(settings: Settings, name: str) -> str:
+    """A flag with its value as on a command line.
+
+    >>> given_flag(settings_of(steps=3, fsdp=True), "steps"), given_flag(settings_of(fsdp=True), "fsdp")
+    ('--steps=3', '--fsdp')
+    """
+    value = flag_value(settings, name)
+    return f"--{name}" if value is True else f"--{name}={str(value).removesuffix('.0')}"
+
+
 def flag_values(settings: Settings) -> dict[str, Any]:
     """The values of all flags by their names."""
     return {name: flag_value(settings, name) for name in settings_flags()}
@@ -95,7 +113,9 @@ def settings_flags() -> Mapping[str, Flag]:
         hints = typing.get_type_hints(record)
         for member in dataclasses.fields(record):
             kind = value_type(hints[member.name])
-            facts: dict[str, Any] = {**member.metadata, "group": group.name}
+            facts: dict[str, Any] = {**getattr(record, "SHARED", {}), **member.metadata, "group": group.name}
+            if facts.get("requires") == member.name:  # the flag that the others of its record require
+                del facts["requires"]
             flags[member.name] = Flag(member.name, member.default, kind.type, kind.optional, **facts)
     return types.MappingProxyType(flags)
 

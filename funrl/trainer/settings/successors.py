@@ -17,12 +17,31 @@ class RemovedFlag(NamedTuple):
     successor: str
 
 
-REMOVED_FLAGS: dict[str, RemovedFlag] = {}
-REMOVED_COMMANDS: dict[str, str] = {}  # of `funrl`
-# By flag: values that it no longer takes.
-REMOVED_VALUES: dict[str, dict[str, str]] = {}
+REMOVED_FLAGS: dict[str, RemovedFlag] = {
+    "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+    "latex": RemovedFlag("false", "funrl explain prints the composition, with the formulas of docstrings, as text"),
+}
+REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
+    "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
+    "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
+}
+EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"
+# By flag: values that it no longer takes; one that ends with a colon stands for all that begin so.
+REMOVED_VALUES: dict[str, dict[str, str]] = {
+    "report_to": dict.fromkeys(("trackio", "swanlab"), "use wandb or mlflow, or read metrics.jsonl of the run"),
+    "task": {name: EXAMPLE.format(name) for name in ("retry", "programs", "search", "guessing")},
+    "env": {
+        "textarena:": "use --env=examples/env_textarena.py:textarena_game --env_args=name:GAME",
+        "reasoning_gym:": "use --env=examples/env_reasoning_gym.py:reasoning_task --env_args=name:TASK",
+        "funrl.environments.builtin.retry:": "use --env=examples/env_retry.py:retry",
+        "funrl.environments.builtin.programs:": "use --env=examples/env_programs.py:programs",
+        "funrl.environments.builtin.search:": "use --env=examples/env_search.py:search_documents",
+        "funrl.environments.builtin.guessing:": "use --env=examples/env_guessing.py:guess_the_number",
+    },
+}
 
 
 def successor_of_value(flag: str, text: str) -> str:
     """Sentence that names the successor of a value that a flag took in an earlier version; "" if it never took it."""
-    return REMOVED_VALUES.get(flag, {}).get(text, "")
+    values = REMOVED_VALUES.get(flag, {})
+    return values.get(text, "") or values.get(f"{text.partition(':')[0]}:", "")

@@ -23,7 +23,7 @@ from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of
 
 Scorer = Callable[[Rows, Sequence[Example]], Rows]
-Rescore = Callable[[Rows, Sequence[Example], str], Rows]  # see `Generation.rescore`
+Rescore = Callable[[Rows, Sequence[Example], str], Rows]  # see `ScoreColumns.rescore`
 ReadRows = Callable[[Rows, Sequence[Example]], Rows]  # (rows, prompts) -> rows as a model reads them; see `as_read`
 OF_STEPS: dict[str, Callable[[Tensor], Tensor]] = {  # [steps] probability of being right -> a completion's score
     "min": torch.amin,
@@ -175,12 +175,13 @@ def as_read(rows: Rows, pad: int) -> Rows:
 @torch.no_grad()
 def end_values(role: Role, params: trees.Tree, read: Rows, token_budget: int) -> Tensor:
     """Value at the last token of each row, [B], the same on every rank; see `as_read`."""
-    score_b = None
-    for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed)):
-        value_N = role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1]
-        score_b = value_N.new_zeros(len(read.own)) if score_b is None else score_b
+    values = [
+        (places, role.placed.values(params, piece)[0, micro.offsets[1 : 1 + len(places)].long() - 1])
+        for places, micro, piece in own_micro_batches(read, token_budget, row_cost(role.placed))
+    ]
+    score_b = values[0][1].new_zeros(len(read.own))
+    for places, value_N in values:
         score_b[places] = value_N
-    assert score_b is not None
     return gather_table({"score": score_b}, read.owner, read.mesh, axes=read.mesh.row_axes)["score"]
 
 

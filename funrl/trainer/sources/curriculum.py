@@ -164,8 +164,7 @@ def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarra
     weight_N = np.ones(curriculum.count)
     metrics = {}
     rate_N = (memory["passes"] / memory["samples"]).numpy() if curriculum.rates else None
-    if curriculum.difficulty is not None:
-        assert rate_N is not None
+    if curriculum.difficulty is not None and rate_N is not None:
         weight_N, metrics = _weights_by_rate(curriculum.difficulty, rate_N)
     if curriculum.function is not None:
         before = _unpacked(memory["curriculum"])

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, episode_fields, units_of
+from funrl.algos.advantages.units import by_unit, episode_fields, episode_units
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
@@ -114,7 +114,7 @@ class EpisodeSetup(NamedTuple):
 class Transcript(NamedTuple):
     """Everything after the prompt of an episode's first trajectory, as a completion of its number.
 
-    Where others forked from it, it is the one that goes on, which says everything again.
+    Where others forked from it, it is the continued one, which repeats everything.
 
     Attributes:
       number: of the episode.
@@ -222,21 +222,20 @@ def outcome_rows(done: Rollout, rows: Rows) -> Rows:
 
 
 def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
-    """Numbers of the rows of some samples of a rollout, in the order of the rows."""
+    """Find the rows of some samples of a rollout: their numbers, ascending."""
     episode_B = rows.examples
     return samples if episode_B is None else np.flatnonzero(np.isin(episode_B, samples))
 
 
 def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
-    """[count] bool, episodes that a filter keeps for one of their agents, among those that have rows.
+    """[count] bool, episodes with rows that a filter keeps for one of their agents.
 
     Args:
       rows: of the episodes, on the CPU.
       filter: sees one number for each agent of an episode; None: it keeps all.
     """
     kept_E = np.zeros(count, dtype=bool)
-    units = units_of(rows.batch)
-    assert units is not None
+    units = episode_units(rows.batch)
     if not len(units.first):
         return kept_E
     episode_U = rows.batch.episode[units.first].numpy()
@@ -273,7 +272,7 @@ def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     opening = next(end for end in episode.ends if end.agent == trained[0].agent).leaf.path()[0].tokens
     tokens = trained[0].token_ids()
     differing = (n for n, pair in enumerate(zip(opening, tokens, strict=False)) if pair[0] != pair[1])
-    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the begin otherwise
+    tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the beginning differently
     written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode, form.pictures)
 
@@ -326,8 +325,7 @@ def rows_of_episodes(
     )
     owned = [joined_lines([node.owned for node in path.nodes]) for _, path in flat]
     rows = with_owned(rows_of(batch, owner_B, mesh), owned, form.owned)
-    units = units_of(rows.batch)
-    assert units is not None
+    units = episode_units(rows.batch)
     return rows.with_fields(**episode_fields(rows.batch, units)), table
 
 
@@ -411,10 +409,10 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
                 turns += 1
                 replied = True
             if node in path.trained:
-                assert node.raw_logp is not None and node.sampling_logp is not None and node.versions is not None
+                numbers = node.numbers
                 mask[row, here] = True
-                rollout_logp[row, here] = node.raw_logp if form.raw else node.sampling_logp
-                version[row, here] = torch.as_tensor(node.versions, dtype=TOKEN_INT)
+                rollout_logp[row, here] = numbers.raw_logp if form.raw else numbers.sampling_logp
+                version[row, here] = torch.as_tensor(numbers.versions, dtype=TOKEN_INT)
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
                 state[row, here] = _digest(episode.states.get(node, context))

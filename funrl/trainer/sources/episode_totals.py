@@ -48,7 +48,7 @@ class EpisodeTable(NamedTuple):
 def numbers_by_source(
     source_of: Callable[[Example], str] | None, examples: Sequence[Example], samples: int
 ) -> NumbersBySource:
-    """Numbers of the episodes of each source; none where there is one source.
+    """Episodes of each source, by number; none where there is one source.
 
     Args:
       source_of: name of the source of a prompt.
@@ -125,7 +125,7 @@ def episode_metrics(totals: Totals, prefix: str = "") -> dict[str, float]:
 
 
 def _means(totals: Totals, prefix: str) -> dict[str, float]:
-    """Means over all episodes, and of rewards over those that have them.
+    """Means over all episodes; of rewards, over episodes that have rewards.
 
     A replica or a part of a step names no fork that none of its episodes has, so the largest count is that of all.
     """

@@ -25,7 +25,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
-from funrl.rewards.call import Completed, RewardError
+from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
 from funrl.rollout.requests import Completion, Request, RequestGroups
@@ -90,7 +90,7 @@ class Rollout(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Numbers of this rank's rows, ascending."""
+        """Row numbers of this rank, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
 
@@ -139,9 +139,14 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
     """
-    owned = [example.owned for example in examples]
-    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
+    groups = request_groups(examples, sampling, seed)
     return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
+
+
+def request_groups(examples: Sequence[Example], sampling: Sampling, seed: int) -> RequestGroups:
+    """The requests of prompts, a group for each; the arguments are those of `rollout`."""
+    owned = [example.owned for example in examples]
+    return RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
 
 
 def run_requests(
@@ -154,6 +159,8 @@ def run_requests(
 ) -> Rollout:
     """Complete requests and reward the finished completions. A paused completion has no reward yet.
 
+    The proof of the engine's weights ends meanwhile.
+
     Args:
       engine: engine and rewards.
       groups: groups of requests of all replicas, shared out by the queue.
@@ -165,9 +172,27 @@ def run_requests(
       RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
+    mesh = engine.mesh
     pending = pending_rewards(engine, examples, rows // len(examples))
     begin = time.perf_counter()
-    completions = _complete_proved(engine, groups, own, finished=None if pending is None else pending.add)
+    callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
+    if engine.proof is not None:
+        callbacks = callbacks._replace(iterated=engine.proof.iterated)
+    try:
+        if engine.queue == "tickets":
+            completions = complete_shared(
+                engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own
+            )
+        else:
+            share = own_range(len(groups), mesh, mesh.row_axes)
+            requests = [request for group in groups[share.start : share.stop] for request in group]
+            completions = complete(engine.engine, [*own, *requests], callbacks)
+    except FloatingPointError:
+        if engine.proof is not None:
+            engine.proof.settle()  # wrong weights explain logits that are not finite
+        raise
+    if engine.proof is not None:
+        engine.proof.settle()
     return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
 
 
@@ -264,38 +289,6 @@ def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending:
     return collected._replace(problem=rewards.problem, entries=rewards.entries)
 
 
-def _complete_proved(
-    engine: RewardedEngine,
-    groups: Sequence[Sequence[Request]],
-    own: Sequence[Request],
-    finished: Callable[[Completion], None] | None,
-) -> list[Completion]:
-    """Complete this replica's requests and its share of the groups, and settle the proof of the weights meanwhile."""
-    callbacks = NO_CALLBACKS if finished is None else Callbacks(finished=finished)
-    proof = engine.proof
-    if proof is None:
-        return _complete(engine, groups, own, callbacks=callbacks)
-    try:
-        completions = _complete(engine, groups, own, callbacks=callbacks._replace(iterated=proof.iterated))
-    except FloatingPointError:
-        proof.settle()  # wrong weights explain logits that are not finite
-        raise
-    proof.settle()
-    return completions
-
-
-def _complete(
-    engine: RewardedEngine, groups: Sequence[Sequence[Request]], own: Sequence[Request], callbacks: Callbacks
-) -> list[Completion]:
-    """Complete this replica's requests and its share of the groups."""
-    mesh = engine.mesh
-    if engine.queue == "tickets":
-        return complete_shared(engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own)
-    share = own_range(len(groups), mesh, mesh.row_axes)
-    requests = [request for group in groups[share.start : share.stop] for request in group]
-    return complete(engine.engine, [*own, *requests], callbacks)
-
-
 def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:
     """Rank of each row, [rows]. Collective."""
     owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
@@ -313,13 +306,13 @@ def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples
     opening = functools.cache(lambda token: engine.decode([token]))
     takes_ids = any("completion_ids" in function.takes for function in engine.pool.functions)
 
-    def completed(completion: Completion) -> Completed:
+    def completed(completion: Completion) -> CompletedRow:
         example = examples[completion.number // samples]
         text = text_after(opening(example.tokens[-1]), example.tokens[-1], completion.written, decode=engine.decode)
         ids = completion.tokens.tolist() if takes_ids else ()
         messages = example.messages if example.conversational else None
         views = engine.read(engine.pool.views, example.tokens, completion.written)
-        return Completed(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
+        return CompletedRow(example.text, text, example.fields, completion_ids=ids, messages=messages, views=views)
 
     return PendingRewards(engine.pool, completed, samples)
 
@@ -347,14 +340,24 @@ def completion_texts(
     return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
 
 
-def to_rows(
-    examples: Sequence[Example],
-    done: Rollout,
-    sampling: Sampling,
-    pad: int,
-    versions: bool = False,
-    choices: int = 0,
-) -> Rows:
+class CompletionForm(NamedTuple):
+    """The form of rows of completions.
+
+    Attributes:
+      pad: id of the padding token.
+      versions: whether rows get the version of the weights that sampled each token.
+      choices: experts recorded for each token; 0: none.
+    """
+
+    pad: int = 0
+    versions: bool = False
+    choices: int = 0
+
+
+PLAIN_FORM = CompletionForm()
+
+
+def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: CompletionForm = PLAIN_FORM) -> Rows:
     """Join prompts and completions into rows on the ranks that wrote them, right-padded to a multiple of 8 tokens.
 
     `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, regardless of
@@ -365,9 +368,7 @@ def to_rows(
       examples: the prompts.
       done: their completions.
       sampling: of the completions.
-      pad: id of the padding token.
-      versions: whether rows get the version of the weights that sampled each token.
-      choices: experts recorded for each token; 0: none.
+      form: of the rows.
 
     Warning: verl and TRL take vLLM's log-probabilities after truncation and penalty, the trainer's before, so that
       their ratios carry the probability of the tokens left (https://github.com/huggingface/trl/issues/6789,
@@ -375,6 +376,7 @@ def to_rows(
       sampled.
     """
     samples = sampling.samples
+    pad, versions, choices = form
     own = done.own
     device = done.mesh.device
     prompt_P = torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,16 +20,17 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.rewards.call import RewardError
 from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
-from funrl.rollout.engine import Engine, awake, complete
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.rewards import JudgeSettings
+from funrl.trainer.settings.records import JudgeSettings
 from funrl.trainer.sources.completion_scores import with_column
 from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.own_texts import Decode, own_completions, written_texts
+from funrl.trainer.steps.parts import Judge, JudgeJob
 from funrl.trainer.steps.step_rows import Rows, moved
 
 PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -43,40 +44,6 @@ Answer:
 {{completion}}
 
 Give a short reason, then a number from 0 (wrong) to 10 (right) in double brackets, such as [[5]]."""
-
-
-class JudgeJob(NamedTuple):
-    """A judge, checked and ready to be loaded.
-
-    Attributes:
-      directory, model, tokenizer: of the judge.
-      template: text with {{prompt}}, {{completion}} and names of fields.
-      pattern: compiled; its last match in a verdict holds the score.
-      sampling: of a verdict.
-      sizes: axis sizes of the mesh that it generates on.
-    """
-
-    directory: str
-    model: Model
-    tokenizer: Any
-    template: str
-    pattern: Any
-    sampling: Sampling
-    sizes: dict[str, int]
-
-
-class Judge(NamedTuple):
-    """A judge on its devices.
-
-    Attributes:
-      job: its configuration.
-      engine: with the judge's weights; paused between verdicts.
-      mesh: of the engine.
-    """
-
-    job: JudgeJob
-    engine: Engine
-    mesh: Mesh
 
 
 def judge_job(
@@ -239,7 +206,7 @@ def with_verdicts(
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
     _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
     requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
-    with awake(judge.engine):
+    with onload_engine(judge.engine):
         done = complete(judge.engine, requests)
     verdicts = [job.tokenizer.decode(completion.written, skip_special_tokens=True) for completion in done]
     own = torch.tensor([score_in(verdict, job.pattern) for verdict in verdicts], dtype=torch.float64)

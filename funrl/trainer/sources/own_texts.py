@@ -95,7 +95,7 @@ def written_texts(written: Sequence[WrittenRow], decode: Decode) -> list[str]:
 def whole_tokens(written: WrittenRow, text: str, tokenizer: Any) -> list[int]:
     """Prompt and completion in the tokens of another model's tokenizer.
 
-    A chat goes through its chat template, with the completion as the assistant's message, or behind its words where the
+    A chat goes through its chat template, with the completion as the assistant's message, or after its words where the
     prompt ends with these. A text prompt gets its special tokens, and a completion that the policy ended gets its
     end-of-text token.
     """

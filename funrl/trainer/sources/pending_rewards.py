@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from funrl.processes.heartbeat import beat
-from funrl.rewards.call import Completed, Failure, RewardError, RewardOutcome, Score
+from funrl.rewards.call import CompletedRow, Failure, RewardError, RewardOutcome, Score
 from funrl.rewards.pool import Pool, RowRewards
 from funrl.rollout.requests import Completion
 
@@ -56,7 +56,7 @@ class PendingRewards:
     last of them is added. Without workers, this process rewards all rows at the end, in their order.
     """
 
-    def __init__(self, pool: Pool, completed: Callable[[Completion], Completed], samples: int = 1):
+    def __init__(self, pool: Pool, completed: Callable[[Completion], CompletedRow], samples: int = 1):
         """Begin without rows.
 
         Args:
@@ -67,7 +67,7 @@ class PendingRewards:
         self._pool = pool
         self._completed = completed
         self._samples = samples
-        self._rows: dict[int, Completed] = {}
+        self._rows: dict[int, CompletedRow] = {}
         self._parts: dict[tuple[int, int], _Part] = {}  # by row and function
         self._groups: defaultdict[int, list[int]] = defaultdict(list)  # rows that batched functions wait for
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,12 +14,13 @@ from funrl import trees
 from funrl.data.order import order_digest, take_next
 from funrl.data.prompts import Example
 from funrl.rewards.call import RewardError
+from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_rows import outcome_rows, rewarded_episodes
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
-from funrl.trainer.sources.generation import Rollout, rollout, to_rows
+from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample, shown_samples, with_scores
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
@@ -30,7 +32,7 @@ from funrl.trainer.sources.selection import (
     filter_metrics,
     filter_samples,
 )
-from funrl.trainer.sources.source import SKIPPED, Generation, Source, same_order
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, StepLog, StoredState, same_order
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
@@ -42,7 +44,7 @@ BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a trainin
 def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
     """Rows that the policy writes: prompts in a shuffled order, completed and rewarded.
 
-    Prompts of which the filter keeps no row are replaced by further ones until the batch is full, within a bound. No
+    Prompts whose rows the filter drops are replaced by further ones until the batch is full, within a bound. No
     completion that the filter keeps is thrown away. Metrics count the prompts and rows that it drops.
     """
     prompts, _, seed, weighing = generation.schedule
@@ -53,27 +55,33 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         log.clear()
         weights, measured, metrics = weighing.weights(state["curriculum"], step)
         rounds: list[SamplingRound] = []
-        spare: tuple[list[Example], Rows] | None = None
-        for newest, part in sampling_rounds(generation, clock, show, step=step, position=begin, weights=weights):
-            measured = weighing.measured(measured, newest.places, newest.done.scores, newest.done.failed)
-            if spare is None or len(newest.rows.owner):  # where all episodes failed there are no rows
-                spare = newest.examples, newest.rows
-            rounds.append(part)
-        assert spare is not None
+        spare: list[SampledPrompts] = []
+        with running_engine(generation):
+            for newest, part in sampling_rounds(generation, clock, show, step=step, position=begin, weights=weights):
+                measured = weighing.measured(measured, newest.places, newest.done.scores, newest.done.failed)
+                if not spare or len(newest.rows.owner):  # where all episodes failed there are no rows
+                    spare = [newest]
+                rounds.append(part)
+            sampled = sum(part.sampled for part in rounds)
+            chosen, skipped = chosen_of_step(
+                generation,
+                [part.chosen for part in rounds],
+                (spare[0].examples, spare[0].rows),
+                (step, sampled),
+                show,
+            )
+            entries, facts = totals_of(rounds)
+            unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
+            state, emptiness = count_empty(state, step, unusable, facts, show)
+            baseline = generation.greedy_baseline and not skipped
+            batch = one_step_of(generation, chosen, begin, clock=clock, baseline=baseline)
+        if generation.demonstrate is not None and not skipped:
+            batch = generation.demonstrate(batch, [example for part in chosen for example in part.examples])
         consumed = rounds[-1].end
-        sampled = sum(part.sampled for part in rounds)
         if weights is not None:
             metrics["curriculum/passed_over"] = consumed - begin - sampled
-        chosen, skipped = chosen_of_step(generation, [part.chosen for part in rounds], spare, (step, sampled), show)
-        unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
-        entries, facts = totals_of(rounds)
-        state, emptiness = count_empty(state, step, unusable, facts, show)
-        baseline = generation.greedy_baseline and not skipped
-        batch = one_step_of(generation, chosen, begin, clock=clock, baseline=baseline)
-        batch = batch if skipped else with_demonstrations(generation, batch, chosen)
-        metrics |= failure_metrics(rounds) | entry_metrics(entries) | episode_metrics(facts) | emptiness
-        if generation.selection.filter:
-            metrics |= rounds_metrics(rounds) | {SKIPPED: float(skipped)}
+        metrics |= rounds_metrics(generation, rounds, skipped) | entry_metrics(entries) | episode_metrics(facts)
+        metrics |= emptiness
         return batch, {**state, "prompts_consumed": consumed, "curriculum": measured}, metrics
 
     order = order_digest(prompts, seed, [len(example.tokens) for example in prompts])
@@ -88,9 +96,22 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
         return {**state, "curriculum": weighing.observed(state["curriculum"], metrics)}
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        return evaluate_heldout(generation, clock, show, step=step)
+        with running_engine(generation):
+            return evaluate_heldout(generation, clock, show, step=step)
 
-    return Source(lambda: dict(first), next_rows, evaluate, restored=restored, observed=observed, episodes=log)
+    return Source(
+        lambda: dict(first),
+        next_rows,
+        evaluate,
+        observed,
+        stored=StoredState(restored=restored),
+        log=StepLog(log),
+    )
+
+
+def running_engine(generation: Generation) -> contextlib.AbstractContextManager[None]:
+    """Onload this rank's engine, if it is the one that generates; outside the context its cache is the trainer's."""
+    return contextlib.nullcontext() if generation.remote is not None else onload_engine(generation.engine.engine)
 
 
 class SampledPrompts(NamedTuple):
@@ -112,9 +133,9 @@ class SamplingRound(NamedTuple):
     """Result of a round of sampling for a step, without the rows that the filter drops.
 
     Attributes:
-      chosen: the prompts of which the filter keeps a row, with these rows.
+      chosen: the prompts with a row that the filter keeps, and these rows.
       end: next position in the order of the prompts.
-      sampled: number of prompts, with those that ranks `elsewhere` have replaced.
+      sampled: number of prompts, including prompts that `remote` ranks have replaced.
       dropped_rows: number of rows of the chosen prompts that the filter drops.
       failed: number of rows on which a reward function failed; None: a failure ends the run.
       totals: of rewards' further numbers, and of facts about episodes: of each replaced prompt, and of all others.
@@ -140,54 +161,40 @@ def sampling_rounds(
       weights: [N] of all prompts; None: all equal.
     """
     prompts, room, seed, _ = generation.schedule
-    refilled = generation.elsewhere is not None and generation.elsewhere.refills
-    left = room * (1 if refilled else generation.selection.rounds)
+    sampling = generation.sampling
+    remote = generation.remote
+    left = room * (1 if remote is not None and remote.refills else generation.selection.rounds)
     first = True
     while room and left > 0:
         taken = take_next(prompts, min(room, left), seed, position=position, weights=weights)
-        newest = sample_prompts(generation, clock, taken.places, derived_seed(seed, position))
+        places = taken.places
+        if remote is not None:
+            with clock.phase("generate"):
+                places = remote.order(places)
+        examples = [prompts[place] for place in places.tolist()]
+        noise = derived_seed(seed, position)
+        done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
         if first and generation.shows(step):
-            samples = generation.sampling.samples
-            examples = newest.examples[:8]
-            show.samples(step, first_samples(generation, examples, newest.done, rows=newest.rows, samples=samples))
-        part = filter_round(generation, newest, taken.end)
-        yield newest, part
+            show.samples(step, first_samples(generation, examples[:8], done, rows=rows, samples=sampling.samples))
+        replaced = () if remote is None else remote.dropped()
+        kept_PS = filter_samples(generation, rows, len(examples))
+        useful = np.flatnonzero(kept_PS.any(1))
+        if remote is not None:
+            remote.keep(useful)
+        failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
+        part = SamplingRound(
+            chosen_rows(examples, rows, useful, kept_PS=kept_PS),
+            end=taken.end + len(replaced),
+            sampled=len(examples) + len(replaced),
+            dropped_rows=int((~kept_PS[useful]).sum()),
+            failed=None if rows.batch.get("failed") is None else failed,
+            totals=[*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)],
+        )
+        yield SampledPrompts(examples, places, done, rows), part
         position = part.end
         room -= len(part.chosen.examples)
         left -= part.sampled
         first = False
-
-
-def sample_prompts(generation: Generation, clock: Clock, places: np.ndarray, seed: int) -> SampledPrompts:
-    """Rewarded rows of the next prompts.
-
-    Args:
-      generation, clock: as of the source.
-      places: indices of the prompts, of which others may have overtaken some `elsewhere`.
-      seed: of the noise.
-    """
-    with clock.phase("generate"):
-        places = places if generation.elsewhere is None else generation.elsewhere.order(places)
-    examples = [generation.schedule.prompts[place] for place in places.tolist()]
-    done, rows = rewarded_rows(generation, clock, examples, sampling=generation.sampling, seed=seed)
-    return SampledPrompts(examples, places, done, rows)
-
-
-def filter_round(generation: Generation, newest: SampledPrompts, end: int) -> SamplingRound:
-    """The round of the newest prompts; `end` is the position after the last one that was taken."""
-    examples, _, done, rows = newest
-    replaced = () if generation.elsewhere is None else generation.elsewhere.dropped()
-    failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
-    kept_PS = filter_samples(generation, rows, len(examples))
-    useful = kept_prompts(generation, kept_PS)
-    return SamplingRound(
-        chosen_rows(examples, rows, useful, kept_PS=kept_PS),
-        end + len(replaced),
-        len(examples) + len(replaced),
-        dropped_rows=int((~kept_PS[useful]).sum()),
-        failed=None if rows.batch.get("failed") is None else failed,
-        totals=[*((prompt.entries, prompt.episodes) for prompt in replaced), (done.entries, done.episodes)],
-    )
 
 
 def totals_of(rounds: Sequence[SamplingRound]) -> tuple[Totals, Totals]:
@@ -196,33 +203,29 @@ def totals_of(rounds: Sequence[SamplingRound]) -> tuple[Totals, Totals]:
     return add_totals(*entries), add_totals(*episodes)
 
 
-def failure_metrics(rounds: Sequence[SamplingRound]) -> dict[str, float]:
-    """Metrics of failed rewards; none where a failure ends the run."""
-    if rounds[-1].failed is None:
-        return {}
-    return {"reward/failed": float(sum(part.failed or 0 for part in rounds))}
+def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skipped: bool) -> dict[str, float]:
+    """Metrics of failed rewards, unless a failure ends the run, and of the filter.
 
-
-def rounds_metrics(rounds: Sequence[SamplingRound]) -> dict[str, float]:
-    """Metrics of the filter."""
-    kept = sum(len(part.chosen.examples) for part in rounds)
-    return filter_metrics(kept, sum(part.sampled for part in rounds), sum(part.dropped_rows for part in rounds))
-
-
-def with_demonstrations(generation: Generation, batch: Rows, batches: Sequence[Chosen]) -> Rows:
-    """The batch with demonstrations of its prompts, if the run has them."""
-    if generation.demonstrate is None:
-        return batch
-    return generation.demonstrate(batch, [example for chosen in batches for example in chosen.examples])
+    Args:
+      skipped: whether the step trains on nothing.
+    """
+    metrics = {}
+    if rounds[-1].failed is not None:
+        metrics["reward/failed"] = float(sum(part.failed or 0 for part in rounds))
+    if generation.selection.filter:
+        kept = sum(len(part.chosen.examples) for part in rounds)
+        sampled = sum(part.sampled for part in rounds)
+        metrics |= filter_metrics(kept, sampled, sum(part.dropped_rows for part in rounds)) | {SKIPPED: float(skipped)}
+    return metrics
 
 
 def evaluate_heldout(
     generation: Generation, clock: Clock, show: Show, step: int, write: WriteRows | None = None
 ) -> dict[str, float]:
     """Complete the held-out prompts, by `write` or `rewarded_rows`, show some completions, and return their metrics."""
-    if generation.elsewhere is not None:
+    if generation.remote is not None:
         with clock.phase("eval"):
-            return generation.elsewhere.evaluate(step, show)
+            return generation.remote.evaluate(step, show)
     heldout, sampling, solved, seed, table_prompts = generation.evaluation
     if generation.episodes is not None:
         episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
@@ -232,7 +235,7 @@ def evaluate_heldout(
     show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
-    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.reward_names)
+    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.rewards.names)
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
@@ -255,24 +258,17 @@ def rewarded_rows(
       phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
-        if generation.elsewhere is not None:
-            done, rows = generation.elsewhere.rewarded_rows(examples, sampling, seed)
+        if generation.remote is not None:
+            done, rows = generation.remote.rewarded_rows(examples, sampling, seed)
         elif generation.episodes is not None:
             return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
         else:
-            done = rollout(generation.engine, examples, sampling, seed=seed)
-            rows = to_rows(examples, done, sampling, generation.pad, generation.versions, choices=generation.choices)
-    if done.reward_s and not phase and generation.elsewhere is None:
+            groups = request_groups(examples, sampling, seed)
+            done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
+            rows = to_rows(examples, done, sampling, generation.form)
+    if done.reward_s and not phase and generation.remote is None:
         clock.move(done.reward_s, "generate", "reward")
-    return done, rows if generation.rescore is None else generation.rescore(rows, examples, phase)
-
-
-def kept_prompts(generation: Generation, kept_PS: np.ndarray) -> np.ndarray:
-    """Numbers of the newest prompts of which the filter keeps a row; ranks `elsewhere` learn them."""
-    prompts = np.flatnonzero(kept_PS.any(1))
-    if generation.elsewhere is not None:
-        generation.elsewhere.keep(prompts)
-    return prompts
+    return done, rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -293,13 +289,13 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     rows = rows.with_fields(group=group_B, failed=None, episode=episode_numbers(chosen, device))
     if not baseline:
         return rows
-    greedy = None if generation.elsewhere is None else generation.elsewhere.baseline_rows(places)
+    greedy = None if generation.remote is None else generation.remote.baseline_rows(places)
     examples = [example for part in chosen for example in part.examples]
     if greedy is None:
         sampling = baseline_sampling(generation.sampling)
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
-    elif generation.rescore is not None:
-        greedy = generation.rescore(greedy, examples, "")
+    elif generation.rewards.rescore is not None:
+        greedy = generation.rewards.rescore(greedy, examples, "")
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -343,10 +339,10 @@ def first_samples(
     generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
 ) -> list[ShownSample]:
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
-    if generation.elsewhere is not None:
-        shown = generation.elsewhere.samples(len(examples))
-        if generation.rescore is None:
+    if generation.remote is not None:
+        shown = generation.remote.samples(len(examples))
+        if generation.rewards.rescore is None:
             return list(shown.values())
-        return with_scores(shown, rows, samples, generation.reward_names)
+        return with_scores(shown, rows, samples, generation.rewards.names)
     decode = generation.engine.decode
-    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.reward_names)
+    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.rewards.names)

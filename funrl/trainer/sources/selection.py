@@ -113,8 +113,8 @@ def note_short_batch(generation: Generation, show: Show, step: int, kept: int, s
     """
     wanted = generation.schedule.batch
     if kept < wanted and generation.selection.filter is not None:
-        elsewhere = generation.elsewhere
-        fixed = elsewhere is not None and elsewhere.refills and generation.rescore is not None  # --max_refills=1
+        remote = generation.remote
+        fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
         advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
         show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
@@ -161,7 +161,7 @@ def count_empty(
       state: of a source; without "empty_steps" it has no episodes, and stays as it is.
       step: number of the step.
       unusable: episodes that were run in it if none of them can be trained on; else 0.
-      facts: totals of the step's episodes, of which "failed" and "unscored" are shown.
+      facts: totals of the step's episodes; "failed" and "unscored" are shown.
       show: receives the remark.
 
     Returns: the state, and metrics.

@@ -1,4 +1,4 @@
-"""The contracts of a source of rows and of ranks that generate rows for others; settings of a source of rollouts."""
+"""Contracts of a source of rows and of generator ranks, and settings of a source of rollouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation
-from funrl.trainer.sources.generation import RewardedEngine, Rollout
+from funrl.trainer.sources.generation import CompletionForm, RewardedEngine, Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.roles import RoleState
@@ -36,6 +36,37 @@ def is_skipped(metrics: Mapping[str, float]) -> bool:
     return bool(metrics.get(SKIPPED) or metrics.get(EMPTY))
 
 
+class StoredState(NamedTuple):
+    """The form of a source's state in a checkpoint.
+
+    Attributes:
+      saved: source's state -> the form of it that a checkpoint stores.
+      rows: stored state -> its leaves that hold rows, different on each rank; None: the state is the same everywhere.
+      restored: state read from a checkpoint, with a share of its rows on each rank -> the source's state.
+      spread: whether each rank holds a different part of the state.
+    """
+
+    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
+    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    spread: bool = False
+
+
+class StepLog(NamedTuple):
+    """Facts of the newest step for the log of a run.
+
+    Attributes:
+      episodes: of this replica, where they are kept.
+      write_episodes: (folder) -> bytes of the files to which other ranks have written the episodes, collective; None:
+        this rank has them in `episodes`.
+      groups: () -> the groups that were written ahead; None: there are none.
+    """
+
+    episodes: Sequence[LoggedEpisode] = ()
+    write_episodes: Callable[[Path], int] | None = None
+    groups: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
+
+
 class Source(NamedTuple):
     """A source of rows.
 
@@ -43,35 +74,24 @@ class Source(NamedTuple):
       init: () -> the source's state before the first step.
       next_rows: (source's state, step) -> (rows, source's state, metrics). Do not train on the rows where `is_skipped`.
       evaluate: (states of the roles, step) -> metrics on held-out data.
-      saved: source's state -> the form of it that a checkpoint stores.
-      rows: stored state -> its leaves that hold rows, different on each rank; None: the state is the same everywhere.
-      restored: state read from a checkpoint, with a share of its rows on each rank -> the source's state.
       observed: (source's state, metrics of a step) -> the state after that step. Collective.
-      spread: whether each rank holds a different part of the state.
-      close: ends what goes on between steps.
-      episodes: this replica's episodes of the newest step, where they are kept.
-      write_episodes: (folder) -> bytes of the files to which other ranks have written the episodes of the newest step,
-        collective; None: this rank has them in `episodes`.
-      log: () -> the groups of the newest step for its log; None: there is nothing to log.
       move: (rows of `next_rows`, ranks [B], mesh) -> the rows on these ranks of the mesh; as `moved`.
-      begin_evaluation: (step) -> a function that waits for the metrics of `evaluate`, whose work goes on elsewhere with
-        the weights of now. Both are collective, and one evaluation goes on at a time. None: nothing goes on meanwhile.
+      close: ends everything that runs between steps.
+      begin_evaluation: (step) -> a function that waits for the metrics of `evaluate`, which other ranks compute with
+        the weights of now. Both are collective, and one evaluation runs at a time. None: none is concurrent.
+      stored: its state in a checkpoint.
+      log: of the newest step.
     """
 
     init: Callable[[], trees.Tree]
     next_rows: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
-    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
-    rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
-    restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
-    spread: bool = False
-    close: Callable[[], None] = lambda: None
-    episodes: Sequence[LoggedEpisode] = ()
-    write_episodes: Callable[[Path], int] | None = None
-    log: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
     move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
+    close: Callable[[], None] = lambda: None
     begin_evaluation: Callable[[int], Callable[[], dict[str, float]]] | None = None
+    stored: StoredState = StoredState()
+    log: StepLog = StepLog()
 
 
 class DroppedPrompt(NamedTuple):
@@ -89,8 +109,8 @@ class DroppedPrompt(NamedTuple):
     episodes: Totals
 
 
-class Elsewhere(Protocol):
-    """Ranks that generate and reward, as a rank sees them that does not. All methods are collective.
+class RemoteGenerators(Protocol):
+    """Client of generator ranks, which write and reward rows for trainer ranks. All methods are collective.
 
     Attributes:
       refills: whether these ranks replace prompts that the filter drops, so that a step asks for rows once.
@@ -132,7 +152,7 @@ class RowSelection(NamedTuple):
 
     Attributes:
       filter: batch -> [B] bool, rows worth training on; None: all.
-      when_empty: "skip", "stop" or "use", for a step of which the filter keeps nothing.
+      when_empty: "skip", "stop" or "use", for a step whose rows the filter drops.
       max_refills: bound on the prompts sampled for a batch, in batches.
     """
 
@@ -146,6 +166,19 @@ class RowSelection(NamedTuple):
         return self.max_refills if self.filter else 1
 
 
+class ScoreColumns(NamedTuple):
+    """Rewards of rows.
+
+    Attributes:
+      names: of the columns of `scores`.
+      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
+        phase for each model); None: there are none, or `remote` ranks have added them.
+    """
+
+    names: tuple[str, ...] = ()
+    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
+
+
 class Generation(NamedTuple):
     """Settings of a source of completions.
 
@@ -155,17 +188,13 @@ class Generation(NamedTuple):
       sampling: of their completions.
       evaluation: on held-out prompts.
       selection: which rows are trained on.
-      rescore: (rows, prompts, phase) -> rows with the scores of reward models and judges, timed under `phase` ("": a
-        phase for each model); None: there are none, or ranks `elsewhere` have added them.
       demonstrate: (rows, their prompts) -> the rows with the prompts' demonstrations added; None: there are none.
-      reward_names: names of the columns of `scores`.
+      rewards: names, and the models that score completions.
       greedy_baseline: whether rows get the score of a greedy completion of their prompt.
       shows: step -> whether to show samples.
-      pad: id of the padding token.
-      choices: experts recorded for each token; 0: none.
+      form: of the rows of completions.
       episodes: how prompts become episodes; None: each is completed once.
-      versions: whether rows have the versions of the weights that sampled their tokens.
-      elsewhere: other ranks, which generate and reward; None: this one does.
+      remote: other ranks, which generate and reward; None: this one does.
     """
 
     engine: RewardedEngine
@@ -173,16 +202,20 @@ class Generation(NamedTuple):
     sampling: Sampling
     evaluation: PromptEvaluation
     selection: RowSelection = RowSelection()
-    rescore: Callable[[Rows, Sequence[Example], str], Rows] | None = None
     demonstrate: Callable[[Rows, Sequence[Example]], Rows] | None = None
-    reward_names: tuple[str, ...] = ()
+    rewards: ScoreColumns = ScoreColumns()
     greedy_baseline: bool = False
     shows: Callable[[int], bool] = lambda step: False
-    pad: int = 0
-    choices: int = 0
+    form: CompletionForm = CompletionForm()
     episodes: EpisodeSetup | None = None
-    versions: bool = False
-    elsewhere: Elsewhere | None = None
+    remote: RemoteGenerators | None = None
+
+    @property
+    def setup(self) -> EpisodeSetup:
+        """`episodes` of a run with an environment. Raises: TypeError, prompts are completed once."""
+        if self.episodes is None:
+            raise TypeError("the run has no environment: its prompts are completed once")
+        return self.episodes
 
 
 @contextlib.contextmanager

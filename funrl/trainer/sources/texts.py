@@ -11,9 +11,9 @@ import numpy as np
 
 from funrl import trees
 from funrl.algos.core import Advantage
-from funrl.data.order import Reordered, order_digest, places_in_order
+from funrl.data.order import ReorderedItems, order_digest, places_in_order
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Source, same_order
+from funrl.trainer.sources.source import Source, StoredState, same_order
 from funrl.trainer.steps.advantage_phase import advantages
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.learn import denominators
@@ -70,20 +70,19 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
 
     def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
         consumed = state["examples_consumed"]
-        rows = to_rows(Reordered(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
+        rows = to_rows(ReorderedItems(examples, places_in_order(examples, batch, seed, position=consumed).tolist()))
         tokens = {"perf/total_num_tokens": float(rows.batch.length.sum())}
         return rows, {**state, "examples_consumed": consumed + batch}, tokens
 
     def evaluate(states: Mapping[str, RoleState], step: int) -> dict[str, float]:
-        assert role.loss is not None
         with clock.phase("eval"):
             rows = held
             if chain is not None:
                 scored = score({name: role}, weights_of({name: role}, states, frozen), held, token_budget=token_budget)
                 rows, _, _ = advantages(chain, chain.init(), scored)
             cost = row_cost(role.placed)
-            fields = row_fields_of(role.loss)
-            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields, balance=role.placed.balance)
+            fields = row_fields_of(role.training_loss)
+            pieces = own_micro_batches(rows, token_budget, cost, row_fields=fields)
             ((dens, _),) = (total[name] for total in denominators({name: role}, rows, [np.arange(len(rows.owner))]))
             metrics, value = loss_value(
                 role, states[name].params, (piece.batch for piece in pieces), denominators=dens, frozen=frozen
@@ -99,4 +98,5 @@ def text_source(data: TextData, evaluation: LossEvaluation, clock: Clock, show: 
 
     order = order_digest(examples, seed)
     first = {"examples_consumed": 0, "order": order}
-    return Source(lambda: dict(first), next_rows, evaluate, restored=functools.partial(same_order, order, show))
+    stored = StoredState(restored=functools.partial(same_order, order, show))
+    return Source(lambda: dict(first), next_rows, evaluate, stored=stored)

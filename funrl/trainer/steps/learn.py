@@ -22,7 +22,6 @@ from funrl.trainer.steps.micro import (
     row_cost,
     sizes_of,
     token_ranks,
-    with_assignments,
 )
 from funrl.trainer.steps.odd_terms import odd_term
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
@@ -85,8 +84,8 @@ def learn(
     if plan.cost is None:
         plan = plan._replace(cost=row_cost(next(reversed(learning.values())).placed))
     values: dict[str, list[Tensor]] = {}
-    first = True  # later updates compute with other weights than those that sampled the rows
-    whole = sums_over_episodes([role.loss for role in learning.values() if role.loss is not None])
+    first = True  # later updates compute with other weights than the engine's
+    whole = sums_over_episodes([role.training_loss for role in learning.values()])
     units = rows.units(whole)
     for number in range(plan.epochs):
         epoch = epoch_of(rows, plan, number, units)
@@ -105,7 +104,7 @@ def learn(
     return states, means(values)
 
 
-def learn_apart(
+def learn_per_agent(
     roles: Mapping[str, Role],
     states: Mapping[str, RoleState],
     rows: Rows,
@@ -113,9 +112,9 @@ def learn_apart(
     agents: Mapping[str, Collection[int]],
     **options: Any,
 ) -> tuple[dict[str, RoleState], dict[str, float]]:
-    """Update roles of which some see only some agents' rows: each role by itself, on its own mini-batches.
+    """Update each role by itself, on mini-batches of the rows that its agents wrote.
 
-    A role of which no agent has a row stays what it is.
+    A role whose agents have no row stays as it is.
 
     Args:
       roles, states, rows, plan, **options: as in `learn`.
@@ -166,10 +165,8 @@ class MiniBatch(NamedTuple):
 
     def batches(self, role: Role) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
-        assert role.loss is not None
-        fields = row_fields_of(role.loss)
-        pieces = packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields)
-        for piece in with_assignments(pieces, self.rows, self.packing, self.part, balance=role.placed.balance):
+        fields = row_fields_of(role.training_loss)
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
             yield piece.batch
 
 
@@ -211,7 +208,7 @@ def _updated(
 
 
 def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
-    """Numbers of the rows of some of this rank's micro-batches."""
+    """Row numbers of some of this rank's micro-batches."""
     own = own_places(packing, rows)
     return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 
@@ -229,10 +226,9 @@ def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarr
         own = part[rows.owner[part] == rows.index]
         spread = {mask: with_rows_spread(own_batch(some, own)) for mask, some in counted.items()}
         for role in roles.values():
-            assert role.loss is not None
             here = spread[role.mask]
             masked = here._replace(mask=getattr(here, role.mask))
-            sums = [*role.loss.denominators(masked), masked.mask.count_nonzero()]
+            sums = [*role.training_loss.denominators(masked), masked.mask.count_nonzero()]
             mine += [x.double().reshape(()) for x in sums]
             counts.append(len(sums))
     summed = psum(torch.stack(mine).to(rows.mesh.device), rows.mesh, rows.mesh.row_axes).split(counts)

@@ -13,22 +13,20 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.masks import first_of_equal
-from funrl.batch import Batch, as_dict, declare, schema_of
+from funrl.batch import Batch, as_dict, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
 from funrl.data.micro_batch import Slots, pack_tokens, shortest_first, slots
 from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
 from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed
-from funrl.models.model import Balance
 from funrl.processes.device_memory import copy_to_device
 from funrl.seeds import derived_seed
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE as MULTIPLE
-from funrl.trainer.steps.owned_rows import assignments
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, counted_by
 
 BUDGET_PARTS = 16  # of the token budget: sizes of micro-batches that learn are multiples of it
-SCORE_PARTS = 64  # of the larger budget of those that do not: a part is as large
+SCORE_PARTS = 64  # of the larger budget of other roles: a part is as large
 PARTS_OF_A_ROW = 4  # numbers of sequences that a row takes up: a triple has three, and pairs begin with odd ones
 
 
@@ -48,7 +46,7 @@ class MicroBatch(NamedTuple):
 
 
 def mini_batches(examples: int, count: int, seed: int, step: int, epoch: int) -> list[np.ndarray]:
-    """Numbers of all examples in a random order, in `count` parts of about the same size; the same on every mesh."""
+    """Shuffle example numbers and split them into `count` parts of about equal size; the same on every mesh."""
     generator = torch.Generator().manual_seed(derived_seed(seed, step, epoch))
     order = torch.randperm(examples, generator=generator)
     return [part.numpy() for part in order.tensor_split(count) if len(part)]  # a filter may leave fewer than parts
@@ -80,7 +78,8 @@ def plan_epoch(
       number: of the pass, from 0.
       units: what the rows belong to.
     """
-    assert plan.cost is not None
+    if plan.cost is None:
+        raise ValueError("the plan says nothing of the cost of rows")
     example, together = units
     ranks = mesh.size(mesh.row_axes) * mesh.lanes
     examples = len(lengths) if example is None else len(np.unique(example))
@@ -100,7 +99,7 @@ def plan_epoch(
 
 
 def numbered(x: np.ndarray) -> np.ndarray:
-    """Numbers of equal values, in the order in which they first occur: rows that are alone keep their places.
+    """Number equal values in the order in which they first occur: rows that are alone keep their places.
 
     Example: numbered([7, 3, 7, 5]) is [0, 1, 0, 2].
     """
@@ -129,7 +128,6 @@ def own_micro_batches(
     cost: RowCost = RowCost(),  # noqa: B008  (immutable)
     mask: str = "mask",
     row_fields: Collection[str] = (),
-    balance: Balance | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the micro-batches of all rows on the ranks that have them, for passes that learn nothing.
 
@@ -141,7 +139,6 @@ def own_micro_batches(
       cost: how the work of a row grows with its length.
       mask: field that becomes the mask.
       row_fields: fields per row that are wanted too, as numbers per token.
-      balance: of the model, where ranks share the work on what rows own.
     """
     ranks = rows.mesh.size(rows.mesh.row_axes)
     split = token_ranks(rows.mesh)
@@ -150,7 +147,7 @@ def own_micro_batches(
         packing = pack(rows.lengths, rows.mesh.lanes, sizes, most, cost=cost)
     else:
         packing = pack_in_place(rows.lengths, rows.owner, ranks, token_budget, cost, split)
-    yield from with_assignments(packed(rows, packing, None, most, mask, row_fields), rows, packing, balance=balance)
+    yield from packed(rows, packing, None, most, mask, row_fields)
 
 
 def packed(
@@ -179,31 +176,6 @@ def packed(
         places = np.searchsorted(own, numbers)
         micro = micro_batch(batch, lengths[own], places, size, max_rows, rows.mesh)
         yield micro._replace(batch=micro.batch._replace(**_spread_rows(rows, micro, row_fields)))
-
-
-def with_assignments(
-    pieces: Iterator[MicroBatch],
-    rows: Rows,
-    packing: Packing,
-    part: np.ndarray | None = None,
-    *,
-    balance: Balance | None,
-) -> Iterator[MicroBatch]:
-    """Micro-batches of `packed` with the field of `balance`, where rows own such values; else as they are.
-
-    Args:
-      pieces: of `packed`.
-      rows, packing, part: of them, as there.
-      balance: of the model; None: ranks share no work.
-    """
-    if balance is None or balance.sizes not in rows.batch.names():
-        yield from pieces
-        return
-    fields = {balance.name: balance.field}
-    assigned = assignments(rows, packing, part, balance)
-    for piece in pieces:
-        batch = declare(piece.batch, fields)._replace(**{balance.name: next(assigned)})
-        yield piece._replace(batch=batch)
 
 
 def own_places(packing: Packing, rows: Rows) -> list[np.ndarray]:

@@ -60,7 +60,6 @@ def odd_term(
 
 def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
     """Words for the first odd term of a loss on one micro-batch."""
-    assert role.loss is not None
     if not where_masked(x_BT, rows.mask).isfinite().all():
         return f"the {role.prefix}'s own numbers are not finite before any term of its loss: {STEEP}"
     x_BT = x_BT.detach().requires_grad_()
@@ -69,7 +68,7 @@ def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
     watched, seen = recording(rows._replace(**written))
     try:
         with torch.enable_grad():
-            role.loss.numerators(x_BT, watched)
+            role.training_loss.numerators(x_BT, watched)
     except PieceError:
         return None
     for term, place, _, loss_BT in seen.terms:

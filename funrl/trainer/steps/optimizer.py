@@ -59,12 +59,12 @@ def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) 
 
 
 def with_gradient(params: trees.Tree) -> trees.Tree:
-    """A tree like the weights, false for those that no gradient moves, which would only decay."""
+    """A tree like the weights, false for weights that no gradient moves, which would only decay."""
     return trees.map_named(lambda name, _: name.rsplit("/", 1)[-1] not in WITHOUT_GRADIENT, params)
 
 
 def frozen_beginnings(settings: Settings, model: Model) -> tuple[str, ...]:
-    """Beginnings of the names of the weights that --freeze holds, or by default those that the model names.
+    """Prefixes of the names of the weights that --freeze holds, by default the model's own.
 
     Adapters stand on weights that are all frozen, so there is nothing to add; a module's buffers never learn.
     """
@@ -117,7 +117,7 @@ def is_frozen(name: str, beginnings: tuple[str, ...]) -> bool:
 
 
 def with_frozen(params: trees.Tree, beginnings: tuple[str, ...]) -> trees.Tree:
-    """Weights of which those with such names have no gradient."""
+    """The weights, without gradients for names with these prefixes."""
     if not beginnings:
         return params
     return trees.map_named(lambda name, x: x.detach() if is_frozen(name, beginnings) else x, params)

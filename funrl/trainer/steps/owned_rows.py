@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.data.micro_batch import shortest_first
-from funrl.data.packing import Packing
 from funrl.fields import Field
-from funrl.kinds import OwnedLines, Ragged, Value, line_places
-from funrl.mesh.rows import gather_table
-from funrl.models.model import Balance
+from funrl.kinds import OwnedLines, Ragged
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -54,28 +49,3 @@ def ragged(lines: Sequence[Tensor], none: Tensor) -> Ragged:
     """
     offsets = torch.tensor([0, *map(len, lines)], dtype=torch.int64).cumsum(0)
     return Ragged(torch.cat([none, *lines]), offsets)
-
-
-def assignments(rows: Rows, packing: Packing, part: np.ndarray | None, balance: Balance) -> Iterator[Value]:
-    """The field of `balance` in each of this rank's micro-batches. Two small collectives, before the first one.
-
-    Args:
-      rows: with values that they own.
-      packing: of micro-batches.
-      part: numbers of the rows that the packing is of; None: all.
-      balance: of the model.
-    """
-    mesh = rows.mesh
-    own = rows.batch.get(balance.sizes)
-    table = gather_table({"values": own.offsets.diff()}, rows.owner, mesh, mesh.row_axes)
-    counts = table["values"].cpu().numpy()
-    table = gather_table({"sizes": own.values}, np.repeat(rows.owner, counts), mesh, mesh.row_axes)
-    sizes = table["sizes"].cpu()
-    begins = np.cumsum(counts) - counts
-    numbers = np.arange(len(counts)) if part is None else part
-    order = shortest_first(rows.lengths[numbers], packing.start, packing.rank, packing.micro)
-    cuts = np.searchsorted(packing.micro[order], np.arange(1, len(packing.size)))
-    for places in np.split(order, cuts):
-        some = numbers[places]
-        of_micro = sizes[line_places(begins[some], counts[some])].numpy()
-        yield balance.assign(of_micro, np.repeat(packing.rank[places], counts[some]), mesh)

@@ -1,6 +1,6 @@
 """A frozen role on other ranks, as the ranks that ask it see it: rows go there and its fields come back.
 
-The ranks that train ask a role that scores tokens. Those that generate ask one that rewards completions, for the
+The trainer ranks ask a role that scores tokens. Those that generate ask one that rewards completions, for the
 batches of a run that takes the steps one after the other and for evaluations; where groups are written ahead, those
 that train ask it for batches.
 
@@ -67,7 +67,7 @@ class ScoredFields(NamedTuple):
 
 
 class RewardRequest(NamedTuple):
-    """Reward rows that follow. Its answer is `RewardedRows`, after which their fields follow.
+    """Reward rows that follow. The answer is a `RewardProblem`, or `RewardedRows`, after which their fields follow.
 
     Attributes:
       examples: the prompts, each with the same number of rows.
@@ -94,15 +94,25 @@ class RewardedRows(NamedTuple):
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
       tokens: dtype and trailing shape of each field per token that it has written.
       notes: remarks.
-      problem: message of the `RewardError` that ends the run; None without one, and only then the rest holds.
     """
 
-    column: torch.Tensor | None = None
-    part: torch.Tensor | None = None
-    owner: np.ndarray | None = None
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    notes: Sequence[str] = ()
-    problem: str | None = None
+    column: torch.Tensor
+    part: torch.Tensor
+    owner: np.ndarray
+    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    notes: Sequence[str]
+
+
+class RewardProblem(NamedTuple):
+    """The `RewardError` that ends the run instead of rewards.
+
+    Attributes:
+      notes: remarks.
+      message: of the error.
+    """
+
+    notes: Sequence[str]
+    message: str
 
 
 class RemoteRewards:
@@ -146,13 +156,11 @@ class RemoteRewards:
         number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, shapes))
         kinds = row_field_kinds(schema_of(batch), fields)
         send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.asking, target=self.mesh))
-        answer: RewardedRows = self.requests.answer(number, f"the {self.name}'s scores")
+        answer: RewardedRows | RewardProblem = self.requests.answer(number, f"the {self.name}'s scores")
         for line in answer.notes:
             note(line)
-        if answer.problem is not None:
-            raise RewardError(answer.problem)
-        assert answer.column is not None
-        assert answer.part is not None
+        if isinstance(answer, RewardProblem):
+            raise RewardError(answer.message)
         column_B1 = answer.column.to(self.asking.device)
         part_B = answer.part.to(self.asking.device)
         before = batch.get("score")
@@ -165,7 +173,6 @@ class RemoteRewards:
 
     def _with_written(self, rows: Rows, answer: RewardedRows) -> Rows:
         """The rows with fields per token, which arrive."""
-        assert answer.owner is not None
         way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.asking)
         device = self.asking.device
         like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}
@@ -180,7 +187,7 @@ def first_request(pool: int, batches: bool = False) -> int:
 
     Args:
       pool: its number, from 0.
-      batches: whether the request is of the ranks that train, for batches of groups written ahead.
+      batches: whether the request is of the trainer ranks, for batches of groups written ahead.
     """
     return (pool + 1) * NUMBERS_OF_A_POOL + BATCHES * batches
 
@@ -228,7 +235,7 @@ class RemoteScorer:
         return {} if owned is None else owned_fields(owned.none)
 
     def first_plan(self, stored: trees.Tree, dtype: torch.dtype) -> Plan:
-        """The plan by which its first weights come from the ranks that train.
+        """The plan by which its first weights come from the trainer ranks.
 
         Args:
           stored: layouts there.
@@ -239,7 +246,7 @@ class RemoteScorer:
         return plan(stored, own, weight_dtypes(own, dtype), ranks_per_node(), **ranks)
 
     def send_first(self, params: trees.Tree, stored: trees.Tree, dtype: torch.dtype) -> None:
-        """Send it the weights that the run begins with. Collective over the ranks that train and its own.
+        """Send it the weights that the run begins with. Collective over the trainer ranks and its own.
 
         Args:
           params: the weights, in the layouts `stored`.
@@ -254,7 +261,7 @@ class RemoteScorer:
         return pack(lengths, ranks, sizes, max_segments=len(lengths), cost=row_cost(self.role.placed)).rank
 
     def begin(self, rows: Rows, step: int) -> None:
-        """Send rows to score. Collective over the ranks that train.
+        """Send rows to score. Collective over the trainer ranks.
 
         Args:
           step: that the rows are of.
@@ -266,7 +273,7 @@ class RemoteScorer:
         send_rows(fields, kinds, way)
 
     def finish(self, rows: Rows) -> Rows:
-        """The rows of `begin` with the fields that the role writes. Collective over the ranks that train."""
+        """The rows of `begin` with the fields that the role writes. Collective over the trainer ranks."""
         answer: ScoredFields = self.requests.answer(self.number, f"the {self.name}'s scores")
         way = Handover(rows.lengths, self.targets(rows.lengths), rows.owner, source=self.mesh, target=self.training)
         device = self.training.device

@@ -134,6 +134,13 @@ class Role(NamedTuple):
         return self.metric.split("/")[0]
 
     @property
+    def training_loss(self) -> Loss:
+        """Its loss. Raises: TypeError, it is frozen."""
+        if self.loss is None:
+            raise TypeError("a frozen role has no loss")
+        return self.loss
+
+    @property
     def stored(self) -> trees.Tree:
         """Layouts of its own weights, which are those in `RoleState`, between steps."""
         return trained_part(self.placed.model, self.placed.stored)
@@ -190,23 +197,23 @@ def weights_of(
 
 def row_fields_of(loss: Loss) -> tuple[str, ...]:
     """The fields per row that a loss reads, which its micro-batches are to have."""
-    read = loss.reads
+    read = reads(loss)
     return tuple(name for name in FIELDS.extended(loss.fields).rows() if name in read.required | read.optional)
 
 
 def sums_over_episodes(losses: Collection[Loss]) -> bool:
     """True if a loss has sums over whole episodes, whose rows must be in one micro-batch."""
-    return any("unit" in loss.reads.required | loss.reads.optional for loss in losses)
+    return any("unit" in reads(loss).required | reads(loss).optional for loss in losses)
 
 
 def fields_read(algorithm: Algorithm) -> frozenset[str]:
-    """The fields that must be written for an algorithm: those that it reads, and those that the step makes these of."""
+    """Fields that must be written for an algorithm: the fields that it reads, and their sources in the step."""
     required = reads(algorithm).required
     return required.union(*(algorithm.schema[name].made_of for name in required))
 
 
 def role_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Names of the roles that a run of the algorithm has: those with a loss, and those that write what it reads."""
+    """Names of the roles of a run: roles with a loss, and roles that write a field that the algorithm reads."""
     kinds = algorithm.role_kinds
     fields = fields_read(algorithm)
     needed = {algorithm.schema[field].writer for field in fields} | set(algorithm.losses)

@@ -1,4 +1,4 @@
-"""Balance of experts without a loss: after an update those that were chosen too seldom are chosen more easily.
+"""Balance of experts without a loss: an update raises the bias of experts that were chosen too seldom.
 
 Where a router chooses experts by score + bias, the bias b_e of each moves against its load c_e, the number of times
 that it was chosen by the tokens of the update (prompts included, padding not),

@@ -54,7 +54,7 @@ class RemoteScores:
     """Scores of roles on ranks of their own, on their way while this rank computes others."""
 
     def __init__(self, scorers: Mapping[str, RemoteScorer], rows: Rows, step: int) -> None:
-        """Send the rows. Collective over the ranks that train.
+        """Send the rows. Collective over the trainer ranks.
 
         Args:
           scorers: by role.
@@ -65,7 +65,7 @@ class RemoteScores:
             scorer.begin(rows, step)
 
     def finish(self, rows: Rows, clock: Clock) -> Rows:
-        """The rows with the fields that these roles write. Collective over the ranks that train.
+        """The rows with the fields that these roles write. Collective over the trainer ranks.
 
         Args:
           clock: receives the phases, which are waits.
@@ -77,7 +77,7 @@ class RemoteScores:
 
 
 def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:
-    """Fields of all rows of this rank, of which a role has written those of some agents."""
+    """Scatter fields that a role wrote for the rows of some agents into fields of all rows of this rank."""
     chosen_b = torch.from_numpy(np.isin(rows.own, agent_numbers(rows, agents))).to(rows.mesh.device)
     whole = {}
     for name, some in fields.items():
@@ -114,7 +114,7 @@ def _places_with_outputs(
 
     One micro-batch is held, and not by the caller too.
     """
-    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed), balance=role.placed.balance)
+    pieces = own_micro_batches(rows, token_budget, row_cost(role.placed))
     if role.programs is None:
         for piece in pieces:
             yield piece.at, outputs(role, params, piece.batch)

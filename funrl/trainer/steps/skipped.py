@@ -59,7 +59,7 @@ class Cause(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """Numbers of those of this rank's rows that may have caused it.
+    """Row numbers of this rank that may have caused it.
 
     Attributes:
       rows: their micro-batch has a loss that is not finite, or the term.
@@ -176,7 +176,7 @@ class Skips:
         """Save the rows of a cause; the file, or None where there is none, or there are enough."""
         if self.folder is None or not cause.rows:
             return None
-        with contextlib.suppress(OSError, SafetensorError):  # the run goes on without it
+        with contextlib.suppress(OSError, SafetensorError):  # the run continues without it
             self.folder.mkdir(parents=True, exist_ok=True)
             there = len(list(self.folder.glob("*.safetensors")))
             if there >= MOST_FILES:

@@ -121,7 +121,8 @@ def train_step(
 @torch.no_grad()
 def updated(role: Role, grads: trees.Tree, state: RoleState, norm: Tensor) -> RoleState:
     """The state after an update by a gradient of this norm, in place; all arguments are donated."""
-    assert role.optimizer is not None
+    if role.optimizer is None:
+        raise TypeError("a frozen role has no optimizer")
     updates, opt_state = role.optimizer.update(grads, state.opt_state, state.params, norm=norm)
     return RoleState(apply_updates_(state.params, updates), opt_state)
 
@@ -155,7 +156,8 @@ def gradient(
         micro_losses += value.detach().reshape(-1).unbind()
         beat()
         sums_so_far = _joined(sums_so_far, numerators, metrics)
-    assert sums_so_far is not None
+    if sums_so_far is None:
+        raise ValueError("a mini-batch has no micro-batch")
     grads, sums = sum_rest(grads, sums_so_far[0], role.stored, role.compute, role.placed.mesh, role.partial)
     denominators = (*denominators, *(() if chosen is None else chosen.denominators))
     load = sums[1].get(ROUTER_COUNTS, ())
@@ -176,7 +178,8 @@ def loss_value(
     for rows in micro_batches:
         _, (numerators, metrics) = objective(params, role, rows, denominators, frozen)
         sums_so_far = _joined(sums_so_far, numerators, metrics)
-    assert sums_so_far is not None
+    if sums_so_far is None:
+        raise ValueError("there are no rows to take a loss of")
     sums = psum_tree(sums_so_far[0], role.placed.mesh, role.placed.mesh.row_axes)
     return _values(role, sums, sums_so_far[1], metrics, denominators)
 
@@ -198,8 +201,7 @@ def objective(
     Args:
       chosen: the experts that the whole mini-batch chooses: the losses of routers are added.
     """
-    loss = role.loss
-    assert loss is not None
+    loss = role.training_loss
     present = present_scores(params, role, rows, frozen)
     numerators, metrics = loss.numerators(present.x, present.rows)
     seen = dict(present.metrics)
@@ -233,10 +235,9 @@ def present_scores(
     params: trees.Tree, role: Role, rows: Batch, frozen: Mapping[str, trees.Tree] | None = None
 ) -> Present:
     """Run a role's model on some rows of a mini-batch; the arguments are those of `objective`."""
-    loss = role.loss
+    loss = role.training_loss
     placed = role.placed
     frozen = frozen or {}
-    assert loss is not None
     params = role.whole(params, frozen)
     if placed.model.unembed is None:
         return Present(placed.values(params, rows), rows, {})
@@ -245,9 +246,8 @@ def present_scores(
     ids = rows.get("teacher_topk") if "topk_logp" in read else None
     teacher = None if role.companion is None else role.companion.teacher(frozen)
     scores = placed.token_scores(params, rows, want, role.temperature, ids, teacher)
-    logp_BT = scores.logp
+    logp_BT = scores.read("logp")
     seen = dict[str, Metric]()
-    assert logp_BT is not None
     if role.watch_entropy and scores.entropy is not None:
         seen[f"{role.prefix}/entropy"] = token_mean_of(scores.entropy.detach(), rows.mask)
     if rows.get("old_logp") is None and rows.get("rollout_logp") is not None:

@@ -58,7 +58,7 @@ class Epoch(NamedTuple):
 
 
 class RowUnits(NamedTuple):
-    """Numbers of what rows belong to.
+    """Units of rows, by number.
 
     Attributes:
       example: [B] such as the episode: its rows are in one mini-batch, on any ranks; None: each row is one.
@@ -101,7 +101,7 @@ class Rows(NamedTuple):
         return None if episode_B is None else episode_B.cpu().numpy()
 
     def units(self, whole_episodes: bool) -> RowUnits:
-        """Numbers of what the rows belong to.
+        """Units of the rows, by number.
 
         Args:
           whole_episodes: whether a loss has sums over whole episodes.
@@ -116,7 +116,7 @@ class Rows(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Numbers of this rank's rows, ascending."""
+        """Row numbers of this rank, ascending."""
         return np.flatnonzero(self.owner == self.index)
 
     def local(self, numbers: np.ndarray) -> np.ndarray:
@@ -151,7 +151,7 @@ def take(rows: Rows, numbers: np.ndarray) -> Rows:
 
 
 def agent_numbers(rows: Rows, agents: Collection[int]) -> np.ndarray:
-    """Numbers of the rows of some agents."""
+    """Row numbers of some agents."""
     return np.flatnonzero(np.isin(rows.batch.agent.cpu().numpy(), list(agents)))
 
 
@@ -240,3 +240,23 @@ def _chosen(rows: Rows, numbers: np.ndarray, own: np.ndarray) -> Batch:
     everywhere = torch.from_numpy(np.asarray(numbers))
     here = torch.from_numpy(rows.local(own))
     return map_kinds(lambda kind, x: kind.select(x, everywhere if kind.everywhere else here), rows.batch)
+
+
+class StepRecord(NamedTuple):
+    """Rows and metrics of one step.
+
+    Attributes:
+      drawn, rows: before and after scoring.
+      stages: metrics of "drawn", "scored" and "learned" rows.
+      engine: metrics of the engine after the sync.
+    """
+
+    drawn: Rows
+    rows: Rows
+    stages: Mapping[str, dict[str, float]]
+    engine: dict[str, float]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """All metrics of the step."""
+        return {name: value for part in (*self.stages.values(), self.engine) for name, value in part.items()}

@@ -1,6 +1,6 @@
 """Rows that ranks hold each for itself, in a checkpoint: every rank writes its own, and reads as many of any mesh's.
 
-A tensor of R rows is one array [R, ...], of which each row is a chunk: whoever has it writes it. Nothing is gathered.
+A tensor of R rows is one array [R, ...] with a chunk per row: whoever has a row writes it. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from funrl.trainer.storage.shards import DTYPE_NAMES, Database, Memory, OwnShard
 
 
 class HeldRows(NamedTuple):
-    """Leaves of a source's state that hold rows, of which each rank has its own.
+    """Leaves of a source's state that hold rows; each rank has its own.
 
     Attributes:
       names: of the leaves, [b, ...] on this rank; their further dims are the same on every rank.
       owner: [R] the rank that has each row, by its index over the row axes of `mesh`.
-      mesh: whose ranks hold the rows; those that differ in other axes hold the same.
+      mesh: whose ranks hold the rows; ranks that differ in other axes hold the same.
     """
 
     names: frozenset[str]
@@ -33,7 +33,7 @@ class HeldRows(NamedTuple):
 
     @property
     def own(self) -> np.ndarray:
-        """Numbers of this rank's rows, ascending."""
+        """Indices of this rank's rows, ascending."""
         return np.flatnonzero(self.owner == int(self.mesh.index(self.mesh.row_axes)))
 
     @property

@@ -57,7 +57,7 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: its name in zarr, such as "bfloat16".
-      chunk: shape of its chunks, of which the last in a dim may be cut. () where it is not known.
+      chunk: shape of its chunks; the last in a dim may be cut. () where it is not known.
       scalar: a number rather than a tensor.
     """
 
@@ -81,7 +81,7 @@ class WriteShards(NamedTuple):
     Attributes:
       folder: of the checkpoint that is being written.
       process: number of the rank.
-      arrays: those that this rank has a part of.
+      arrays: arrays with a part on this rank.
       created: names of the arrays that this rank declares; every array is declared by one rank.
       numbers: of the scalar arrays, which come with the request; they are on one rank.
     """

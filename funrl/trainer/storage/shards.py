@@ -76,7 +76,7 @@ def own_shards(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], mes
 
     Args:
       tensors: this rank's, by name; the same names in the same order on every rank.
-      layouts: of those that are split; the others are whole on every rank.
+      layouts: of split arrays; the others are whole on every rank.
       mesh: the ranks that hold the tensors.
     """
     arrays: dict[str, Array] = {}
@@ -336,7 +336,7 @@ def read_tensors(
     Args:
       database: the checkpoint.
       dtypes: of the tensors to give, by name.
-      layouts: of those that are to be split.
+      layouts: of arrays to split.
       mesh: whose ranks read together.
 
     Raises:

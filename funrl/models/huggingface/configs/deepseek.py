@@ -6,40 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
-from funrl.models.decoder.latent_attention import Latent
+from funrl.models.decoder.latent_attention import LatentSizes
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 
-_SIZES = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
-V2_DEFAULTS = _SIZES | {
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "moe_intermediate_size": 1407,
-    "n_routed_experts": 64,
-    "n_shared_experts": 2,
-    "n_group": None,
-    "topk_group": None,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": False,
-    "first_k_dense_replace": 0,
-    "topk_method": "greedy",
-}
-V3_DEFAULTS = _SIZES | {
-    "max_position_embeddings": 4096,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 3,
-    "rope_interleave": True,
-}
 _SUPPORTED = {
     "sliding_window": (None,),
     "layer_types": (None,),
@@ -100,7 +70,7 @@ def _latent(got: Mapping[str, Any]) -> dict[str, Any]:
             f"head_dim is {got['head_dim']}, supported is qk_rope_head_dim, {got['qk_rope_head_dim']}, the size of the "
             "part of a head that rotates"
         )
-    latent = Latent(
+    latent = LatentSizes(
         kv_rank=got["kv_lora_rank"],
         q_rank=got["q_lora_rank"],
         nope=got["qk_nope_head_dim"],
@@ -135,7 +105,7 @@ def read_shared_experts(got: Mapping[str, Any], **how: Any) -> Experts:
 
 
 def write_deepseek(config: Config) -> dict[str, Any]:
-    """Fields of config.json that only these families have, and those that they read otherwise.
+    """Fields of config.json that only these families have, or read otherwise.
 
     Raises:
       ModelError: it has no name for a part of the model.

@@ -10,29 +10,6 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.family_fields import experts_of
 
-ERNIE_DEFAULTS = {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "tie_word_embeddings": True,
-    "use_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-ERNIE_MOE_DEFAULTS = ERNIE_DEFAULTS | {
-    "num_key_value_heads": 4,
-    "head_dim": None,
-    "moe_intermediate_size": 1536,
-    "moe_k": 6,
-    "moe_num_experts": 64,
-    "moe_num_shared_experts": 2,
-    "moe_layer_start_index": 1,
-    "moe_layer_end_index": -1,
-    "moe_layer_interval": 1,
-}
 ERNIE_SUPPORTED = {"sliding_window": (None,), "layer_types": (None,)}
 ERNIE_EXPERT_NAMES = {
     "router_bias": "mlp.moe_statics.e_score_correction_bias",

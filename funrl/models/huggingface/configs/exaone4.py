@@ -6,34 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
-from funrl.models.errors import ModelError
-from funrl.models.huggingface.family_fields import FULL, SLIDING, layer_types, write_layer_windows, write_window
-
-EXAONE_DEFAULTS = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-}
-
-
-def exaone4_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types.
-
-    Raises:
-      ModelError: sliding_window_pattern is text or 0.
-    """
-    pattern = got["sliding_window_pattern"]
-    if got["sliding_window"] is None:
-        return [FULL] * layers
-    if not isinstance(pattern, int) or pattern < 1:
-        least = "a whole number of at least 1"
-        raise ModelError(f"sliding_window_pattern is {pattern!r}, supported without layer_types is {least}")
-    return [SLIDING if (i + 1) % pattern else FULL for i in range(layers)]
+from funrl.models.huggingface.family_fields import SLIDING, layer_types, write_layer_windows, write_window
 
 
 def read_exaone4(got: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,9 +17,7 @@ def read_exaone4(got: Mapping[str, Any]) -> dict[str, Any]:
     fields = {"qk_norm": True, "norms": "post"}
     if got["sliding_window"] is None:
         return fields
-    layers = got["num_hidden_layers"]
-    kinds = got.get("layer_types") or exaone4_kinds(got, layers)
-    rotates = tuple(kind == SLIDING for kind in kinds)
+    rotates = tuple(kind == SLIDING for kind in got["layer_types"])
     return fields | {"rotates": None if all(rotates) else rotates}
 
 

@@ -15,7 +15,7 @@ from funrl.models.decoder.gemma4 import DenseBesideExperts, LayerVectors, Lendin
 from funrl.models.decoder.layers import Norm, Rope
 from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import HFFamily, family_of
+from funrl.models.huggingface.configs.hf_family import HFFamily
 from funrl.models.huggingface.family_fields import FULL, GELU, SLIDING, layer_types
 
 _ROTARY = {
@@ -23,27 +23,7 @@ _ROTARY = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 _OVERRIDES = ("head_dim", "num_key_value_heads")  # fields that per_layer_config may have
-_DEFAULTS = {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "global_head_dim": 512,
-    "num_global_key_value_heads": None,
-    "hidden_activation": GELU,
-    "max_position_embeddings": 131072,
-    "use_sliding_window": True,
-    "sliding_window": 512,
-    "final_logit_softcapping": None,
-    "tie_word_embeddings": True,
-    "hidden_size_per_layer_input": 256,
-    "vocab_size_per_layer_input": 262144,
-    "attention_k_eq_v": False,
-    "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
-    "use_double_wide_mlp": False,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+_DEFAULTS = {"global_head_dim": 512, "num_global_key_value_heads": None}
 _SUPPORTED = {
     "hidden_act": ("silu", GELU, "gelu", None),  # not read by transformers, which goes by hidden_activation
     "hidden_activation": (GELU,),
@@ -68,19 +48,13 @@ _STACKED = {
 }
 
 
-def _kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [SLIDING if (i + 1) % 6 and i + 1 < layers else FULL for i in range(layers)]
-
-
 def _read(got: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `Config` of a config.json with all its defaults.
 
     Raises:
       ModelError: a field has a value that is not supported.
     """
-    layers = got["num_hidden_layers"]
-    kinds = got.get("layer_types") or _kinds(got, layers)
+    kinds = got["layer_types"]
     if kinds[-1:] != [FULL]:
         raise ModelError(f"layer_types ends with {kinds[-1]!r}, the last layer must be {FULL!r}")
     rows = got["vocab_size_per_layer_input"]
@@ -263,14 +237,12 @@ def _rotary_of(mixer: LendingAttention) -> dict[str, Any]:
     return {"rope_type": "proportional", "partial_rotary_factor": part, "rope_theta": mixer.rope.theta}
 
 
-GEMMA4: HFFamily = family_of(
-    "Gemma4",
-    _DEFAULTS,
+GEMMA4: HFFamily = HFFamily(
+    defaults=_DEFAULTS,
     supported=_SUPPORTED,
     read=_read,
     write=_write,
-    kinds=_kinds,
     rope_types=(),
     names=_NAMES,
     stacked=_STACKED,
-)._replace(classifier=None, token_classifier=None)
+)

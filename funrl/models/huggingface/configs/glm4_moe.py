@@ -9,22 +9,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.huggingface.configs.deepseek import read_shared_experts, write_shared_experts
 from funrl.models.huggingface.family_fields import experts_of
 
-GLM_MOE_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": False,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 1,
-}
 GLM_MOE_SUPPORTED = {"sliding_window": (None,), "layer_types": (None,)}
 
 

@@ -10,8 +10,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.decoder.routing import ClampedGate
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.family_fields import (
-    FULL,
-    SLIDING,
     experts_of,
     read_bias,
     read_experts,
@@ -19,20 +17,7 @@ from funrl.models.huggingface.family_fields import (
     write_layer_windows,
 )
 
-GPT_OSS_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 150000.0,
-    "attention_bias": True,
-    "use_sliding_window": True,
-    "sliding_window": 128,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-}
+GPT_OSS_DEFAULTS = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 GPT_OSS_WEIGHT_NAMES = {
     "sinks": "self_attn.sinks",
     "router": "mlp.router.weight",
@@ -49,11 +34,6 @@ GPT_OSS_WOVEN = {
     "mlp.experts.gate_up_proj_bias": [f"mlp.experts.{name}_proj_bias" for name in ("gate", "up")],
     "mlp.experts.down_proj": ["mlp.experts.down_proj.rows"],
 }
-
-
-def gpt_oss_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [FULL if i % 2 else SLIDING for i in range(layers)]
 
 
 def read_gpt_oss(got: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,16 +9,6 @@ from typing import Any
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import experts_of, read_experts
 
-MINIMAX_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 196608,
-    "rope_theta": 5e6,
-    "num_experts_per_tok": 8,
-    "num_local_experts": 256,
-    "bos_token_id": 200034,
-    "eos_token_id": 200020,
-}
 MINIMAX_SUPPORTED = {
     "sliding_window": (None,),
     "layer_types": (None,),

@@ -8,18 +8,6 @@ from typing import Any
 from funrl.models.errors import ModelError
 
 QUERY_GROWTH = "llama_4_scaling_beta"  # of the rotary fields
-MINISTRAL_DEFAULTS = {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e6,
-    "use_sliding_window": True,
-    "sliding_window": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 11,
-}
 
 
 def read_ministral3(got: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import FULL, SLIDING, write_bias, write_layer_windows
-
-OLMO3_DEFAULTS = {
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-    "rope_theta": 5e5,
-    "rope_local_base_freq": 5e5,
-    "use_sliding_window": True,
-    "sliding_window": 4096,
-    "eos_token_id": 50279,
-    "pad_token_id": 1,
-}
-
-
-def olmo3_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    return [SLIDING if (i + 1) % 4 else FULL for i in range(layers)]
 
 
 def write_olmo3(config: Config) -> dict[str, Any]:

@@ -8,40 +8,18 @@ from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.family_fields import (
-    FULL,
-    SLIDING,
     experts_of,
     layer_types,
     read_experts,
     write_window,
 )
 
-QWEN2_MOE_DEFAULTS = {
-    "num_key_value_heads": 16,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "qkv_bias": True,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-}
 SHARED_EXPERT_NAMES = {
     "shared_gate": "mlp.shared_expert.gate_proj.weight",
     "shared_up": "mlp.shared_expert.up_proj.weight",
     "shared_down": "mlp.shared_expert.down_proj.weight",
     "shared_router": "mlp.shared_expert_gate.weight",
 }
-
-
-def qwen2_moe_kinds(got: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    windows = got["use_sliding_window"] and got.get("sliding_window")
-    below = got["max_window_layers"]
-    return [SLIDING if windows and i < below and i % 2 == 0 else FULL for i in range(layers)]
 
 
 def read_qwen2_moe(got: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.configs.qwen3_next import (
-    DELTA_NET_DEFAULTS,
     DELTA_NET_NAMES,
     NEXT_FUSED,
     read_delta_nets,
@@ -22,15 +21,6 @@ from funrl.models.huggingface.configs.qwen3_next import (
 )
 from funrl.models.huggingface.family_fields import experts_of, read_bias, read_experts, write_bias
 
-QWEN3_5_DEFAULTS = DELTA_NET_DEFAULTS | {"num_key_value_heads": 4}
-QWEN3_5_MOE_DEFAULTS = QWEN3_5_DEFAULTS | {
-    "num_key_value_heads": 2,
-    "intermediate_size": 512,  # which no layer has
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
 QWEN3_5_NAMES = {
     **DELTA_NET_NAMES,
     **SHARED_EXPERT_NAMES,

@@ -12,25 +12,7 @@ from funrl.models.huggingface.configs.qwen2_moe import SHARED_EXPERT_NAMES
 from funrl.models.huggingface.family_fields import FULL, experts_of
 
 LINEAR = "linear_attention"
-DELTA_NET_DEFAULTS = {
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-}
-NEXT_DEFAULTS = DELTA_NET_DEFAULTS | {
-    "num_key_value_heads": 2,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "norm_topk_prob": True,
-}
+DELTA_NET_DEFAULTS = {"partial_rotary_factor": 0.25}
 DELTA_NET_NAMES = {
     "a_log": "linear_attn.A_log",
     "dt_bias": "linear_attn.dt_bias",
@@ -44,12 +26,6 @@ NEXT_WEIGHT_NAMES = {
     **SHARED_EXPERT_NAMES,
 }
 NEXT_FUSED = {"linear_attn.conv1d.weight": [f"linear_attn.conv1d.{part}" for part in "qkv"]}
-
-
-def qwen3_next_kinds(fields: Mapping[str, Any], layers: int) -> list[str]:
-    """Kinds of layers where config.json has no layer_types."""
-    interval = fields["full_attention_interval"]
-    return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
 
 
 def read_qwen3_next(fields: Mapping[str, Any], qwen3_moe: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,8 +53,6 @@ def read_delta_nets(fields: Mapping[str, Any], joined: bool) -> dict[str, Any]:
     Raises:
       ModelError: a kind of layer is unknown.
     """
-    layers = fields["num_hidden_layers"]
-    kinds = fields.get("layer_types") or qwen3_next_kinds(fields, layers)
     mixer = GatedDeltaNet(
         key_heads=fields["linear_num_key_heads"],
         value_heads=fields["linear_num_value_heads"],
@@ -91,7 +65,7 @@ def read_delta_nets(fields: Mapping[str, Any], joined: bool) -> dict[str, Any]:
     return {
         "norm_offset": 1.0,
         "output_gate": True,
-        "mixers": tuple(mixer if kind == LINEAR else None for kind in _period(kinds)),
+        "mixers": tuple(mixer if kind == LINEAR else None for kind in _period(fields["layer_types"])),
     }
 
 

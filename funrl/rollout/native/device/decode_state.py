@@ -139,7 +139,7 @@ def decode_pass(
 def _sample(
     decoder: Decoder, hidden_BD: Tensor, noise_B: Tensor, group_B: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, ...]:
-    """Sample one token per row: every row in each sampling group, of which it keeps its own."""
+    """Sample one token per row: each sampling group samples every row, and a row keeps its own group's token."""
     parts = []
     for low in range(0, len(hidden_BD), decoder.rows_at_once):
         rows = slice(low, low + decoder.rows_at_once)

@@ -14,7 +14,7 @@ NOISE_STEPS = 64  # numbers of a stream that are computed at a time
 
 
 class SlotNoise:
-    """The random stream of each slot, one block of which is stored.
+    """The random stream of each slot; one block per slot is stored.
 
     Attributes:
       seeds: [slots] seeds of the streams.

@@ -1,0 +1,93 @@
+"""Start of a run on one rank: its models, source and checks are made once, and the state before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from funrl import trees
+from funrl.mesh.mesh import Mesh
+from funrl.processes.processor import products_problem
+from funrl.rewards.pool import Pool
+from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
+from funrl.trainer.checkpoints.saver import shared_folder
+from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
+from funrl.trainer.compile_phase import loaded_cache
+from funrl.trainer.gap import gap_check
+from funrl.trainer.initial_weights import initial_weights
+from funrl.trainer.jobs.build import build_run, first_state, first_weights, frozen_weights
+from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.row_source import make_source
+from funrl.trainer.jobs.sharding import learns_sharded
+from funrl.trainer.phases import Trainer
+from funrl.trainer.sources.observing import Observer
+from funrl.trainer.sources.source import Source
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.skipped import Skips
+from funrl.trainer.steps.state import State
+
+MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
+
+
+def begin_run(
+    job: Job,
+    mesh: Mesh,
+    observer: Observer,
+    source: MakeSource = make_source,
+    clock: Clock | None = None,
+    pool: Pool | None = None,
+) -> tuple[Trainer, State]:
+    """Everything that is made once, and the state before the first step. The engine has no weights yet: see `sync`."""
+    if problem := products_problem():
+        observer.note(problem)
+    if learns_sharded(job.settings, job.algorithm.losses):
+        observer.note(f"--fsdp: gradients are summed over ranks in {str(job.reduce_dtype).removeprefix('torch.')}")
+    clock = clock or Clock(mesh.device)
+    parts = build_run(job, mesh, observer.note, pool)
+    cache = None if parts.compilations is None else loaded_cache(job, mesh, observer.note)
+    folder = shared_folder(observer, mesh)
+    weights = first_weights(job, parts, first_base(job, parts, observer, folder))
+    frozen = frozen_weights(parts, weights)
+    rows_source = source(job, parts, frozen, clock, observer)
+    trainer = Trainer(
+        job,
+        parts,
+        rows_source,
+        frozen,
+        clock=clock,
+        skips=Skips(job.settings.updates.max_skipped, mesh, folder, observer.note),
+        folder=folder,
+        compile_cache=cache,
+        gap_check=gap_check(job, parts, observer.note),
+    )
+    return trainer, first_state(job, parts, weights, rows_source.init())
+
+
+def first_base(job: Job, parts: Parts, observer: Observer, folder: str | None) -> trees.Tree:
+    """The weights that a run begins with; a base of adapters that the run itself makes is kept in its directory.
+
+    Args:
+      folder: of the checkpoints; None: the run has no directory.
+    """
+    kept = own_base(job, folder)
+    if job.settings.run.resume and kept_already(kept, parts.mesh):
+        return initial_weights(job, parts.begin, observer.note, kept)
+    weights = initial_weights(job, parts.begin, observer.note)
+    if kept is not None:
+        keep_base(kept, job, parts, weights)
+    return weights
+
+
+def first_digests(trainer: Trainer, state: State) -> tuple[Job, FrozenDigests]:
+    """The job with digests of its first weights, and those of its frozen weights; none without a run directory."""
+    job = trainer.job
+    parts = trainer.parts
+    if trainer.folder is None:
+        return job, FrozenDigests()
+    adapters = adapter_facts(job, parts, trainer.frozen)
+    digests = FrozenDigests(
+        role_digests(parts.roles, trainer.frozen, parts.mesh),
+        adapters,
+        agent_digests(parts),
+    )
+    return with_first_digests(job, parts, state.roles[job.main_role].params, digests), digests

@@ -1,0 +1,236 @@
+"""Weights from the trainer to the engines after each step, and the proof that the engines hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from torch import Tensor
+
+from funrl import trees
+from funrl.mesh.pools.transfer import SentWeights
+from funrl.mesh.reshard import reshard
+from funrl.models.deployed import DeviceWeights, deployed
+from funrl.models.lora import on_base
+from funrl.models.weight_dtypes import weight_dtype
+from funrl.role_kinds import BASE
+from funrl.rollout.certificate import certify, compare_weights, sync_digests
+from funrl.rollout.remote.engine import FurtherWeights, RemoteEngine
+from funrl.trainer.settings.settings import Settings
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import AdaptedBase, GeneratingParts, Parts
+from funrl.trainer.steps.roles import Role
+from funrl.trainer.steps.state import EarlierSelf, State
+
+BASE_VERSION = 0  # of the weights that adapters stand on
+
+
+def sync(
+    parts: Parts, state: State, clock: Clock | None = None, frozen: Mapping[str, trees.Tree] | None = None
+) -> State:
+    """Give the engine the policy's weights in the layout to generate in; a run that generates nothing does nothing.
+
+    An engine that adds adapters to a base gets the base once.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+    """
+    if not isinstance(parts, GeneratingParts):
+        return state
+    generator = parts.generator
+    base = generator.base
+    frozen = frozen or {}
+    version = state.version + 1
+    with (clock or Clock()).phase("reshard"):
+        if base is not None and base.engine.version is None:
+            base.engine.load(_base_for_engine(parts, base, frozen), BASE_VERSION)
+        if isinstance(generator.engine, RemoteEngine) and generator.engine.in_background:
+            generator.proof.settle()  # the update has left the generators time to take the weights before it
+            _send_in_background(parts, state, frozen, generator.engine)
+            return state._replace(version=version)
+        for name, engine in {parts.main_role: generator.engine, **generator.policies}.items():
+            merge = base is None or name != parts.main_role
+            weights = policy_weights(parts, parts.roles[name], state.roles[name].params, frozen, merge=merge)
+            engine.load(weights, version)
+        _load_earlier_selves(parts, state, frozen)
+    return state._replace(version=version)
+
+
+def _send_in_background(
+    parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree], engine: RemoteEngine
+) -> None:
+    """Start sending policy weights, and earlier selves whose version is stale in the engine."""
+    generator = parts.generator
+
+    def sent(name: str, own: trees.Tree, merge: bool = True) -> SentWeights:
+        role = parts.roles[name]
+        policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
+        return SentWeights(policy.tree(), generator.to_whole if merge else generator.to_engine)
+
+    version = state.version + 1
+    others = [(name, sent(name, state.roles[name].params), version) for name in generator.policies]
+    for name, earlier in state.earlier.items():
+        if generator.further[name].version != earlier.step:
+            others.append((name, sent(parts.main_role, earlier.params), earlier.step))
+    further = [FurtherWeights(cast(RemoteEngine, generator.further[name]), v, own) for name, own, v in others]
+    own = state.roles[parts.main_role].params
+    engine.send(sent(parts.main_role, own, merge=generator.base is None), version, further)
+
+
+def _base_for_engine(
+    parts: GeneratingParts, base: AdaptedBase, frozen: Mapping[str, trees.Tree]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the base of adapters as its engine takes it, made when it is asked for."""
+    yield from base.engine.weights.named(reshard(base_weights(parts, frozen).tree(), base.to_engine, parts.mesh))
+
+
+def base_weights(parts: Parts, frozen: Mapping[str, trees.Tree]) -> DeviceWeights:
+    """The weights that the policy's adapters stand on.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+    """
+    return deployed(parts.begin, on_base(parts.begin.model, frozen[BASE], None))
+
+
+def policy_weights(
+    parts: GeneratingParts, role: Role, own: trees.Tree, frozen: Mapping[str, trees.Tree], *, merge: bool = True
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights of a policy as an engine takes them, made when they are asked for, after the old ones are gone.
+
+    Args:
+      role: of the policy.
+      own: its own weights, or those of an earlier self.
+      frozen: weights of the roles that do not learn.
+      merge: whether the engine takes adapters merged into what they adapt; else it takes them alone.
+    """
+    generator = parts.generator
+    engine = generator.whole if merge else generator.engine
+    to_engine = generator.to_whole if merge else generator.to_engine
+    policy = deployed(role.placed, role.whole(own, frozen), merge=merge)
+    if engine.weights.streamed:
+        yield from policy.exported(engine.weights.names)
+    else:
+        donate = bool(policy.merged)
+        yield from engine.weights.named(reshard(policy.tree(), to_engine, parts.mesh, donate=donate))
+
+
+def refresh_earlier_selves(parts: Parts, state: State, frozen: Mapping[str, trees.Tree]) -> State:
+    """Make each earlier self that is due after a step the policy of now, and give its engine these weights."""
+    if not (isinstance(parts, GeneratingParts) and state.earlier):
+        return state
+    own = state.roles[parts.main_role].params
+    role = parts.roles[parts.main_role]
+    every = {name: parts.generator.frozen[name].declared.every for name in state.earlier}
+    due = {name: earlier_self(role, own, state.step) for name, steps in every.items() if state.step % steps == 0}
+    state = state._replace(earlier={**state.earlier, **due})
+    engine = parts.generator.engine
+    in_background = isinstance(engine, RemoteEngine) and engine.in_background  # they come with the next sync
+    if engine.version is not None and not in_background:
+        _load_earlier_selves(parts, state, frozen)
+    return state
+
+
+def _load_earlier_selves(parts: GeneratingParts, state: State, frozen: Mapping[str, trees.Tree]) -> None:
+    """Load the weights of earlier selves into the engines that have others."""
+    for name, earlier in state.earlier.items():
+        engine = parts.generator.frozen[name].engine
+        if engine.version != earlier.step:
+            role = parts.roles[parts.main_role]
+            engine.load(policy_weights(parts, role, earlier.params, frozen), earlier.step)
+
+
+def earlier_self(role: Role, params: trees.Tree, step: int) -> EarlierSelf:
+    """A copy of the policy's own weights: of adapters as they are, and of all others in the dtype to compute in.
+
+    So an engine has the same bits of it as of the policy.
+
+    Args:
+      role: the policy's.
+      params: its own weights.
+      step: after which it is taken.
+    """
+    if role.base is not None:
+        return EarlierSelf(trees.clone(params), step)
+    dtype = role.placed.dtype
+    copy = trees.map_named(lambda name, x: x.detach().to(weight_dtype(name, dtype), copy=True), params)
+    return EarlierSelf(copy, step)
+
+
+def begin_proof(
+    parts: Parts,
+    state: State,
+    frozen: Mapping[str, trees.Tree],
+    settings: Settings,
+    clock: Clock,
+    *,
+    first: bool = False,
+) -> dict[str, float]:
+    """Begin to prove, after a sync, that the engine holds the policy's weights; `wait_for_proof` ends it.
+
+    Where a probe is due, which generates, the proof is complete at once; so it is where the weights may move meanwhile:
+    those of an engine that keeps copies, and the factors of merged adapters. A base of adapters is compared once.
+
+    Args:
+      frozen: weights of the roles that do not learn.
+      first: this is the first sync of the run.
+
+    Returns: metrics of the complete proof; none where it has begun, or none is due.
+
+    Raises:
+      SyncError: the engine does not hold the weights, as a complete proof finds.
+    """
+    every = settings.engines.probe_sync_every
+    probes = every > 0 and (first or state.step % every == 0)
+    verifies = settings.engines.verify_sync
+    if not isinstance(parts, GeneratingParts) or not (verifies or probes):
+        return {}
+    generator = parts.generator
+    role = parts.roles[parts.main_role]
+    params = role.whole(state.roles[parts.main_role].params, frozen)
+    source = deployed(role.placed, params, merge=not generator.engine.weights.adapters)
+    with clock.phase("verify"):
+        if first and verifies:
+            compare_base(parts, frozen)
+        if probes or source.merged or generator.engine.weights.streamed:
+            return certify(role.placed, params, generator.engine, state.version, verifies, probes)
+        generator.proof.begin(sync_digests(source, generator.engine, state.version))
+    return {}
+
+
+def compare_base(parts: GeneratingParts, frozen: Mapping[str, trees.Tree]) -> None:
+    """Compare the base that the engine adds adapters to, if it has one, with the trainer's. Collective.
+
+    Raises:
+      SyncError: they differ.
+    """
+    base = parts.generator.base
+    if base is not None:
+        compare_weights(base_weights(parts, frozen), base.engine, BASE_VERSION)
+
+
+def resumed_proof(settings: Settings, step: int, proof: dict[str, float]) -> dict[str, float]:
+    """Metrics of the first sync of a resumed run, as the run that never stopped has them in its next step.
+
+    That run has reported them already where it evaluated or probed after `step`.
+    """
+    every = settings.engines.probe_sync_every
+    reported = step % settings.evaluation.eval_every == 0 or (every > 0 and step % every == 0)
+    return {} if reported else {name: value for name, value in proof.items() if name == "sync/verified"}
+
+
+def wait_for_proof(parts: Parts) -> None:
+    """End the proof of the newest sync, unless generation has ended it.
+
+    Raises:
+      SyncError: the engine does not hold the policy's weights.
+    """
+    if isinstance(parts, GeneratingParts):
+        parts.generator.proof.settle()
+
+
+def proof_metrics(parts: Parts) -> dict[str, float]:
+    """Metrics of the proofs that have ended since the last call, and the bytes that a sync gives to a rank's engine."""
+    if not isinstance(parts, GeneratingParts):
+        return {}
+    return {"sync/bytes": float(parts.generator.sync_bytes), **parts.generator.proof.take()}
