@@ -19,7 +19,7 @@ import numpy as np
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import estimate, plain_job, tokens_of
+from funrl.cost.dry_run import TraceMemo, estimate, plain_job, tokens_of
 from funrl.cost.pools import pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
@@ -35,7 +35,7 @@ from funrl.cost.schedules import (
 from funrl.cost.search import chosen_mesh, descend, rank_key
 from funrl.cost.simulation import AsyncRun, ScoredUpdate, Simulated, UpdateLaw, UpdateTimes
 from funrl.cost.tables import duration_text, size
-from funrl.cost.tracing.estimate import Estimate, Trace
+from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.verdict import Peak, peak_of, phase_seconds, quoted_flags
 from funrl.mesh import mesh as meshes
@@ -272,11 +272,10 @@ def _key(candidate: PlacedCandidate, room: float) -> tuple[bool, bool, float]:
 
 def _best_trainer(settings: Settings, algorithm: Algorithm, count: int, work: Workload) -> _Trainer:
     """The fastest split of training over `count` devices that fits without an engine, traced."""
-    traces: dict[Any, Trace] = {}
 
-    def cost(changed: Settings) -> Estimate:
+    def cost(changed: Settings, memo: TraceMemo) -> Estimate:
         job = plain_job(changed, algorithm, work.hardware.memory)
-        return estimate(job, work.prompt, work.hardware, "train", traces=traces)
+        return estimate(job, work.prompt, work.hardware, "train", memo=memo)
 
     best = descend(settings, algorithm, count, work.hardware, cost, writes=False).tried[0]
     flags = {name: value for name, value in best.flags.items() if name != "mesh"}

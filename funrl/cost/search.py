@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
+from funrl.cost.dry_run import TooLargeError, TraceMemo, check_width, estimate, plain_job, tokens_of
 from funrl.cost.rows import rows_of_step
 from funrl.cost.tables import duration_text, size
 from funrl.cost.tracing.costs import UPDATES
-from funrl.cost.tracing.estimate import Estimate, Trace
+from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.verdict import peak_of, rates_of, written_flags
 from funrl.mesh import mesh as meshes
@@ -57,6 +57,11 @@ class MeshSplit(NamedTuple):
     remat: bool = False
     lean: bool = False
 
+    @property
+    def nodes(self) -> int:
+        """Nodes that its widest tensor parallel group spans."""
+        return math.ceil(max(self.tensor, self.engine) / RANKS_PER_NODE)
+
 
 class Traced(NamedTuple):
     """A way to split a run, traced.
@@ -74,7 +79,7 @@ class Traced(NamedTuple):
     hardware: Hardware
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> float:
         """The largest memory of a rank."""
         return peak_of(self.estimate).nbytes
 
@@ -142,14 +147,12 @@ def search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> Sear
     Raises:
       ValueError: a flag cannot work on any mesh, or no mesh is possible; the message has the first reason.
     """
-    world = settings.devices.train.wanted or 1
     tokens = tokens_of(settings, algorithm)
-    traces: dict[Any, Trace] = {}
 
-    def cost(changed: Settings) -> Estimate:
-        return estimate(plain_job(changed, algorithm, hardware.memory), tokens, hardware, traces=traces)
+    def cost(changed: Settings, memo: TraceMemo) -> Estimate:
+        return estimate(plain_job(changed, algorithm, hardware.memory), tokens, hardware, memo=memo)
 
-    return descend(settings, algorithm, world, hardware, cost)
+    return descend(settings, algorithm, settings.devices.train.wanted or 1, hardware, cost)
 
 
 def descend(
@@ -157,7 +160,7 @@ def descend(
     algorithm: Algorithm,
     world: int,
     hardware: Hardware,
-    cost: Callable[[Settings], Estimate],
+    cost: Callable[[Settings, TraceMemo], Estimate],
     *,
     writes: bool = True,
 ) -> Search:
@@ -176,43 +179,120 @@ def descend(
     width = check_width(base, tokens_of(settings, algorithm))
     native = settings.engines.abilities.own_steps and settings.devices.generate_mesh is None
     space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
-    known: dict[MeshSplit, Traced | None] = {}
-    refused: dict[str, str] = {}
+    memo = TraceMemo({}, space.room)
+    trials = Trials(space, {}, {})
 
-    def trace(split: MeshSplit) -> Traced | None:
-        if split not in known:
-            known[split] = None
-            changed = space.settings_of(split)
-            flags = split_flags(changed, settings)
-            try:
-                known[split] = Traced(changed, flags, cost(changed), hardware)
-            except ValueError as error:
-                refused[written_flags(flags)] = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
-        return known[split]
+    def attempt(split: MeshSplit, memo: TraceMemo) -> Trial | None:
+        changed = space.settings_of(split)
+        flags = split_flags(changed, settings)
+        try:
+            return Traced(changed, flags, cost(changed, memo), hardware)
+        except TooLargeError as error:
+            trials.refused[written_flags(flags)] = str(error)
+            return TooLarge(split.nodes, error.nbytes)
+        except ValueError as error:
+            trials.refused[written_flags(flags)] = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
+            return None
 
-    best, split = None, MeshSplit()
-    for split in space.first():
-        if (best := trace(split)) is not None:
-            break
-    moves = list(space.moves())
-    failures = number = 0
-    while best is not None and failures < len(moves):
-        changed = moves[number % len(moves)](split, best)
-        hopeless = changed is not None and best.fits and space.least_bytes(changed, known) > space.room
-        other = None if changed is None or hopeless else trace(changed)
-        if changed is not None and other is not None and other.key < best.key:
-            best, split, failures = other, changed, 0
-        else:
-            failures += 1
-            number += 1
-    if best is None:
-        reason = next(iter(refused.values()), "there is none")
+    split = next((split for split in space.first() if trials.add(split, attempt(split, memo))), None)
+    if split is None:
+        reason = next(iter(trials.refused.values()), "there is none")
         raise SettingsError(f"--mesh={settings.devices.mesh}: no mesh of {world} devices is possible: {reason}")
-    tried = sorted((traced for traced in known.values() if traced is not None), key=lambda traced: traced.key)
-    return Search(world, hardware, tuple(tried), refused, unused)
+    split = trials.descend(split, lambda split: attempt(split, memo))
+    if not isinstance(trials.known[split], Traced):  # nothing fits
+        trials.known[split] = attempt(split, memo._replace(room=math.inf))
+    tried = sorted((trial for trial in trials.known.values() if isinstance(trial, Traced)), key=lambda trial: trial.key)
+    return Search(world, hardware, tuple(tried), trials.refused, unused)
 
 
-Move = Callable[[MeshSplit, Traced], MeshSplit | None]
+class TooLarge(NamedTuple):
+    """A split whose update alone exceeds the memory of a device.
+
+    Attributes:
+      nodes: as in `Traced`.
+      nbytes: memory of a rank, at least.
+    """
+
+    nodes: int
+    nbytes: float
+
+    @property
+    def key(self) -> tuple[bool, bool, float]:
+        """Sort key; see `rank_key`."""
+        return rank_key(False, self.nodes, math.inf, self.nbytes)
+
+
+Trial = Traced | TooLarge
+
+
+class Trials(NamedTuple):
+    """Splits that a search has tried.
+
+    Attributes:
+      space: of the splits.
+      known: traced ones; None: it cannot be.
+      refused: as in `Search`.
+    """
+
+    space: Space
+    known: dict[MeshSplit, Trial | None]
+    refused: dict[str, str]
+
+    def add(self, split: MeshSplit, trial: Trial | None) -> Trial | None:
+        """Record a trial and return it."""
+        self.known[split] = trial
+        return trial
+
+    def descend(self, split: MeshSplit, attempt: Callable[[MeshSplit], Trial | None]) -> MeshSplit:
+        """Change a split as long as a change makes it better; return the best.
+
+        Tensor parallel groups over nodes are tried only if nothing else fits. A change that makes a step slower is not
+        tried again from another split.
+        """
+        for most_nodes in (split.nodes, self.space.world):
+            moves = list(self.space.moves())
+            failures = number = 0
+            while failures < len(moves):
+                best = self.known[split]
+                assert best is not None
+                changed = moves[number](split, best)
+                if changed is not None and changed not in self.known and changed.nodes <= most_nodes:
+                    if self._least_bytes(changed) <= self.space.room or not isinstance(best, Traced) or not best.fits:
+                        self.add(changed, attempt(changed))
+                trial = None if changed is None else self.known.get(changed)
+                if trial is not None and changed is not None and trial.key < best.key:
+                    split, failures = changed, 0
+                    continue
+                if isinstance(trial, Traced) and trial.fits and isinstance(best, Traced) and best.fits:
+                    moves[number] = _no_move
+                failures += 1
+                number = (number + 1) % len(moves)
+            best = self.known[split]
+            if isinstance(best, Traced) and best.fits:
+                break
+        return split
+
+    def _least_bytes(self, split: MeshSplit) -> float:
+        """Bytes of a rank at least: those of a tried split that saves as much, over the ranks that share more tokens.
+
+        The engine's own weights are left out.
+        """
+        space = self.space
+        least = [0.0]
+        for other, trial in self.known.items():
+            saves = other.remat >= split.remat and other.lean >= split.lean and other.sharded >= split.sharded
+            if trial is not None and saves and other.grouped <= split.grouped:
+                share = other.tensor * other.sequence / (split.tensor * split.sequence)
+                weights = space.base.dtype.itemsize * space.parameters / other.engine if other.engine else 0.0
+                least.append((trial.nbytes - weights) * min(1.0, share))
+        return max(least)
+
+
+Move = Callable[["MeshSplit", Trial], "MeshSplit | None"]
+
+
+def _no_move(split: MeshSplit, best: Trial) -> None:
+    return None
 
 
 class Space(NamedTuple):
@@ -291,7 +371,7 @@ class Space(NamedTuple):
         """Tensor ranks of the narrowest engine whose weights take at most a third of a device; 0: the default."""
         if not self.writes:
             return 0
-        nbytes = self.base.dtype.itemsize * self._parameters
+        nbytes = self.base.dtype.itemsize * self.parameters
         room = self.room / 3
         enough = [n for n in _divisors(self.world) if nbytes / n <= room and self._generates(n)]
         return next(iter(enough), next((n for n in reversed(_divisors(self.world)) if self._generates(n)), 0))
@@ -303,8 +383,8 @@ class Space(NamedTuple):
     def moves(self) -> Iterator[Move]:
         """Changes of a split, each to one that may be better; None: it cannot be made."""
         spares = self.given.devices.remat == "none"
-        for remat, lean in ((True, False), (True, True), (False, True)) if spares else ((False, True),):
-            yield lambda split, best, remat=remat, lean=lean: self._toggled_savings(split, best, remat, lean)
+        if spares:
+            yield lambda split, best: self._toggled_savings(split, best, remat=True, lean=False)
         if self.writes:
             yield lambda split, _: self._resized(split, "engine", 2)
             yield lambda split, _: self._resized(split, "engine", 0.5)
@@ -314,17 +394,19 @@ class Space(NamedTuple):
                     yield lambda split, _, axis=axis, factor=factor: self._resized(split, axis, factor)
         yield lambda split, _: self._resized(split._replace(remat=False, lean=False), "tensor", 2)
         if not self.given.sharding.fsdp:
-            yield self._toggled_shards
-            yield lambda split, best: self._toggled_shards(self._as_engine(split), best) if split.sharded else None
-            yield lambda split, best: self._toggled_shards(self._swapped(self._as_engine(split)), best)
+            yield self._whole
+            yield lambda split, best: self._whole(self._as_engine(split), best)
+            yield lambda split, best: self._whole(self._swapped(self._as_engine(split)), best)
         if not self.experts and self.given.sharding.fsdp_axes is None and "expert" in self.axes:
             yield self._toggled_groups
+        for remat in (True, False)[not spares :]:
+            yield lambda split, best, remat=remat: self._toggled_savings(split, best, remat, lean=True)
 
-    def _toggled_savings(self, split: MeshSplit, best: Traced, remat: bool, lean: bool) -> MeshSplit | None:
+    def _toggled_savings(self, split: MeshSplit, best: Trial, remat: bool, lean: bool) -> MeshSplit | None:
         """The split with further savings of memory if it does not fit, and else with fewer or others."""
         changed = split._replace(remat=split.remat != remat, lean=split.lean != lean)
         adds = changed.remat >= split.remat and changed.lean >= split.lean
-        return changed if adds != best.fits else None
+        return changed if adds != (isinstance(best, Traced) and best.fits) else None
 
     def _resized(self, split: MeshSplit, axis: str, factor: float) -> MeshSplit | None:
         size = getattr(split, axis) * factor
@@ -334,12 +416,12 @@ class Space(NamedTuple):
             return None
         return self._checked(split._replace(**{axis: int(size)}))
 
-    def _toggled_shards(self, split: MeshSplit, best: Traced) -> MeshSplit | None:
-        """Whole weights instead of sharded ones, if they have room, or sharded ones."""
-        weights = self.base.dtype.itemsize * self._parameters / split.tensor
-        if split.sharded and weights + self._states(best) * (self.world // split.tensor) > self.room:
+    def _whole(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
+        """Whole weights instead of sharded ones, if they have room."""
+        weights = self.base.dtype.itemsize * self.parameters / split.tensor
+        if not split.sharded or weights + self._states(best) * (self.world // split.tensor) > self.room:
             return None
-        return self._checked(split._replace(sharded=not split.sharded, grouped=False))
+        return self._checked(split._replace(sharded=False, grouped=False))
 
     def _as_engine(self, split: MeshSplit) -> MeshSplit:
         """The split with at least the tensor ranks of its engine."""
@@ -350,30 +432,22 @@ class Space(NamedTuple):
         return split._replace(remat=split.lean and self.given.devices.remat == "none", lean=split.remat)
 
     @property
-    def _parameters(self) -> int:
+    def parameters(self) -> int:
         """Parameters of the main role's model."""
         return trees.count(self.base.models[self.base.main_role].shapes)
 
-    def _toggled_groups(self, split: MeshSplit, best: Traced) -> MeshSplit | None:
+    def _toggled_groups(self, split: MeshSplit, best: Trial) -> MeshSplit | None:
         """Shards inside of each node, if each node has room for all states, or over all devices."""
         if not split.grouped and self._states(best) * (self.world // RANKS_PER_NODE) > self.room:
             return None
         return self._checked(split._replace(grouped=not split.grouped, sharded=True))
 
-    def _states(self, traced: Traced) -> float:
-        """Bytes of sharded optimizer states, and as many of weights and gradients."""
-        updates = (costs for name, costs in traced.estimate.phases.items() if name.startswith(UPDATES))
+    def _states(self, best: Trial) -> float:
+        """Bytes of sharded optimizer states, and as many of weights and gradients; infinite if they do not fit."""
+        if not isinstance(best, Traced) or not best.fits:
+            return math.inf
+        updates = (costs for name, costs in best.estimate.phases.items() if name.startswith(UPDATES))
         return 2 * max((costs.peak.get("optimizer", 0.0) for costs in updates), default=0.0)
-
-    def least_bytes(self, split: MeshSplit, known: Mapping[MeshSplit, Traced | None]) -> float:
-        """Bytes of a rank at least: those of a traced split with the same savings, over the ranks that share more."""
-        bytes_of = [0.0]
-        for other, traced in known.items():
-            same = (other.remat, other.lean, other.grouped) == (split.remat, split.lean, split.grouped)
-            if traced is not None and same and other.sharded >= split.sharded:
-                share = math.prod(other[:3]) / math.prod(split[:3])
-                bytes_of.append(traced.nbytes * min(1.0, share) * (1.0 if other.engine == split.engine else 0.5))
-        return max(bytes_of)
 
     def _checked(self, split: MeshSplit) -> MeshSplit | None:
         """The split if the devices divide so."""

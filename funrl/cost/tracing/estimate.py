@@ -352,15 +352,20 @@ def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
     return sizes_of(np.array([width]), token_budget, token_ranks(mesh))[0][-1] // width
 
 
+def first_rows(rows: int, piece: int) -> int:
+    """The fewest rows that `at_rows` traces."""
+    return rows if rows <= TRACED * piece else (TRACED - 1) * piece
+
+
 def at_rows(trace_at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
     """Costs of `rows` rows of this rank in micro-batches of `piece`; later ones cost as much as the second.
 
     Args:
-      at: the trace of a number of rows of this rank.
+      trace_at: the trace of a number of rows of this rank.
     """
+    few = trace_at(first_rows(rows, piece)).phases
     if rows <= TRACED * piece:
-        return trace_at(rows).phases
-    few = trace_at((TRACED - 1) * piece).phases
+        return few
     more = trace_at(TRACED * piece).phases
     phases = {}
     steps = rows / piece - (TRACED - 1)
