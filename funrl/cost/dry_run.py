@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -269,13 +269,15 @@ class RankWork(NamedTuple):
       tokens: of a prompt, or of a text where texts are given.
       hardware: of the rank.
       pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
-      traces: as in `TraceMemo`.
+      apart: roles, or the judge, on ranks of their own.
+      memo: of a search.
     """
 
     tokens: int
     hardware: Hardware
-    pool: str
-    traces: dict[object, Trace]
+    pool: str = ""
+    apart: Collection[str] = ()
+    memo: TraceMemo | None = None
 
 
 def estimate(
@@ -289,9 +291,7 @@ def estimate(
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
-      tokens, hardware, pool: as in `RankWork`.
-      apart: roles, or the judge, on ranks of their own.
-      memo: of a search.
+      tokens, hardware, pool, apart, memo: as in `RankWork`.
 
     Raises:
       SettingsError: rows are longer than the model's positions.
@@ -303,14 +303,14 @@ def estimate(
         job = dataclasses.replace(job, judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
-    work = RankWork(tokens, hardware, pool, {} if memo is None else memo.traces)
+    work = RankWork(tokens, hardware, pool, apart, memo or TraceMemo({}))
     with pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
-        if memo is not None and not job.settings.devices.offload:
+        if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
             least = of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
             copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
             if (nbytes := max(costs.total for costs in least.values()) + copied + agents) > memo.room:
@@ -320,7 +320,7 @@ def estimate(
         rests = phases.pop("rests").peak
         episodes = None
         engine = 0.0
-        served = rests | {"weights": rests["weights"] + agents}
+        served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
             axes |= axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
@@ -424,7 +424,8 @@ class _TracedSteps(NamedTuple):
 
 def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _TracedSteps:
     """Traces of the steps of a job, made when they are asked for; the arguments are those of `_phases`."""
-    tokens, hardware, _, traces = work
+    tokens, hardware = work.tokens, work.hardware
+    traces = {} if work.memo is None else work.memo.traces
     mesh = whole.mesh
     parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
     settings = job.settings
@@ -464,48 +465,60 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
 
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
-    tokens, hardware, pool, _ = work
     steps = _traced_steps(job, whole, plan, work)
-    parts = steps.parts
-    settings = job.settings
+    if work.pool == "generate":
+        return {"generate": _generation(job, whole, steps.parts, work, {}), "rests": Costs({"other": {}})}
+    learns = work.pool in ("", "train")
     local, scoring = steps.scored
     mini, piece = steps.learned
+    some = steps.trace(min(mini, TRACED * piece) if learns else first_rows(local, scoring), learns=learns)
     phases = {}
-    some = steps.trace(min(mini, TRACED * piece), learns=True)
-    if isinstance(parts, GeneratingParts) and isinstance(whole, GeneratingParts) and isinstance(job, RLJob):
-        own, shared = engine_bytes(job, whole, whole.generator)
-        trained = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
-        resting = own + agent_bytes(job, whole) + (shared if pool == "generate" else trained)
-        engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
-        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting) / engines
-        phases["generate"] = Costs({"other": {}})
-        if job.models[job.main_role].pages:
-            phases["generate"] = generation(
-                EngineWork(
-                    job,
-                    parts.generator,
-                    whole.generator,
-                    prompt_tokens=tokens,
-                    room=room,
-                    hardware=hardware,
-                    turns=turns_of(settings),
-                )
-            )
-            caches = (engines - 1) * phases["generate"].peak.get("cache", 0.0)  # of frozen agents, as much each
-            phases["generate"] = plus(phases["generate"], {"cache": caches})
+    if isinstance(whole, GeneratingParts):
+        phases["generate"] = _generation(job, whole, steps.parts, work, some.resting)
     scores = at_rows(functools.partial(steps.trace, learns=False), local, scoring)
-    owned = owned_bytes(job, tokens)
+    owned = owned_bytes(job, work.tokens)
     phases |= with_moves(job, plan, scores, some.token_bytes, owned)
     again = MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
-    for name, costs in at_rows(functools.partial(steps.trace, learns=True), mini, piece).items():
+    updates = job.settings.updates
+    learned = at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
+    for name, costs in learned.items():
         if name.startswith(UPDATES):
-            updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
-            phases[name] = plus(updates, {"batch": kept * some.row_bytes})
+            costs = times(costs, updates.epochs * updates.minibatches)
+            phases[name] = plus(costs, {"batch": kept * some.row_bytes})
     phases = with_owned_bytes(phases, sum(owned), local)
-    if isinstance(parts, GeneratingParts):
+    if "generate" in phases:
         phases["generate"] = plus(phases["generate"], some.resting)
     return phases | {"rests": Costs({"other": some.resting})}
+
+
+def _generation(job: Job, whole: Parts, parts: Parts, work: RankWork, resting: Mapping[str, float]) -> Costs:
+    """Costs of generation.
+
+    Args:
+      job, whole, work: as in `_phases`.
+      parts: of the job.
+      resting: bytes by kind that the rank holds to train.
+    """
+    assert isinstance(whole, GeneratingParts) and isinstance(parts, GeneratingParts) and isinstance(job, RLJob)
+    if not job.models[job.main_role].pages:
+        return Costs({"other": {}})
+    own, shared = engine_bytes(job, whole, whole.generator)
+    trained = sum(resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+    held = own + agent_bytes(job, whole) + (shared if work.pool == "generate" else trained)
+    engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
+    costs = generation(
+        EngineWork(
+            job,
+            parts.generator,
+            whole.generator,
+            prompt_tokens=work.tokens,
+            room=FREE_SHARE * max(0.0, work.hardware.memory * USABLE - held) / engines,
+            hardware=work.hardware,
+            turns=turns_of(job.settings),
+        )
+    )
+    return plus(costs, {"cache": (engines - 1) * costs.peak.get("cache", 0.0)})  # of frozen agents, as much each
 
 
 def _stored(parts: Parts) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
-from funrl.cost.dry_run import plain_job, tokens_of
-from funrl.cost.place_search import PlacedCandidate, PlaceSearch, place_search, reasons_text
+from funrl.cost.dry_run import RankWork, plain_job, tokens_of
 from funrl.cost.pools import PoolTransfer, pool_estimate, pool_settings, pool_transfers
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
@@ -22,7 +21,17 @@ from funrl.cost.schedules import (
     schedules_text,
     wants_schedules,
 )
-from funrl.cost.search import Search, Traced, search, spans_text, with_groups
+from funrl.cost.search import (
+    PlacedCandidate,
+    PlaceSearch,
+    Search,
+    Traced,
+    place_search,
+    reasons_text,
+    search,
+    spans_text,
+    with_groups,
+)
 from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS, Costs
 from funrl.cost.tracing.estimate import Estimate, stage_of
@@ -245,36 +254,26 @@ def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
         answer = f"the best of {count} ways to divide {result.world} devices:"
     else:
         answer = f"nothing fits {result.world} devices; of {count} ways to divide them this needs the least memory:"
-    roles = any(candidate.placement.scoring for candidate in result.candidates)
-    held = ("train holds", "generate holds", *["roles hold"] * roles)
-    head = ("flags", *held, "fits", "a step", "trainer busy", "generators busy", "memory")
-    parts = [f"{answer}\n  {command_text(line, best.flags)}\n  {reasons_text(result)}"]
-    rows = [_row(candidate, result.room, len(held)) for candidate in result.candidates]
+    head = ("flags", "train holds", "generate holds", "fits", "a step", "trainer busy", "generators busy")
+    rows = [_place_row(candidate, result.room) for candidate in result.candidates]
     if result.shared is not None:
-        nothing = ["-"] * len(held)
-        rows.append(("all devices shared", *nothing, "-", duration_text(result.shared), "-", "-", "-"))
+        rows.append(("all devices shared", "-", "-", "-", duration_text(result.shared), "-", "-"))
     lines = table(head, rows)
     lines += [f"no way to train on {count}: {reason}" for count, reason in result.dropped.items()]
-    return "\n\n".join([*parts, "\n".join(lines), report])
-
-
-def _row(candidate: PlacedCandidate, room: float, columns: int) -> tuple[str, ...]:
-    """Cells of a candidate, of which `columns` are what a rank holds: to train, to generate, and for roles."""
-    result = candidate.result
-    held = [candidate.peaks[name].nbytes for name in ("train", "generate") if candidate.peaks]
-    held += (
-        [max(candidate.peaks[name].nbytes for name in candidate.placement.scoring)] if len(candidate.peaks) > 2 else []
+    return "\n\n".join(
+        [f"{answer}\n  {command_text(line, best.flags)}\n  {reasons_text(result)}", "\n".join(lines), report]
     )
-    cells = [size(nbytes) for nbytes in held or [candidate.nbytes]]
+
+
+def _place_row(candidate: PlacedCandidate, room: float) -> tuple[str, ...]:
     return (
         written_flags(candidate.flags),
-        *cells,
-        *["-"] * (columns - len(cells)),
+        size(candidate.nbytes),
+        size(candidate.peaks["generate"].nbytes) if candidate.peaks else "not traced",
         "yes" if candidate.fits(room) else "no",
-        duration_text(result.step),
-        f"{result.trainer_busy:.0%}",
-        f"{result.generators_busy:.0%}",
-        "traced" if candidate.peaks else "by formula",
+        duration_text(candidate.result.step),
+        f"{candidate.result.trainer_busy:.0%}",
+        f"{candidate.result.generators_busy:.0%}",
     )
 
 
@@ -413,7 +412,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     apart = () if placed is None else tuple(placed.scoring)
 
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return pool_estimate(settings, algorithm, tokens, hardware, pool, apart)
+        return pool_estimate(settings, algorithm, RankWork(tokens, hardware, pool, apart))
 
     if settings.devices.place is not None and settings.devices.train.wanted is not None:
         check_settings(settings)

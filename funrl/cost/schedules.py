@@ -13,7 +13,7 @@ import numpy as np
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import plain_job
+from funrl.cost.dry_run import RankWork, TraceMemo, plain_job
 from funrl.cost.pools import pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
 from funrl.cost.simulation import (
@@ -35,12 +35,11 @@ from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
 from funrl.cost.tracing.turns import turns_of
 from funrl.cost.verdict import step_seconds
-from funrl.mesh import mesh as meshes
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.text import ROW_AXES, devices
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.settings.declaration import parts
+from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
 
 MOST_SPLITS = 8  # that are simulated
@@ -64,6 +63,10 @@ class Workload(NamedTuple):
     def room(self) -> float:
         """Bytes of a device that can be used."""
         return self.hardware.memory * USABLE
+
+    def rank(self, pool: str = "train", apart: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
+        """Work of a rank of a pool."""
+        return RankWork(self.prompt, self.hardware, pool, apart, memo)
 
     def mean_rows(self, job: RLJob) -> np.ndarray:
         """[rows] tokens of the rows of a step of a job, if all have the mean length."""
@@ -117,6 +120,20 @@ class TracedRanks(NamedTuple):
     times: UpdateTimes
     full: Estimate
 
+    def on(self, count: int) -> tuple[dict[str, int], UpdateTimes]:
+        """The mesh of `count` devices, by another size of `data`, and the times of a batch there.
+
+        Raises:
+          SettingsError: they are no multiple of those that share a row.
+        """
+        sizes = self.full.job.sizes
+        world = Mesh(sizes).world
+        unit = world // sizes["data"]
+        if count % unit:
+            raise SettingsError(f"{count} devices are not a multiple of {unit}")
+        times = self.times._replace(ranks=self.times.ranks * count // world)
+        return {**sizes, "data": count // unit}, times
+
     def nbytes(self, count: int) -> float:
         """Memory of a rank where the mesh has `count` devices, by another size of `data`, and rows of full length."""
         settings = self.full.job.settings
@@ -128,25 +145,21 @@ class TracedRanks(NamedTuple):
         return max(costs.total + (share - 1) * sum(costs.peak.get(kind, 0.0) for kind in held) for costs in phases)
 
 
-def traced_ranks(
-    settings: Settings, algorithm: Algorithm, work: Workload, pool: str = "train", apart: Collection[str] = ()
-) -> TracedRanks:
+def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, work: RankWork) -> TracedRanks:
     """Trace the ranks of a pool.
 
     Args:
       settings: by `pool_settings`.
       algorithm: of the run.
-      work: rows of the run.
-      pool, apart: as in `pool_estimate`.
+      lengths: of the sampled tokens of a row.
+      work: of a rank, whose rows have the greatest length.
 
     Raises:
       ValueError: a flag cannot work.
     """
-    short = with_flags(settings, max_new_tokens=max(1, round(work.lengths.mean)))
-    mean, full = (
-        pool_estimate(flags, algorithm, work.prompt, work.hardware, pool, apart) for flags in (short, settings)
-    )
-    minibatches = settings.updates.minibatches if pool == "train" else 1
+    short = with_flags(settings, max_new_tokens=max(1, round(lengths.mean)))
+    mean, full = (pool_estimate(flags, algorithm, work) for flags in (short, settings))
+    minibatches = settings.updates.minibatches if work.pool == "train" else 1
     return TracedRanks(times_of(mean, work.hardware)._replace(minibatches=minibatches), full)
 
 
@@ -208,20 +221,20 @@ def simulate_splits(
     everything = Mesh(job.sizes).world
     unit = everything // job.sizes["data"]
     tensor = job.generate_sizes["tensor"]
-    runs = dict([shared_split(job, trainer, work, rule)])
+    runs = dict([shared_split(job, trainer, everything, work, rule)])
     for train in _counts(everything, unit, tensor):
-        ranks = trainer.times.ranks * train // everything
-        run = async_run(job, trainer.times._replace(ranks=ranks), everything - train, work, rule)
+        run = async_run(job, trainer.on(train)[1], everything - train, work, rule)
         generating = run.replicas * tensor
         fits = trainer.nbytes(train) <= work.room
         runs[DeviceSplit(train, generating, False, fits, simulate_rule(run, rule))] = run
     return sorted(runs, key=split_key), runs
 
 
-def shared_split(job: RLJob, trainer: TracedRanks, work: Workload, rule: AdmissionRule) -> tuple[DeviceSplit, AsyncRun]:
-    """The run in which all of a job's devices train and generate by turns, simulated."""
-    count = Mesh(job.sizes).world
-    run = async_run(job, trainer.times, count, work, rule._replace(staleness=0, window=1))
+def shared_split(
+    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: AdmissionRule
+) -> tuple[DeviceSplit, AsyncRun]:
+    """The run in which `count` devices train and generate by turns, simulated. Raises: SettingsError, as in `on`."""
+    run = async_run(job, trainer.on(count)[1], count, work, rule._replace(staleness=0, window=1))
     return DeviceSplit(count, count, True, trainer.nbytes(count) <= work.room, simulate_rule(run, run.rule)), run
 
 
@@ -276,7 +289,7 @@ def schedules_of(settings: Settings, algorithm: Algorithm, hardware: Hardware, t
     rule = rule_of(settings)
     work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
 
-    trainer = traced_ranks(with_flags(settings, generate_mesh=None), algorithm, work)
+    trainer = traced_ranks(with_flags(settings, generate_mesh=None), algorithm, work.lengths, work.rank())
     splits, runs = simulate_splits(job, trainer, work, rule)
     best = next((split for split in splits if not split.shared), None)
     rules = [] if best is None else _tried_rules(runs[best], rule, best.result)
@@ -303,25 +316,21 @@ def placed_schedules(
     job = dataclasses.replace(job, generate_sizes=placement.generate.sizes)
     rule = rule_of(settings)
     scoring = [
-        traced_ranks(pool_settings(settings, pool, learns=False), algorithm, work, name).times
+        traced_ranks(pool_settings(settings, pool, learns=False), algorithm, work.lengths, work.rank(name)).times
         for name, pool in placement.scoring.items()
     ]
-    trainer = traced_ranks(training, algorithm, work, apart=placement.scoring)
+    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(apart=placement.scoring))
     update = ScoredUpdate(trainer.times, scoring) if scoring else trainer.times
     run = async_run(job, update, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
     own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())
     train = len(placement.train.ranks)
     fits = trainer.nbytes(train) <= work.room
     splits = [DeviceSplit(train, len(placement.generate.ranks), False, fits, simulate_rule(run, rule), own)]
-    if placement.world % (train // job.sizes["data"]) == 0:
-        wider = meshes.text({**job.sizes, "data": placement.world * job.sizes["data"] // train})
-        try:
-            whole = traced_ranks(with_flags(training, mesh=wider), algorithm, work)
-            shared = whole.full.job
-            assert isinstance(shared, RLJob)
-            splits.append(shared_split(shared, whole, work, rule)[0])
-        except ValueError:  # such as rows that cannot be divided
-            pass
+    try:
+        all_roles = traced_ranks(training, algorithm, work.lengths, work.rank()) if scoring else trainer
+        splits.append(shared_split(job, all_roles, placement.world, work, rule)[0])
+    except SettingsError:  # such as devices that cannot be divided
+        pass
     rules = _tried_rules(run, rule, splits[0].result)
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), rules)
 

@@ -1,32 +1,51 @@
-"""A search over meshes: a descent over the ways to split a run over N devices, each of which is traced.
+"""Searches over meshes and placements: a descent over the ways to split a run over N devices, each of which is traced.
 
 `--mesh=auto:64` is such a search. It begins with weights that are sharded over all devices, moves factors of the mesh
 from axis to axis, changes the mesh to generate on and how weights are sharded, and if memory is short saves some, as
 long as a step gets faster. --dry_run prints what was tried; a run takes the best. The result depends only on flags, the
 model's config.json and the table of hardware, so it is the same on all ranks.
+
+`--place=auto:64` divides devices between a trainer and generators. The descent gives the trainer's mesh and the time of
+a batch, which other numbers of devices share; the run of each division is simulated, and the best are traced.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm
+from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.dry_run import TooLargeError, TraceMemo, check_width, estimate, plain_job, tokens_of
+from funrl.cost.pools import pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
+from funrl.cost.schedules import (
+    MOST_SPLITS,
+    TracedRanks,
+    Workload,
+    async_run,
+    lengths_of,
+    rule_of,
+    simulate_rule,
+    traced_ranks,
+)
+from funrl.cost.simulation import AsyncRun, Simulated
 from funrl.cost.tables import duration_text, size
 from funrl.cost.tracing.costs import UPDATES
-from funrl.cost.tracing.estimate import Estimate
+from funrl.cost.tracing.estimate import Estimate, Trace
 from funrl.cost.tracing.hardware import USABLE, Hardware
-from funrl.cost.verdict import peak_of, rates_of, written_flags
+from funrl.cost.verdict import Peak, peak_of, quoted_flags, rates_of, written_flags
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.sampling import new_tokens
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
@@ -179,30 +198,70 @@ def descend(
     width = check_width(base, tokens_of(settings, algorithm))
     native = settings.engines.abilities.own_steps and settings.devices.generate_mesh is None
     space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
-    memo = TraceMemo({}, space.room)
-    trials = Trials(space, {}, {})
+    traces: dict[object, Trace] = {}
+    known: dict[MeshSplit, Trial | None] = {}
+    refused: dict[str, str] = {}
 
-    def attempt(split: MeshSplit, memo: TraceMemo) -> Trial | None:
+    def attempt(split: MeshSplit, room: float) -> Trial | None:
         changed = space.settings_of(split)
         flags = split_flags(changed, settings)
         try:
-            return Traced(changed, flags, cost(changed, memo), hardware)
+            known[split] = Traced(changed, flags, cost(changed, TraceMemo(traces, room)), hardware)
         except TooLargeError as error:
-            trials.refused[written_flags(flags)] = str(error)
-            return TooLarge(split.nodes, error.nbytes)
+            known[split] = TooLarge(split.nodes, error.nbytes)
+            refused[written_flags(flags)] = str(error)
         except ValueError as error:
-            trials.refused[written_flags(flags)] = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
-            return None
+            known[split] = None
+            refused[written_flags(flags)] = str(error).removeprefix(f"--mesh={changed.devices.mesh}: ")
+        return known[split]
 
-    split = next((split for split in space.first() if trials.add(split, attempt(split, memo))), None)
+    split = next((split for split in space.first() if attempt(split, space.room) is not None), None)
     if split is None:
-        reason = next(iter(trials.refused.values()), "there is none")
+        reason = next(iter(refused.values()), "there is none")
         raise SettingsError(f"--mesh={settings.devices.mesh}: no mesh of {world} devices is possible: {reason}")
-    split = trials.descend(split, lambda split: attempt(split, memo))
-    if not isinstance(trials.known[split], Traced):  # nothing fits
-        trials.known[split] = attempt(split, memo._replace(room=math.inf))
-    tried = sorted((trial for trial in trials.known.values() if isinstance(trial, Traced)), key=lambda trial: trial.key)
-    return Search(world, hardware, tuple(tried), trials.refused, unused)
+    split = _descent(space, known, split, lambda split: attempt(split, space.room))
+    if isinstance(known[split], TooLarge):  # nothing fits
+        attempt(split, math.inf)
+    tried = sorted((trial for trial in known.values() if isinstance(trial, Traced)), key=lambda trial: trial.key)
+    return Search(world, hardware, tuple(tried), refused, unused)
+
+
+def _descent(
+    space: Space,
+    known: dict[MeshSplit, Trial | None],
+    split: MeshSplit,
+    attempt: Callable[[MeshSplit], Trial | None],
+) -> MeshSplit:
+    """Change a split as long as a change makes it better; return the best.
+
+    Tensor parallel groups over nodes are tried only if nothing else fits. A change that makes a step slower is tried
+    once.
+
+    Args:
+      known: splits that were tried; None: that cannot be.
+      attempt: tries a split and adds it to these.
+    """
+    for most_nodes in (split.nodes, space.world):
+        moves = list(space.moves())
+        failures = number = 0
+        while failures < len(moves):
+            best = known[split]
+            assert best is not None
+            changed = moves[number](split, best)
+            if changed is not None and changed not in known and changed.nodes <= most_nodes:
+                hopeless = best.fits and space.least_bytes(changed, known) > space.room
+                known[changed] = None if hopeless else attempt(changed)
+            trial = None if changed is None else known.get(changed)
+            if changed is not None and trial is not None and trial.key < best.key:
+                split, failures = changed, 0
+                continue
+            if trial is not None and trial.fits and best.fits:
+                moves[number] = lambda split, best: None
+            failures += 1
+            number = (number + 1) % len(moves)
+        if best.fits:
+            break
+    return split
 
 
 class TooLarge(NamedTuple):
@@ -215,6 +274,7 @@ class TooLarge(NamedTuple):
 
     nodes: int
     nbytes: float
+    fits = False
 
     @property
     def key(self) -> tuple[bool, bool, float]:
@@ -225,74 +285,7 @@ class TooLarge(NamedTuple):
 Trial = Traced | TooLarge
 
 
-class Trials(NamedTuple):
-    """Splits that a search has tried.
-
-    Attributes:
-      space: of the splits.
-      known: traced ones; None: it cannot be.
-      refused: as in `Search`.
-    """
-
-    space: Space
-    known: dict[MeshSplit, Trial | None]
-    refused: dict[str, str]
-
-    def add(self, split: MeshSplit, trial: Trial | None) -> Trial | None:
-        """Record a trial and return it."""
-        self.known[split] = trial
-        return trial
-
-    def descend(self, split: MeshSplit, attempt: Callable[[MeshSplit], Trial | None]) -> MeshSplit:
-        """Change a split as long as a change makes it better; return the best.
-
-        Tensor parallel groups over nodes are tried only if nothing else fits. A change that makes a step slower is not
-        tried again from another split.
-        """
-        for most_nodes in (split.nodes, self.space.world):
-            moves = list(self.space.moves())
-            failures = number = 0
-            while failures < len(moves):
-                best = self.known[split]
-                assert best is not None
-                changed = moves[number](split, best)
-                if changed is not None and changed not in self.known and changed.nodes <= most_nodes:
-                    if self._least_bytes(changed) <= self.space.room or not isinstance(best, Traced) or not best.fits:
-                        self.add(changed, attempt(changed))
-                trial = None if changed is None else self.known.get(changed)
-                if trial is not None and changed is not None and trial.key < best.key:
-                    split, failures = changed, 0
-                    continue
-                if isinstance(trial, Traced) and trial.fits and isinstance(best, Traced) and best.fits:
-                    moves[number] = _no_move
-                failures += 1
-                number = (number + 1) % len(moves)
-            best = self.known[split]
-            if isinstance(best, Traced) and best.fits:
-                break
-        return split
-
-    def _least_bytes(self, split: MeshSplit) -> float:
-        """Bytes of a rank at least: those of a tried split that saves as much, over the ranks that share more tokens.
-
-        The engine's own weights are left out.
-        """
-        space = self.space
-        least = [0.0]
-        for other, trial in self.known.items():
-            saves = other.remat >= split.remat and other.lean >= split.lean and other.sharded >= split.sharded
-            if trial is not None and saves and other.grouped <= split.grouped:
-                share = other.tensor * other.sequence / (split.tensor * split.sequence)
-                weights = space.base.dtype.itemsize * space.parameters / other.engine if other.engine else 0.0
-                least.append((trial.nbytes - weights) * min(1.0, share))
-        return max(least)
-
-
 Move = Callable[["MeshSplit", Trial], "MeshSplit | None"]
-
-
-def _no_move(split: MeshSplit, best: Trial) -> None:
-    return None
 
 
 class Space(NamedTuple):
@@ -406,13 +399,15 @@ class Space(NamedTuple):
         """The split with further savings of memory if it does not fit, and else with fewer or others."""
         changed = split._replace(remat=split.remat != remat, lean=split.lean != lean)
         adds = changed.remat >= split.remat and changed.lean >= split.lean
-        return changed if adds != (isinstance(best, Traced) and best.fits) else None
+        return changed if adds != best.fits else None
 
     def _resized(self, split: MeshSplit, axis: str, factor: float) -> MeshSplit | None:
         size = getattr(split, axis) * factor
         if size < 1 or size != int(size) or self.world % size:
             return None
-        if axis == "engine" and not self._generates(int(size)):
+        model = self.base.models[self.base.main_role]
+        parts = {"expert": model.abilities.routers.experts if model.abilities.routers else 0, "sequence": 0}
+        if parts.get(axis, model.abilities.heads) % size:
             return None
         return self._checked(split._replace(**{axis: int(size)}))
 
@@ -448,6 +443,20 @@ class Space(NamedTuple):
             return math.inf
         updates = (costs for name, costs in best.estimate.phases.items() if name.startswith(UPDATES))
         return 2 * max((costs.peak.get("optimizer", 0.0) for costs in updates), default=0.0)
+
+    def least_bytes(self, split: MeshSplit, known: Mapping[MeshSplit, Trial | None]) -> float:
+        """Bytes of a rank at least: those of a tried split that saves as much, over the ranks that share more tokens.
+
+        The engine's own weights are left out.
+        """
+        least = [0.0]
+        for other, trial in known.items():
+            saves = other.remat >= split.remat and other.lean >= split.lean and other.sharded >= split.sharded
+            if trial is not None and saves and other.grouped <= split.grouped:
+                share = other.tensor * other.sequence / (split.tensor * split.sequence)
+                weights = self.base.dtype.itemsize * self.parameters / other.engine if other.engine else 0.0
+                least.append((trial.nbytes - weights) * min(1.0, share))
+        return max(least)
 
     def _checked(self, split: MeshSplit) -> MeshSplit | None:
         """The split if the devices divide so."""
@@ -575,3 +584,183 @@ def node_mesh(sizes: dict[str, int], node: int, experts: bool) -> dict[str, int]
     if rest or sizes["data"] % group or group * sizes["sequence"] == 1:
         return None
     return sizes | {"data": sizes["data"] // group, "expert": group}
+
+
+TRACED_PLACES = 3  # placements that are traced, unless one fits before
+MOST_NODES = 8  # limit of a tensor parallel group of an engine
+
+
+class PlacedCandidate(NamedTuple):
+    """A way to divide the devices.
+
+    Attributes:
+      placement: of the ranks.
+      flags: `place`, and those of training that differ from the given ones.
+      result: of the simulation.
+      nbytes: memory of a rank that trains, by the trace of a trainer with other devices.
+      peaks: the largest memory of a rank of each pool, traced; empty: the placement was not traced.
+    """
+
+    placement: Placement
+    flags: dict[str, Any]
+    result: Simulated
+    nbytes: float
+    peaks: Mapping[str, Peak] = {}
+
+    def fits(self, room: float) -> bool:
+        """True if every rank has room for it."""
+        return all(peak.nbytes <= room for peak in self.peaks.values()) and self.nbytes <= room
+
+    def key(self, room: float) -> tuple[bool, bool, float]:
+        """Sort key; see `rank_key`."""
+        tensor = max(pool.sizes["tensor"] for pool in self.placement.pools.values())
+        nbytes = max((peak.nbytes for peak in self.peaks.values()), default=self.nbytes)
+        return rank_key(self.fits(room), math.ceil(tensor / RANKS_PER_NODE), self.result.step, nbytes)
+
+
+class PlaceSearch(NamedTuple):
+    """Ways to divide some devices.
+
+    Attributes:
+      world: devices.
+      room: bytes of a device that can be used.
+      candidates: those that fit first, then the fastest; the first was traced.
+      shared: seconds of a step where all devices train and generate by turns, simulated; None: that cannot be.
+      dropped: reason for each number of training devices that has no placement.
+    """
+
+    world: int
+    room: float
+    candidates: tuple[PlacedCandidate, ...]
+    shared: float | None
+    dropped: dict[int, str]
+
+
+def place_search(settings: Settings, algorithm: Algorithm, hardware: Hardware) -> PlaceSearch:
+    """Simulate divisions of the devices of --place=auto:N and trace the best of them.
+
+    Raises:
+      ValueError: a flag cannot work on any division, or no division is possible; the message has the first reason.
+    """
+    world = settings.devices.train.wanted or 2
+    alone = with_flags(settings, place=None, dry_run=True)
+    refused = f"--place={settings.devices.place}: no division of {world} devices is possible"
+    counts = train_counts(world)
+    if not counts:
+        raise SettingsError(f"{refused}: one device cannot be divided")
+    lengths = lengths_of(alone, new_tokens(alone))
+    work = Workload(lengths, tokens_of(alone, algorithm), hardware)
+    rule = rule_of(alone)
+    memo = TraceMemo({})
+
+    def cost(changed: Settings, limited: TraceMemo) -> Estimate:
+        return pool_estimate(changed, algorithm, work.rank(memo=memo._replace(room=limited.room)))
+
+    split = descend(alone, algorithm, counts[-1], hardware, cost, writes=False).tried[0]
+    trainer = traced_ranks(split.settings, algorithm, lengths, work.rank(memo=memo))
+    flags = {name: value for name, value in split.flags.items() if name != "mesh"}
+    candidates = []
+    dropped = {}
+    for train in counts:
+        try:
+            run, sizes = _division(trainer, (train, world - train), work, rule)
+        except SettingsError as error:
+            dropped[train] = str(error)
+            continue
+        placement = Placement(
+            RankPool(sizes["train"], tuple(range(train))), RankPool(sizes["generate"], tuple(range(train, world))), {}
+        )
+        place = {"place": str(placement)} | flags
+        candidates.append(PlacedCandidate(placement, place, simulate_rule(run, rule), trainer.nbytes(train)))
+    if not candidates:
+        raise SettingsError(f"{refused}: {next(iter(dropped.values()))}")
+    candidates.sort(key=lambda candidate: candidate.key(work.room))
+    for number, candidate in enumerate(candidates[:TRACED_PLACES]):
+        chosen = with_flags(alone, **candidate.flags)
+        peaks = {}
+        for name, pool in candidate.placement.pools.items():
+            own = pool_settings(chosen, pool, learns=candidate.placement.shards(name))
+            peaks[name] = peak_of(pool_estimate(own, algorithm, work.rank(name, memo=memo)))
+        candidates[number] = candidate._replace(peaks=peaks, nbytes=peaks["train"].nbytes)
+        if candidates[number].fits(work.room):
+            break
+    candidates.sort(key=lambda candidate: candidate.key(work.room))
+    try:
+        run, _ = _division(trainer, (world, world), work, rule)
+        shared = simulate_rule(run, rule._replace(staleness=0, window=1)).step
+    except SettingsError:
+        shared = None
+    return PlaceSearch(world, work.room, tuple(candidates), shared, dropped)
+
+
+def train_counts(world: int) -> list[int]:
+    """Numbers of devices to train on: a few, evenly spaced by a power of two."""
+    stride = 1 << max(0, math.ceil(math.log2(world / MOST_SPLITS)))
+    return list(range(stride, world, stride))
+
+
+def _division(
+    trainer: TracedRanks, counts: tuple[int, int], work: Workload, rule: AdmissionRule
+) -> tuple[AsyncRun, dict[str, dict[str, int]]]:
+    """The run with devices to train and to generate, and the meshes of both.
+
+    Of the meshes to generate on, the one that samples the most tokens a second is taken. Replicas are tensor parallel
+    inside a node, and over nodes only if a node has no room for the weights.
+
+    Args:
+      trainer: traced with other devices.
+      counts: of devices to train, and to generate.
+
+    Raises:
+      SettingsError: no mesh has room.
+    """
+    train, generate = counts
+    sizes, update = trainer.on(train)
+    job = trainer.full.job
+    assert isinstance(job, RLJob)
+    model = job.models[job.main_role]
+    fits_node = job.dtype.itemsize * trees.count(model.shapes) / RANKS_PER_NODE <= work.room
+    widest = RANKS_PER_NODE if fits_node else RANKS_PER_NODE * MOST_NODES
+    best = None
+    for tensor in (n for n in _divisors(generate) if n <= widest and model.abilities.heads % n == 0):
+        engine = dict.fromkeys(AXES, 1) | {"data": generate // tensor, "tensor": tensor}
+        run = async_run(dataclasses.replace(job, generate_sizes=engine), update, generate, work, rule)
+        if run.engine.capacity >= work.prompt + work.lengths.most:
+            rows = min(run.slots, math.ceil(run.rule.places * run.samples / run.replicas))
+            rate = run.replicas * rows / run.iteration_seconds(rows)
+            if best is None or rate > best[0]:
+                best = rate, run, engine
+    if best is None:
+        raise SettingsError(f"{generate} devices have no room to generate with {model.config.source.family}")
+    return best[1], {"train": sizes, "generate": best[2]}
+
+
+def chosen_devices(settings: Settings, compose: Callable[[], Algorithm], hardware: Hardware) -> tuple[Settings, str]:
+    """Settings with the best mesh or placement instead of auto:N, and a line that describes it.
+
+    Raises:
+      SettingsError: the run fits none.
+    """
+    if settings.devices.place is None:
+        return chosen_mesh(settings, compose, hardware)
+    result = place_search(settings, compose(), hardware)
+    best = result.candidates[0]
+    if not best.fits(result.room):
+        pool, peak = max(best.peaks.items(), key=lambda entry: entry[1].nbytes)
+        raise SettingsError(
+            f"--place={settings.devices.place}: no division of {result.world} devices fits: "
+            f"{quoted_flags(best.flags)} needs {size(peak.nbytes)} of {size(result.room)} per device, to {pool}"
+        )
+    chosen = with_flags(settings, **best.flags)
+    return chosen, f"--place={settings.devices.place} is {reasons_text(result)}, by a dry run"
+
+
+def reasons_text(result: PlaceSearch) -> str:
+    """The best placement and why: its time, who waits, and what shared devices take."""
+    best = result.candidates[0]
+    busy = best.result
+    beside = "" if result.shared is None else f"; on shared devices {duration_text(result.shared)}"
+    return (
+        f"{quoted_flags(best.flags)}: {duration_text(busy.step)} a step, in which the trainer works for "
+        f"{busy.trainer_busy:.0%} and the generators for {busy.generators_busy:.0%}{beside}"
+    )

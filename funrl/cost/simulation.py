@@ -323,7 +323,7 @@ class SimulatedGenerators:
 
 
 GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
-GRAINS = 50  # events of a mean completion
+GRAINS = 50  # looks at the generators in a mean completion, while rows end all the time
 
 
 class UpdateLaw(Protocol):
@@ -365,6 +365,11 @@ class AsyncRun(NamedTuple):
     transfer: float = 0.0
     environment: float = 0.0
     pieces: int = 1
+
+    def iteration_seconds(self, rows: int) -> float:
+        """Seconds of an iteration of a replica with `rows` rows, half of whose completions are written."""
+        context = rows * (self.prompt + self.lengths.mean / 2)
+        return float(self.engine.without_context(np.array(rows))) + self.engine.token * context
 
 
 class Simulated(NamedTuple):
@@ -479,7 +484,8 @@ class _World:
         self.trainer = _Trainer(run)
         self.admission = Admission(run.rule.checked()).version_held(GENERATORS, 0)
         self.lengths: dict[int, np.ndarray] = {}
-        self.grain = _grain(run)
+        rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
+        self.grain = run.iteration_seconds(rows) * run.lengths.mean / GRAINS
         self.arrivals: list[tuple[float, int]] = []  # ends of the environments of complete groups, by time
         self.transfers: list[tuple[float, int]] = []  # times at which generators hold versions
         self.first = min(steps - 1, int(run.rule.staleness) + 3)
@@ -536,14 +542,6 @@ class _World:
             trainer_busy=sum(trainer.busy[self.first :]) / span,
             generators_busy=(self.generators.busy - self.busy_before) / span / self.run.replicas,
         )
-
-
-def _grain(run: AsyncRun) -> float:
-    """Seconds between two looks at the generators while rows end all the time."""
-    rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
-    context = rows * (run.prompt + run.lengths.mean / 2)
-    iteration = float(run.engine.without_context(np.array(rows))) + run.engine.token * context
-    return iteration * run.lengths.mean / GRAINS
 
 
 class UpdateTimes(NamedTuple):

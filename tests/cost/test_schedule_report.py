@@ -90,7 +90,7 @@ def test_a_run_on_its_own_devices_has_the_times_of_traces():
     flags = {"mesh": "dp2", "minibatches": 2, "dry_run": True, "hardware": "cpu"}
     work = Workload(law_of_mean(12, 24), 10, HARDWARE["cpu"])
     algorithm = recipe("rollout_is")()
-    trainer = traced_ranks(dry_settings(**flags), algorithm, work)
+    trainer = traced_ranks(dry_settings(**flags), algorithm, work.lengths, work.rank())
     run = async_run(plain("rollout_is", **flags), trainer.times, 6, work, AdmissionRule(8, 1))
     assert (run.replicas, run.samples, run.update.ranks, run.update.minibatches) == (6, 2, 2, 2)
     rows = np.full(16, 10 + work.lengths.mean)
@@ -101,7 +101,8 @@ def test_a_run_on_its_own_devices_has_the_times_of_traces():
 def test_splits_share_the_traced_trainer_and_fit_by_its_memory():
     job = plain("rollout_is", mesh="dp4", fsdp=True)
     work = Workload(law_of_mean(12, 24), 10, HARDWARE["cpu"])
-    trainer = traced_ranks(dry_settings(mesh="dp4", fsdp=True, dry_run=True), recipe("rollout_is")(), work)
+    settings = dry_settings(mesh="dp4", fsdp=True, dry_run=True)
+    trainer = traced_ranks(settings, recipe("rollout_is")(), work.lengths, work.rank())
     assert trainer.nbytes(1) > trainer.nbytes(2) > trainer.nbytes(4)  # shards
     splits, runs = simulate_splits(job, trainer, work, AdmissionRule(8, 1))
     assert sorted(x.train for x in splits if not x.shared) == [1, 2, 3]
