@@ -445,9 +445,8 @@ def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _Tra
         key = repr((changed, layers)), count, learns
         if key not in traces:
             written = trace(first_rows(*scored), learns=False).written if learns else None
-            full = full_rows(once, parts, tokens, count)
             tracer = tracer_of(once, parts, hardware)
-            traces[key] = trace_step(once, parts, full, tracer, learns=learns, written=written)
+            traces[key] = trace_step(once, parts, full_rows(once, parts, tokens, count), tracer, learns, written)
         return traces[key]
 
     mini = math.ceil(rows / settings.updates.minibatches / ranks)

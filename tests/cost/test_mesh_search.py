@@ -89,7 +89,7 @@ def test_a_70b_generates_on_another_mesh_and_computes_layers_again(tmp_path):
     given = settings(mesh="auto:64", model=model, **rows, max_new_tokens=512)
     best = search(given, recipe("grpo")(), H100).tried[0]
     assert best.sensible and best.flags == {
-        "mesh": "dp32,tp2",
+        "mesh": "dp64",
         "generate_mesh": "dp8,tp8",
         "fsdp": True,
         "remat": "full",
