@@ -8,7 +8,6 @@ pytest.importorskip("jax")
 from dry_jobs import settings, write_config
 
 from funrl.algos.recipes import recipe
-from funrl.cost import search as mesh_search
 from funrl.cost.ahead import report
 from funrl.xla.ahead import AheadProgram
 from funrl.xla.errors import XlaError
@@ -39,7 +38,6 @@ def test_the_mesh_of_a_number_of_chips_is_chosen_for_the_target(tmp_path, monkey
         meshes.append((target, sizes))
         raise XlaError("enough")
 
-    monkeypatch.setattr(mesh_search, "BEST", 1)
     monkeypatch.setattr(report, "topology_mesh", stop)
     model = write_config(tmp_path, num_hidden_layers=1)
     flags = settings(mesh="auto:4", model=model, hardware="h100", dry_run=True, prompt_tokens=40)
