@@ -92,8 +92,6 @@ class TrainKeywords(SharedKeywords, total=False):
     overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
-    clock: TextValue
-    keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None

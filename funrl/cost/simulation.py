@@ -319,7 +319,6 @@ class SimulatedGenerators:
         return complete
 
 
-GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
 GRAINS = 50  # events of a mean completion
 
 
@@ -474,7 +473,7 @@ class _World:
         self.random = np.random.default_rng(seed)
         self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
-        self.admission = Admission(run.rule.checked()).version_held(GENERATORS, 0)
+        self.admission = Admission(run.rule.checked()).version_held(0)
         self.lengths: dict[int, np.ndarray] = {}
         self.grain = _grain(run)
         self.arrivals: list[tuple[float, int]] = []  # ends of the environments of complete groups, by time
@@ -517,7 +516,7 @@ class _World:
                 self.busy_before = self.generators.busy
         while self.transfers and self.transfers[0][0] <= end:
             version = heapq.heappop(self.transfers)[1]
-            self.admission = self.admission.version_held(GENERATORS, version)
+            self.admission = self.admission.version_held(version)
             self.generators.read_again()
 
     def measured(self) -> Simulated:

@@ -98,7 +98,7 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
 def test_replicas_share_the_replacements_of_a_batch(generators):
     generators.begin_step(1, 0, 5)
     rule, board, plan = AdmissionRule(places=4), GroupBoard(2), generators.plan
-    replicas = [GroupPrompts(rule, 2, board, None) for _ in range(2)]
+    replicas = [GroupPrompts(rule, 2, board) for _ in range(2)]
     begun = [prompts.begin(number, plan) for number, prompts in enumerate(replicas * 2)]
     assert begun == [GroupPrompt(place, place) for place in range(4)]
     further = [prompts.replace(1, plan) for prompts in (replicas[0], *replicas * 2)]
@@ -109,7 +109,7 @@ def test_replicas_share_the_replacements_of_a_batch(generators):
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators.begin_step(1, 0, 5)
     plan = generators.plan
-    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None) for _ in range(2)]
+    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2)) for _ in range(2)]
     for prompts in replicas:
         prompts.filters = False
     assert [prompts.begin(number, plan).position for number, prompts in enumerate(replicas)] == [0, 1]
@@ -118,7 +118,7 @@ def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators._board.ask_again(1)
     assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
     assert replicas[1].begin(3, plan) == GroupPrompt(2, 2)
-    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None)  # which filters what it writes
+    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2))  # which filters what it writes
     generators._board.ask_again(2)
     assert alone.take_again() is None and replicas[1].take_again() == 2
 
@@ -137,7 +137,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     assert [number for number, _ in generators._lost] == [0, 2] and generators.dropped() == []
     for number, group in ((2, taken(4)), (0, taken(3))):
         generators._written[number] = group
-    generators._taken = generators._replacements(generators._lost, "groups")
+    generators._taken = generators._awaited(dict(generators._lost), "groups")
     generators._lost = []
     generators.keep(np.array([0]))
     log = [LoggedGroup(*group) for group in generators.log()]
@@ -150,19 +150,8 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     assert generators.metrics()["wait/generator_s"] == 0.5 * 5 and generators.metrics()["age/max"] == 0
 
 
-def test_by_the_clock_each_replica_has_its_part_of_the_replacements_and_prompts(generators):
-    rule, board = AdmissionRule(places=4), GroupBoard(2)
-    plan = GroupPlan(position=8, count=12, step=3, fresh=1, again=(-1,))  # replica 0 has -1, 2, 4, ..., 1 has 1, 3, ...
-    own = [GroupPrompts(rule, 2, board, replica) for replica in range(2)]
-    assert [own[0].begin(number, plan).position for number in (-1, 2)] == [8, 10]
-    assert [own[1].begin(number, plan).position for number in (1, 3)] == [9, 11]
-    assert own[0].replace(-1, plan) == GroupPrompt(12, 12) and own[0].replace(-1, plan) is None
-    assert own[0].replace(2, plan) == GroupPrompt(14, 14) and own[0].replace(2, plan) is None
-    assert [own[1].replace(3, plan) for _ in range(3)] == [GroupPrompt(13, 13), GroupPrompt(15, 15), None]
-
-
 def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
-    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1), None)
+    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1))
     prompt = prompts.begin(6, GroupPlan(position=8, count=12, step=3))
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]

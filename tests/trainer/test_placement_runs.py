@@ -176,8 +176,8 @@ def test_no_token_is_older_than_the_staleness(name):
 
 
 @pytest.mark.slow
-def test_many_steps_ahead_with_caches_that_are_kept_and_evaluations_between_them_end():
-    ended = run(rollout_is, staleness=4, keep_cache=True, eval_every=1, **(STALE | {"steps": 6}))
+def test_many_steps_ahead_with_evaluations_between_them_end():
+    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 6}))
     assert ended.observer.steps[-1][0] == 6
     check_ages([metrics for _, metrics in ended.observer.steps], 4)
 
@@ -244,11 +244,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        (
-            {"engine": "vllm", "staleness": 1, "clock": "tokens"},
-            "--clock=tokens with --engine=vllm: what it",
-        ),
-        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: it computes keys"),
         (
             {"engine": "vllm", "place": "generate:join"},
             "generators that join have the native engine",

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
-from funrl.environments.run import EpisodeGroup, EpisodeRunner, EpisodeSpending, Tickets, episode_groups
+from funrl.environments.run import EpisodeRunner, EpisodeSpending, Tickets, episode_groups
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episode_records import EpisodeRecord, from_record, to_record
-from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.resident import ResidentEngine
@@ -64,20 +62,9 @@ class ProgramBeside:
         self.tasks: list[asyncio.Task[Any]] = []
         self._resident = resident
         self._loop = loop
-        self._aside = contextlib.ExitStack()
 
-    def begin(
-        self,
-        program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]],
-        aside: contextlib.AbstractContextManager[None],
-    ) -> None:
-        """Begin a program. Collective over "tensor".
-
-        Args:
-          program: runs on the first tensor rank.
-          aside: context that lasts until its end.
-        """
-        self._aside.enter_context(aside)
+    def begin(self, program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]]) -> None:
+        """Begin a program, which runs on the first tensor rank. Collective over "tensor"."""
         self.goes_on = True
         if self._resident is not None:
             self.tasks = [self._loop.create_task(program(self._resident))]
@@ -90,49 +77,11 @@ class ProgramBeside:
     def end(self) -> None:
         """Note on all tensor ranks that the program has ended."""
         self.goes_on = False
-        self._aside.close()
 
     @property
     def result(self) -> Any:
         """Result of the program that has ended; None on the other tensor ranks."""
         return self.tasks[0].result() if self.tasks else None
-
-
-class WrittenEpisode(NamedTuple):
-    """An episode of an evaluation.
-
-    Attributes:
-      number: of it among all of the evaluation.
-      episode: itself.
-      cost: of it.
-    """
-
-    number: int
-    episode: Episode
-    cost: EpisodeSpending
-
-
-RunHeldout = Callable[
-    [Callable[[], EpisodeRunner], ResidentEngine, Sequence[EpisodeGroup]], Awaitable[list[WrittenEpisode]]
-]
-
-
-async def run_as_there_is_room(
-    runner: Callable[[], EpisodeRunner], resident: ResidentEngine, groups: Sequence[EpisodeGroup]
-) -> list[WrittenEpisode]:
-    """Run groups of episodes as the engine has room for them.
-
-    Args:
-      runner: makes a runner of episodes.
-      resident: the engine.
-      groups: of this replica.
-
-    Raises:
-      RunEndingError: the environment cannot work in this run.
-    """
-    own = runner()
-    episodes = await own.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
-    return [WrittenEpisode(number, episode, own.costs[number]) for number, episode in episodes]
 
 
 class HeldoutWriter:
@@ -142,15 +91,13 @@ class HeldoutWriter:
     and the weights alone, so that the metrics are those of an evaluation that has the engines to itself.
     """
 
-    def __init__(self, generation: Generation, step: int, run: RunHeldout = run_as_there_is_room) -> None:
+    def __init__(self, generation: Generation, step: int) -> None:
         """Begin without completions.
 
         Args:
           generation: as of a source, on the mesh to generate on.
           step: number of training steps before the evaluation.
-          run: runs its episodes.
         """
-        self._run = run
         mesh = generation.engine.mesh
         self._generation = generation
         self._step = step
@@ -223,9 +170,9 @@ class HeldoutWriter:
         policy = policy_setup(setup, sampling)
         groups = episode_groups(heldout, self._samples, seed)[self._own]
         try:
-            runner = functools.partial(EpisodeRunner, setup.environment, policy, setup.limits)
-            written = await self._run(runner, resident, groups)
+            runner = EpisodeRunner(setup.environment, policy, setup.limits)
+            episodes = await runner.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
         except RunEndingError as error:
             return WrittenPart(problem=str(error))
-        episodes = [(number, to_record(episode)) for number, episode, _ in written]
-        return WrittenPart([], episodes, [cost for *_, cost in written])
+        records = [(number, to_record(episode)) for number, episode in episodes]
+        return WrittenPart([], records, [runner.costs[number] for number, _ in episodes])

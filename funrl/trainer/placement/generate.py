@@ -26,7 +26,7 @@ from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.rollout.resident import park_requests
-from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
+from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -49,7 +49,6 @@ from funrl.trainer.placement.messages import (
     split_origins,
     written_rows,
 )
-from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
@@ -277,8 +276,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
         rank.group,
     )
     generation = rank.generation
-    kind = PacedWriter if job.settings.asynchrony.clock == "tokens" else GroupWriter
-    writer = kind(generation, admission_rule(job), receiver, rank.take)
+    writer = GroupWriter(generation, admission_rule(job), receiver, rank.take)
     heldout: HeldoutWriter | None = None
     with receiver.receiving(), contextlib.closing(writer):
         while True:
@@ -304,8 +302,7 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
                 files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
                 answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
                 continue
-            version = request.version if isinstance(request, VERSIONED) else 0
-            writer.take_version(version, generates=not isinstance(request, DigestsRequest))
+            writer.take_version(request.version if isinstance(request, VERSIONED) else 0)
             if isinstance(request, DigestsRequest):
                 answers.answer(engine_digests(generator.engine))
                 continue
@@ -315,20 +312,10 @@ def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> 
 
 def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, writer: GroupWriter) -> HeldoutWriter:
     """Begin an evaluation beside groups once this replica has its weights. Collective."""
-    writer.take_version(request.version, generates=True)
-    run = writer.run_heldout if isinstance(writer, PacedWriter) else run_as_there_is_room
-    heldout = HeldoutWriter(generation, request.step, run)
-    writer.beside.begin(heldout.write, _groups_aside(writer))
-    if writer.paced:
-        gather_objects(None, generation.engine.mesh)  # the answer opens the gate, at which all replicas are now
+    writer.take_version(request.version)
+    heldout = HeldoutWriter(generation, request.step)
+    writer.beside.begin(heldout.write)
     return heldout
-
-
-def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
-    """Context of a program beside groups, which the clock of the engines stops meanwhile."""
-    if isinstance(writer, PacedWriter):
-        return park_requests(writer.engine, writer.mesh, writer.resident)
-    return contextlib.nullcontext()
 
 
 def _result_beside(writer: GroupWriter) -> Any:

@@ -7,16 +7,14 @@ chooses the groups of a batch by their numbers. The others learn its choice thro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
-from funrl.asynchrony.token_clock import EndedGroups
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.mesh.collectives import from_first_rank
@@ -43,8 +41,6 @@ from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows
 
-REPLICAS = "replicas"  # in service together, as `Admission` names generators
-
 
 class BatchGroup(NamedTuple):
     """A group of a batch.
@@ -70,8 +66,6 @@ class GroupOptions(NamedTuple):
     Attributes:
       rule: of admission.
       early: as of `Generators`.
-      keeps_cache: whether replicas keep keys and values of older weights.
-      paced: whether replicas follow the clock of their engines; see `token_clock`.
       weighed: whether weights choose the prompts of batches.
       replaces: whether other prompts take the places of prompts that the filter drops.
       rescored: whether models reward groups on trainer ranks.
@@ -80,8 +74,6 @@ class GroupOptions(NamedTuple):
 
     rule: AdmissionRule
     early: bool = False
-    keeps_cache: bool = False
-    paced: bool = False
     weighed: bool = False
     replaces: bool = False
     rescored: bool = False
@@ -90,12 +82,9 @@ class GroupOptions(NamedTuple):
 
 def group_options(job: RLJob, generation: Generation, *, early: bool) -> GroupOptions:
     """Options of the groups of a run, by its flags and its generation."""
-    asynchrony = job.settings.asynchrony
     return GroupOptions(
         admission_rule(job),
         early,
-        keeps_cache=asynchrony.keep_cache,
-        paced=asynchrony.clock == "tokens",
         weighed=generation.schedule.weighing is not UNWEIGHTED,
         replaces=generation.selection.rounds > 1,
         rescored=generation.rewards.rescore is not None,
@@ -108,8 +97,6 @@ class GroupGenerators(Generators):
 
     Attributes:
       plan: of the groups; None: before the first step.
-      keeps_cache: whether replicas keep keys and values of older weights.
-      paced: whether replicas follow the clock of their engines.
       replaces: whether other prompts take the places of prompts that the filter drops.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
@@ -142,8 +129,6 @@ class GroupGenerators(Generators):
         super().__init__(engine, mesh, show, early=options.early, staleness=rule.most_age, serve_until=serve_until)
         self.plan: GroupPlan | None = None
         self._schedule = schedule
-        self.keeps_cache = options.keeps_cache
-        self.paced = options.paced
         self.replaces = options.replaces
         self.late = options.replaces and options.rescored
         self.refills = not self.late
@@ -157,12 +142,10 @@ class GroupGenerators(Generators):
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        # By the clock proofs wait, as the time when they are complete would depend on time.
-        engine.held = (lambda version: True) if options.paced else self._board_holds
+        engine.held = self._board_holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
-        self._ended = EndedGroups()  # the ones that admission does not know yet
         self._taken: list[BatchGroup] = []
         self._collections = 0
         self._waited_s = 0.0
@@ -213,14 +196,14 @@ class GroupGenerators(Generators):
             fresh = max(overtaking, default=-1) + 1
             plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
             self._admission = self._admission._replace(
-                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
+                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=again
             )
         self._batch = step - plan.step
         if self.mesh.rank == 0:
             self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
             if self.plan is None:
                 self._board.open(plan)
-            (self._board.announce if self.paced else self._board.train)(self._batch, self.engine.version or 0)
+            self._board.train(self._batch, self.engine.version or 0)
         self.plan = plan
 
     def saved(self, state: trees.Tree) -> trees.Tree:
@@ -314,30 +297,18 @@ class GroupGenerators(Generators):
         shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
         return dict(shown[:count])
 
-    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""
-        stale_bT = super().stale(version_bT, mask_bT)
-        older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
-        return stale_bT | older_b1 if self.keeps_cache else stale_bT
-
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Evaluate on the replicas, at fixed iterations of the engines' clock; see `RemoteGenerators`."""
-        if self.paced and self.plan is not None:
-            return self.begin_evaluation(step)()
-        return super().evaluate(step, show)
+        """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
+        return self.begin_evaluation(step)()
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
-        if self.paced:  # all replicas are at the gate before it opens
-            self._answer(number, f"the generators' turn to evaluate step {step}")
-        else:
-            self.requests.forget(number)
+        self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
         return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
 
     def log(self) -> list[tuple[Any, ...]] | None:
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
-        if self.plan is None or self.keeps_cache:
+        if self.plan is None:
             return None
         return [
             (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
@@ -387,7 +358,7 @@ class GroupGenerators(Generators):
         entered(name)
         taken = overtaken_W = None
         if self.mesh.rank == 0:
-            taken = self._replacements(lost, name) if lost else self._awaited(name)
+            taken = self._awaited(dict(lost), name)
             oldest = self._admission.oldest
             window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
             overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
@@ -400,75 +371,55 @@ class GroupGenerators(Generators):
         left()
         return taken
 
-    def _awaited(self, waits_for: str) -> list[BatchGroup]:
-        """Wait on the first rank for the groups of the batch, which leave the state of admission."""
+    def _awaited(self, lost: Mapping[int, WrittenGroup], waits_for: str) -> list[BatchGroup]:
+        """Wait on the first rank for the groups of the batch by number, or for those of other prompts in some places.
+
+        Args:
+          lost: groups whose places other prompts take. These places have left the state of admission: a group that
+            begins in one of them now is within its bound.
+          waits_for: name of the groups.
+        """
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
         batch = self._admission.batch
         taken: list[int] = []
-        ordered = self.paced and self._admission.rule.window > 1
+        for number in lost:
+            self._board.ask_again(number)
         while True:
-            horizon = self._board.horizon() if ordered else None  # read before the groups that ended until then
-            for number in self._read_finished():
-                self._ended.add(number, self._written[number].ended if ordered else (0, 0))
+            if self._read_finished(lost):
                 pauses = Pauses(1)
-            if problem := self._problem():
-                return problem
-            taken += self._consume(batch)
-            while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
-                self._admit()  # a group that has ended may have begun since the last one
-                # A place keeps the version of its first prompt: replacements began later, within the bound.
-                self._admission = self._admission.finish([number])
-                taken += self._consume(batch)
+            if problems := [BatchGroup(*item) for item in self._written.items() if item[1].problem is not None]:
+                return problems[:1]
+            if lost and lost.keys() <= self._written.keys():
+                return [BatchGroup(number, in_place_of(lost[number], self._written.pop(number))) for number in lost]
+            while not lost and self._admission.batch == batch and (places := self._admission.consumable()):
+                _, self._admission = self._admission.consume(places)
+                taken += places
             if self._admission.batch > batch:
                 return [BatchGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
 
-    def _replacements(self, lost: Sequence[BatchGroup], waits_for: str) -> list[BatchGroup]:
-        """Wait on the first rank for groups of other prompts in the places of some, in their order.
+    def _read_finished(self, lost: Collection[int]) -> bool:
+        """Collect groups that were delivered since the last call; returns whether there was one.
 
-        These places have left the state of admission: a group that begins in one of them now is within its bound.
+        Args:
+          lost: places that have left the state of admission.
         """
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        wanted = dict(lost)
-        for number in wanted:
-            self._board.ask_again(number)
-        while not wanted.keys() <= self._written.keys():
-            for number in self._read_finished():
-                if number not in wanted:
-                    self._ended.add(number, (0, 0))
-                pauses = Pauses(1)
-            if problem := self._problem():
-                return problem
-            pauses.sleep()
-            limit.check()
-        return [BatchGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
-
-    def _read_finished(self) -> Iterator[int]:
-        """Put groups that were delivered since the last call into `_written`, and yield their numbers."""
+        count = len(self._written)
         while (number := self._board.next_finished()) is not None:
             self._written[number] = self._board.collect(number)
             beat()
-            yield number
-
-    def _problem(self) -> list[BatchGroup]:
-        """The first group that has a problem, if there is one."""
-        return [BatchGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
-
-    def _consume(self, batch: int) -> list[int]:
-        """Groups that a batch takes now."""
-        taken: list[int] = []
-        while self._admission.batch == batch and (places := self._admission.consumable()):
-            _, self._admission = self._admission.consume(places)
-            taken += places
-        return taken
+            if number not in lost:
+                self._admit()  # it may have begun since the last one
+                # A place keeps the version of its first prompt: replacements began later, within the bound.
+                self._admission = self._admission.finish([number])
+        return len(self._written) > count
 
     def _admit(self) -> None:
         """Follow the rule by which replicas begin groups."""
-        batch = self._batch if self.paced else self._board.batch_of_weights(self.engine.version or 0)
+        batch = self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
         if batch is not None and (held is None or batch > held):
-            self._admission = self._admission.version_held(REPLICAS, batch)
+            self._admission = self._admission.version_held(batch)
             _, self._admission = self._admission.submit(self.opened.count)

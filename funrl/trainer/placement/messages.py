@@ -83,7 +83,6 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
-      ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
       prompt: of the group; None where there is a problem.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
@@ -97,7 +96,6 @@ class WrittenGroup(NamedTuple):
     shown: Sequence[ShownSample] = ()
     notes: Sequence[str] = ()
     problem: str | None = None
-    ended: tuple[int, int] = (0, 0)
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None

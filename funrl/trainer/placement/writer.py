@@ -83,10 +83,7 @@ class GroupWriter:
       engine: of this rank.
       mesh: to generate on.
       beside: a program beside the groups.
-      paced: whether the engine is the clock; see `token_clock`.
     """
-
-    paced = False
 
     def __init__(
         self,
@@ -117,8 +114,7 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        own = self._replica if self.paced else None
-        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board, own)
+        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board)
         self._prompts.leave_to_trainers(generation)
         self._loop = asyncio.new_event_loop()
         self.beside = ProgramBeside(self.resident, self._loop)
@@ -189,16 +185,11 @@ class GroupWriter:
         self._take_weights(arrived)
         self._receiver.taken(arrived)
 
-    def take_version(self, version: int, generates: bool = False) -> None:
+    def take_version(self, version: int) -> None:
         """Take weights until the engine has a version. Collective over "tensor".
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
-
-        Args:
-          version: of the weights.
-          generates: whether the engine is to be used.
         """
-        del generates
         while self.beside.goes_on and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
@@ -253,7 +244,7 @@ class GroupWriter:
         now = time.monotonic()
         if now < self._next_look:
             return ReplicaStep(rows=rows) if rows else None
-        self._look_again_after(now)
+        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
@@ -262,9 +253,6 @@ class GroupWriter:
             return ReplicaStep(weights=number, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
-
-    def _look_again_after(self, now: float) -> None:
-        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
 
     def _complete_transfer(self) -> int | None:
         """Number of the transfer whose weights all tensor ranks have, if there is one. Raises: MeshError."""
@@ -334,13 +322,13 @@ class GroupWriter:
             try:
                 done, rows, prompt, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(number, self._group(number, problem=str(error)))
+                self._board.deliver(number, self._group(problem=str(error)))
                 continue
             rescored = self._generation.rewards.rescore is not None
             held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
             kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
-            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
                 further = versions_of(baseline[1])[1]
                 group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
@@ -360,9 +348,8 @@ class GroupWriter:
         names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
         return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
-    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
+    def _group(self, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
-        del number
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
@@ -385,7 +372,9 @@ class GroupWriter:
             example = self._example(prompt)
             parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
             done, rows = parts[0]
-            replacement = await self._replacement(group, rows)
+            replacement = None
+            if self._prompts.filters and not filter_samples(generation, rows, 1).any():
+                replacement = self._prompts.replace(group, self.plan)
             if replacement is None:
                 return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
@@ -395,30 +384,20 @@ class GroupWriter:
         """The samples of a group, and the greedy completion that they are compared with, if there is one."""
         generation = self._generation
         samples = generation.sampling.samples
-        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples), 0)]
+        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples))]
         if generation.greedy_baseline:
-            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed], samples))
+            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed]))
         return parts
 
-    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
-        """The prompt that replaces the prompt of a group with these rows; None: the group has ended."""
-        if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
-            return None
-        return self._prompts.replace(group, self.plan)
-
-    async def _ask(self, group: int, number: int, request: Request) -> Completion:
-        """Complete a request of a group's sample."""
-        del group, number
-        return await self.leader.ask(request)
-
     async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
+        del group
         generation = self._generation
-        sampling, seeds, first = part
+        sampling, seeds = part
         owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], sampling.samples)
 
         async def complete(number: int, seed: int) -> Completion:
-            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed, owned=owned))
+            done = await self.leader.ask(Request(0, example.tokens, sampling, seed, owned=owned))
             done = done._replace(number=number)
             if pending is not None:
                 pending.add(done)
@@ -432,18 +411,10 @@ class GroupWriter:
         rows = to_rows([example], done, sampling, generation.form)
         return done, rows
 
-    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
-        """Runner of episodes of a group."""
-        del group
-        setup = self._generation.setup
-        policy = policy_setup(setup, part.sampling)
-        runner = EpisodeRunner(setup.environment, policy, setup.limits)
-        runner.resident = self.leader
-        return runner
-
     async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         setup = self._generation.setup
-        runner = self._runner(group, part)
+        runner = EpisodeRunner(setup.environment, policy_setup(setup, part.sampling), setup.limits)
+        runner.resident = self.leader
         episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]
         if self._logs_episodes:
