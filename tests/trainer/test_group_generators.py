@@ -16,24 +16,29 @@ from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
 from funrl.rollout.requests import request_seed
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import BatchGroup, GroupGenerators, GroupOptions
+from funrl.trainer.placement.groups import BatchGroup, GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
+from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.step_rows import rows_of
 
 
 def new_generators(schedule=None, window=3):
-    engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
+    weights = SimpleNamespace(mesh=single())
+    requests = SimpleNamespace(mesh=single())
+    engine = SimpleNamespace(requests=requests, weights=weights, version=4, sender=None)
     rule = AdmissionRule(places=4, staleness=1, window=window)
-    return GroupGenerators(
-        cast(Any, engine), single(), cast(Any, None), options=GroupOptions(rule), schedule=cast(Any, schedule)
-    )
+    schedule = schedule or PromptSchedule(())
+    generation = Generation(cast(Any, None), schedule, Sampling(), PromptEvaluation((), Sampling()))
+    return GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
 
 
 @pytest.fixture
@@ -85,7 +90,6 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
     prompts = [Example([1], str(number), {}) for number in range(40)]
     weights = weighing(prompts, lambda step: [float(number % 3 == 0) for number in range(40)], None, (), single())
     begun, resumed = (new_generators(PromptSchedule(prompts, 4, 0, weights), window=1) for _ in range(2))
-    begun.weighed = resumed.weighed = True
     state, _ = begun.choose({"curriculum": weights.init()}, 1, steps=5)
     positions, end = begun.chosen
     assert len(positions) == 2 * 4 and end > 2 * 4, "the weights passed over no position"
@@ -163,7 +167,7 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
     shown = {-1: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
     written = WrittenGroup(0, None, {}, (), 0.0)
     generators._taken = [BatchGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
-    samples = generators.samples(8)
+    samples = generators.samples()
     assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
     batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
     scored = with_scores(samples, rows_of(batch, np.zeros(8, dtype=np.int64), single()), 2, ["right", "reward_model"])
@@ -174,8 +178,8 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
 
 
 def test_ages_are_of_tokens():
-    assert age_metrics({4: 6, 2: 2}, newest=4) == {"age/mean": 0.5, "age/max": 2.0}
-    assert age_metrics({}, newest=4) == {}
+    assert age_metrics([{4: 5, 2: 2}, {4: 1}], newest=4) == {"age/mean": 0.5, "age/max": 2.0}
+    assert age_metrics([{}], newest=4) == {}
 
 
 def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():

@@ -19,7 +19,7 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, run_requests, to_rows
-from funrl.trainer.sources.observing import ShownSample
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.prompts import first_samples
 from funrl.trainer.sources.selection import Chosen, filter_samples
@@ -151,7 +151,7 @@ class CompletionWriter:
 
     def shown(self, chosen: Chosen, rows: Rows) -> list[ShownSample]:
         """The first sample of each of the first prompts."""
-        examples = chosen.examples[:8]
+        examples = chosen.examples[:SHOWN_PROMPTS]
         done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
         return first_samples(self._generation, examples, done, rows=firsts, samples=1)
 

@@ -22,7 +22,7 @@ from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_
 from funrl.trainer.partial_rollouts.completions import first_rollout
 from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import LONGEST_REMARK
-from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.sources.prompts import first_samples
 from funrl.trainer.sources.selection import Chosen, filter_samples
@@ -158,7 +158,7 @@ class EpisodeWriter:
 
     def shown(self, chosen: Chosen, rows: Rows) -> list[ShownSample]:
         """The first row of each of the first prompts."""
-        examples = chosen.examples[:8]
+        examples = chosen.examples[:SHOWN_PROMPTS]
         done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
         score_R = firsts.batch.score
         done = done._replace(score=score_R, scores=score_R[:, None], failed=None)

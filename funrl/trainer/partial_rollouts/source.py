@@ -40,7 +40,7 @@ from funrl.trainer.sources.prompts import one_step_of, prompt_source
 from funrl.trainer.sources.selection import chosen_rows, count_empty, filter_metrics, rewarded_samples, skips_empty
 from funrl.trainer.sources.source import SKIPPED, Generation, Source, StoredState
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take, with_stale
 from funrl.trainer.storage.row_shards import HeldRows
 
 
@@ -119,7 +119,8 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
         state, emptiness = count_empty(state, step, unusable, seen.episodes, show)
         metrics |= emptiness
         useful = np.flatnonzero(seen.kept_PS.any(1))[: schedule.batch]
-        chosen = chosen_rows(examples_at(schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
+        examples = examples_at(schedule, seen.places)
+        chosen = chosen_rows(examples, seen.places, seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
         held = writer.select(held, left)
@@ -127,7 +128,7 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
         rows = one_step_of(generation, [chosen], begin, clock=clock, baseline=baseline)
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped or not len(useful))}
         version = generation.engine.engine.version or 0
-        rows = rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+        rows = with_stale(rows, version)
         metrics |= _staleness(rows, version) | writer.metrics(filled.held)
         if generation.shows(step) and len(useful):
             show.samples(step, writer.shown(chosen, rows))

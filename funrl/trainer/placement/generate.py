@@ -7,9 +7,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
@@ -36,10 +35,8 @@ from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
-    EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
-    SamplesRequest,
     SendGroupsRequest,
     SendRequest,
     WriteRequest,
@@ -51,7 +48,6 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.sources.source import Generation
@@ -88,21 +84,6 @@ class ShowBuffer:
         return taken
 
 
-class WrittenHere(NamedTuple):
-    """Rows of a `WriteRequest`, until they are handed over.
-
-    Attributes:
-      examples: the prompts.
-      done, rows: their completions or episodes, and the rows.
-      samples: of each prompt.
-    """
-
-    examples: Sequence[Example]
-    done: Rollout
-    rows: Rows
-    samples: int
-
-
 class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
@@ -124,7 +105,7 @@ class GeneratingRank:
         self.training = training
         self.show = show
         self.clock = Clock()
-        self.held: dict[int, WrittenHere] = {}  # by the number of their request
+        self.held: dict[int, Rows] = {}  # by the number of their request
         self.step = 0  # of the newest rows
         episodes = generation.episodes
         self.log = [] if episodes is None or episodes.log is None else episodes.log
@@ -155,7 +136,7 @@ class GeneratingRank:
     def _arriving(self, weights: Any, plan: Any) -> Any:
         yield from weights.named(reshard(None, plan, weights.mesh))
 
-    def write(self, request: WriteRequest, number: int) -> WrittenRows:
+    def write(self, request: WriteRequest, number: int) -> tuple[WrittenRows, list[ShownSample]]:
         """Generate and reward rows, which stay here. Raises: RewardError."""
         heartbeat.at_step(request.step)
         if request.step != self.step:
@@ -164,30 +145,20 @@ class GeneratingRank:
         prompts = self.generation.schedule.prompts
         examples = [prompts[place] for place in request.places.tolist()]
         done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
-        self.held[number] = WrittenHere(examples, done, rows, request.sampling.samples)
-        return written_rows(done, rows)
+        self.held[number] = rows
+        shown = []
+        if self.generation.shows(request.step):
+            shown = first_samples(self.generation, examples, done, rows=rows, samples=request.sampling.samples)
+        return written_rows(done, rows), shown
 
     def send(self, request: SendRequest) -> None:
-        """Hand rows over, and let go of others."""
+        """Hand rows over, and let go of all others."""
         if len(request.origins):  # a step has no row where all its episodes have failed
-            self._hand_over(request)
-        self.held = {number: rows for number, rows in self.held.items() if number in request.kept}
-
-    def _hand_over(self, request: SendRequest) -> None:
-        parts = [take(self.held[number].rows, rows) for number, rows in split_origins(request.origins)]
-        rows = join_rows(parts)
-        way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
-        with heartbeat.phase("send_rows"):
-            send_rows(*own_fields(rows.batch), way)
-
-    def samples(self, request: SamplesRequest) -> list[ShownSample]:
-        """The first samples of some rows."""
-        examples, done, rows, samples = self.held[request.number]
-        return first_samples(self.generation, examples[: request.count], done, rows=rows, samples=samples)
-
-    def evaluate(self, request: EvaluateRequest) -> HeldoutEvaluation:
-        """Evaluate on the held-out prompts. Raises: RewardError."""
-        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
+            rows = join_rows([take(self.held[number], rows) for number, rows in split_origins(request.origins)])
+            way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
+            with heartbeat.phase("send_rows"):
+                send_rows(*own_fields(rows.batch), way)
+        self.held.clear()
 
     def evaluation(self, metrics: dict[str, float]) -> HeldoutEvaluation:
         """Metrics of an evaluation with what was shown."""
@@ -213,11 +184,9 @@ class GeneratingRank:
             return self.write(request, number)
         if isinstance(request, SendRequest):
             return self.send(request)
-        if isinstance(request, SamplesRequest):
-            return self.samples(request)
         if isinstance(request, EpisodesRequest):
             return self.write_episodes(request.folder, self.log)
-        return self.evaluate(request)
+        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
@@ -330,4 +299,4 @@ def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart 
     return rank.evaluation(heldout.evaluate(part, rank.show, Clock()))
 
 
-VERSIONED = (DigestsRequest, GreedyRequest, EvaluateRequest)  # served with the newest weights
+VERSIONED = (DigestsRequest, GreedyRequest)  # served with the newest weights

@@ -16,9 +16,7 @@ import torch
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.data.order import places_in_order
-from funrl.data.prompts import Example
 from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
 from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
 from funrl.processes.heartbeat import beat, entered, left
@@ -28,17 +26,16 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import Generators, ServeUntil
 from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
-from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows, tokens_of_versions
+from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     SendGroupsRequest,
     WrittenGroup,
 )
-from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.source import DroppedPrompt, Generation
+from funrl.trainer.sources.curriculum import UNWEIGHTED
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
+from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, StepRows
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -60,38 +57,6 @@ def admission_rule(job: RLJob) -> AdmissionRule:
     return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
 
 
-class GroupOptions(NamedTuple):
-    """Options of writing and taking groups.
-
-    Attributes:
-      rule: of admission.
-      early: as of `Generators`.
-      weighed: whether weights choose the prompts of batches.
-      replaces: whether other prompts take the places of prompts that the filter drops.
-      rescored: whether models reward groups on trainer ranks.
-      greedy_baseline: as of `Generation`.
-    """
-
-    rule: AdmissionRule
-    early: bool = False
-    weighed: bool = False
-    replaces: bool = False
-    rescored: bool = False
-    greedy_baseline: bool = False
-
-
-def group_options(job: RLJob, generation: Generation, *, early: bool) -> GroupOptions:
-    """Options of the groups of a run, by its flags and its generation."""
-    return GroupOptions(
-        admission_rule(job),
-        early,
-        weighed=generation.schedule.weighing is not UNWEIGHTED,
-        replaces=generation.selection.rounds > 1,
-        rescored=generation.rewards.rescore is not None,
-        greedy_baseline=generation.greedy_baseline,
-    )
-
-
 class GroupGenerators(Generators):
     """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
 
@@ -111,34 +76,34 @@ class GroupGenerators(Generators):
     def __init__(
         self,
         engine: RemoteEngine,
-        mesh: Mesh,
         show: Show,
         *,
-        options: GroupOptions,
-        schedule: PromptSchedule,
+        rule: AdmissionRule,
+        generation: Generation,
+        early: bool = False,
         serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
         Args:
-          engine, mesh, show, serve_until: as of `Generators`.
-          options: of the groups.
-          schedule: of the prompts.
+          engine, show, early, serve_until: as of `Generators`.
+          rule: of admission.
+          generation: of the trainer ranks.
         """
-        rule = options.rule
-        super().__init__(engine, mesh, show, early=options.early, staleness=rule.most_age, serve_until=serve_until)
+        super().__init__(engine, show, early=early, staleness=rule.most_age, serve_until=serve_until)
         self.plan: GroupPlan | None = None
-        self._schedule = schedule
-        self.replaces = options.replaces
-        self.late = options.replaces and options.rescored
+        self._schedule = generation.schedule
+        rescored = generation.rewards.rescore is not None
+        self.replaces = generation.selection.rounds > 1
+        self.late = self.replaces and rescored
         self.refills = not self.late
         self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
         self._lost: list[BatchGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
-        self.rewards_baselines = options.rescored and options.greedy_baseline
+        self.rewards_baselines = rescored and generation.greedy_baseline
         self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
-        self.weighed = options.weighed
+        self.weighed = self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
@@ -227,8 +192,15 @@ class GroupGenerators(Generators):
         oldest = -int(self.overtaken_W.sum())
         return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Places [P] of the prompts of the next batch, once its groups have ended; see `RemoteGenerators`. Collective.
+    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
+        """Rows of a step, with metrics of its groups; see `Generators`. Collective."""
+        state, chosen = self.choose(self.restored(state), step, steps)
+        self.begin_step(step, state["prompts_consumed"], steps)
+        rows, state, metrics = next_rows(state, step)
+        return rows, self.saved(state), chosen | metrics | self.metrics()
+
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+        """Rows of the groups of the next batch, once these have ended; see `RemoteGenerators`. Collective.
 
         Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
         dropped ones.
@@ -254,27 +226,19 @@ class GroupGenerators(Generators):
             used = [*positions, *(prompt.position for prompt in self.dropped())]
             self.left = torch.tensor(positions_left(self.left.tolist(), self._consumed, used), dtype=torch.int64)
             self._consumed += len(used)
-        return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
-
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has taken; see `RemoteGenerators`."""
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
-        return done, self._moved_early(rows) if self.early else rows
+        places = np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
+        return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
-    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+    def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
+        del places
         written = []
         for number, group in (self._taken[place] for place in groups.tolist()):
             written.append((number, group.generator, group.baseline, len(group.rows.owner)))
-        rows = joined_rows(written, self.generating, self.mesh.device, samples=1)[1]
-        return self._moved_early(rows) if self.rewards_baselines else rows
-
-    def _moved_early(self, rows: Rows) -> Rows:
-        """Rows on the trainer ranks, shared out by their groups."""
-        group_B = rows.batch.group.cpu().numpy()
-        ranks = self.mesh.size(self.mesh.row_axes)
-        return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
+        rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)[1]
+        return self.moved_early(rows, len(groups)) if self.rewards_baselines else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
@@ -292,10 +256,10 @@ class GroupGenerators(Generators):
             return [group for _, group in self._taken]
         return [*self._kept_groups, *(group for _, group in self._lost)]
 
-    def samples(self, count: int) -> dict[int, ShownSample]:
+    def samples(self) -> dict[int, ShownSample]:
         """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
         shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
-        return dict(shown[:count])
+        return dict(shown[:SHOWN_PROMPTS])
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
@@ -327,7 +291,7 @@ class GroupGenerators(Generators):
         groups = self.batch_groups()
         waited = sum(group.waited_s for group in groups) / self._board.replicas
         waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
-        return waits | age_metrics(tokens_of_versions(groups), self.engine.version or 0) | sent
+        return waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""

@@ -25,7 +25,9 @@ from funrl.trainer.steps.step_rows import Rows
 
 
 class WriteRequest(NamedTuple):
-    """Generate and reward. Its answer is `WrittenRows`; the rows stay until a `SendRequest`.
+    """Generate and reward. Its answer is `WrittenRows`, and samples of the first prompts where the step shows some.
+
+    The rows stay until the next `SendRequest`.
 
     Attributes:
       step: that the rows are for.
@@ -45,12 +47,10 @@ class SendRequest(NamedTuple):
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
       to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
-      kept: numbers of the `WriteRequest`s whose rows stay.
     """
 
     origins: np.ndarray
     to: np.ndarray
-    kept: frozenset[int] = frozenset()
 
 
 class SendGroupsRequest(NamedTuple):
@@ -142,18 +142,6 @@ class WrittenFiles(NamedTuple):
 
     nbytes: int
     problem: str
-
-
-class SamplesRequest(NamedTuple):
-    """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
-
-    Attributes:
-      number: of the `WriteRequest`.
-      count: of the prompts.
-    """
-
-    number: int
-    count: int
 
 
 class EvaluateRequest(NamedTuple):

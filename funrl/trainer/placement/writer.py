@@ -47,7 +47,7 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
-from funrl.trainer.sources.observing import ShownSample, shown_samples
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -55,7 +55,6 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of,
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
-SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 

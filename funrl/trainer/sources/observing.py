@@ -17,6 +17,8 @@ from funrl.trainer.sources.evaluation import EvalRow, parts_of_scores
 from funrl.trainer.sources.generation import Rollout, first_texts
 from funrl.trainer.steps.step_rows import Rows
 
+SHOWN_PROMPTS = 8  # of a step or an evaluation, each with its first sample
+
 
 class ShownSample(NamedTuple):
     """A completion or an episode, as it is shown.

@@ -25,21 +25,24 @@ class FilterError(RuntimeError):
 
 
 class Chosen(NamedTuple):
-    """Prompts taken for the batch, their kept rows, and the number of kept rows of each prompt."""
+    """Prompts taken for the batch and their places, their kept rows, and the number of kept rows of each prompt."""
 
     examples: list[Example]
+    places: np.ndarray
     rows: Rows
     counts: np.ndarray
 
 
-def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
+def chosen_rows(
+    examples: Sequence[Example], places: np.ndarray, rows: Rows, prompts: np.ndarray, *, kept_PS: np.ndarray
+) -> Chosen:
     """The kept rows of some prompts."""
     samples = kept_PS.shape[1]
     numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
     kept = take(rows, rows_of_samples(rows, numbers))
     own_samples = numbers if kept.examples is None else kept.examples
     counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
-    return Chosen([examples[i] for i in prompts], kept, counts)
+    return Chosen([examples[i] for i in prompts], places[prompts], kept, counts)
 
 
 def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
@@ -70,16 +73,10 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
     return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
 
 
-def unfiltered_rows(generation: Generation, examples: Sequence[Example], rows: Rows) -> Chosen:
-    """All rows of some prompts that can be trained on, regardless of the filter."""
-    kept_PS = rewarded_samples(generation, rows, len(examples))
-    return chosen_rows(examples, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
-
-
 def chosen_of_step(
     generation: Generation,
     rounds: Sequence[Chosen],
-    spare: tuple[list[Example], Rows],
+    spare: tuple[list[Example], np.ndarray, Rows],
     numbers: tuple[int, int],
     show: Show,
 ) -> tuple[list[Chosen], bool]:
@@ -88,7 +85,7 @@ def chosen_of_step(
     Args:
       generation, show: as of the source.
       rounds: what each round of the step has chosen.
-      spare: prompts and all of their rows.
+      spare: prompts, their places and all of their rows.
       numbers: the step's number, and the number of prompts sampled in it.
     """
     step, sampled = numbers
@@ -97,7 +94,9 @@ def chosen_of_step(
         count = sum(len(chosen.examples) for chosen in useful)
         note_short_batch(generation, show, step, kept=count, sampled=sampled)
         return useful, False
-    chosen = unfiltered_rows(generation, *spare)
+    examples, places, rows = spare
+    kept_PS = rewarded_samples(generation, rows, len(examples))
+    chosen = chosen_rows(examples, places, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
     when_empty = generation.selection.when_empty
     return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
 
