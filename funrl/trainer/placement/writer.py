@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
@@ -22,7 +21,7 @@ from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.kinds import joined_lines
-from funrl.mesh.collectives import from_first, psum
+from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -63,13 +62,13 @@ class ReplicaStep(NamedTuple):
 
     Attributes:
       request: take a request of the trainer ranks.
-      weights: number of the transfer whose weights they take; -1: none.
+      weights: take weights that have arrived.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
       ended: note that the program beside the groups has ended.
     """
 
     request: bool = False
-    weights: int = -1
+    weights: bool = False
     ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
@@ -158,8 +157,8 @@ class GroupWriter:
             on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
             batch = Batch(FIELDS | further if further else FIELDS, **on_device)
             self._held[number] = rows_of(batch, mesh=self._alone)
-        if turn.weights >= 0:
-            self.take(turn.weights)
+        if turn.weights:
+            self.take()
         if turn.ended:
             self.beside.end()
         return turn
@@ -171,18 +170,12 @@ class GroupWriter:
             return
         self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
 
-    def take(self, number: int) -> None:
-        """Load the weights of a transfer that has arrived into the engine. Collective over "tensor".
-
-        Does nothing where a rank has let go of them meanwhile: the transfer was abandoned, and another one follows.
-        """
+    def take(self) -> None:
+        """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
         arrived = self._receiver.arrived()
-        here = arrived is not None and arrived.number == number
-        ranks = psum(torch.tensor(int(here), device=self.mesh.device), self.mesh, "tensor")
-        if arrived is None or int(ranks) < self.mesh.size("tensor"):
-            return
+        assert arrived is not None
         self._take_weights(arrived)
-        self._receiver.taken(arrived)
+        self._receiver.release()
 
     def take_version(self, version: int) -> None:
         """Take weights until the engine has a version. Collective over "tensor".
@@ -194,10 +187,9 @@ class GroupWriter:
             self.step()
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            own = self._complete_transfer() if self.resident is not None else None
-            number = from_first(own, self.mesh, "tensor")
-            if number is not None:
-                self.take(number)
+            complete = self.resident is not None and self._has_arrived()
+            if from_first(complete, self.mesh, "tensor"):
+                self.take()
             else:
                 heartbeat.beat()
                 time.sleep(WRITER_IDLE_S)
@@ -247,18 +239,15 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        number = None if self.beside.goes_on else self._complete_transfer()
-        if number is not None:
-            return ReplicaStep(weights=number, rows=rows)
+        if not self.beside.goes_on and self._has_arrived():
+            return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
 
-    def _complete_transfer(self) -> int | None:
-        """Number of the transfer whose weights all tensor ranks have, if there is one. Raises: MeshError."""
+    def _has_arrived(self) -> bool:
+        """True if all tensor ranks have weights that the engine has not. Raises: MeshError."""
         arrived = self._receiver.arrived()
-        if arrived is None or not self._receiver.complete(arrived.number):
-            return None
-        return arrived.number
+        return arrived is not None and self._receiver.complete(arrived.number)
 
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
