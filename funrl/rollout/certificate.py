@@ -46,7 +46,7 @@ from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.device_memory import copy_to_device
 from funrl.rollout.elsewhere import Digests, Greedy, OfOtherRanks
 from funrl.rollout.engine import Engine, complete
-from funrl.rollout.requests import requests_of
+from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 # Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they are so many that the host
@@ -315,16 +315,29 @@ def greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) ->
     """Greedy completions by this rank's replica, or by the first one of an engine on other ranks."""
     if isinstance(engine, OfOtherRanks):
         return engine.greedy(prompts, new_tokens)
-    requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
+    return complete_greedily(engine, prompts, new_tokens)
+
+
+def complete_greedily(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    """Greedy completions by an engine of this rank without unfinished requests."""
     paused = engine.paused
     engine.resume()
-    done = complete(engine, requests)
+    done = complete(engine, greedy_requests(prompts, new_tokens))
     if paused:
         engine.pause()
-    tokens_BS, logp_BS = (
-        torch.stack(x) for x in zip(*((completion.tokens, completion.raw_logp) for completion in done), strict=True)
-    )
-    return Greedy(tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device))
+    return greedy_of(done, engine.weights.mesh.device)
+
+
+def greedy_requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+    """Requests for one greedy completion of each prompt."""
+    return requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
+
+
+def greedy_of(done: Sequence[Completion], device: torch.device) -> Greedy:
+    """Greedy completions, all of one length, on a device."""
+    tokens_BS = torch.stack([completion.tokens for completion in done])
+    logp_BS = torch.stack([completion.raw_logp for completion in done])
+    return Greedy(tokens_BS.to(device), logp_BS.to(device))
 
 
 def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:

@@ -6,7 +6,7 @@ The digests are those of `certificate`. What crosses is three numbers for each w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout
 from funrl.models.deployed import DeviceWeights
 from funrl.models.weight_dtypes import weight_dtype
-from funrl.rollout.certificate import SyncError, copies, digest, first_copy, greedy, largest_gap
+from funrl.rollout.certificate import SyncError, copies, digest, first_copy, largest_gap
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import Engine, WeightSpec
 
@@ -132,10 +132,14 @@ def engine_digests(engine: Engine) -> EngineDigests:
     return EngineDigests(engine.version, digests, tuple(texts))
 
 
-def compared_greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh."""
-    mesh = engine.weights.mesh
-    tokens_BS, logp_BS, _ = greedy(engine, prompts, new_tokens)
+def compared_greedy(own: Greedy, mesh: Mesh) -> Greedy:
+    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh.
+
+    Args:
+      own: of this rank's replica.
+      mesh: of the engine.
+    """
+    tokens_BS, logp_BS, _ = own
     first = mesh.rank == 0
     first_BS = psum(tokens_BS if first else torch.zeros_like(tokens_BS), mesh, AXES)
     first_logp_BS = psum(logp_BS if first else torch.zeros_like(logp_BS), mesh, AXES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +20,13 @@ from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
+from funrl.rollout.certificate import complete_greedily, greedy_of, greedy_requests
+from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.rollout.resident import park_requests
-from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart
+from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -33,7 +34,6 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
-    EndEvaluationRequest,
     EpisodesRequest,
     HeldoutEvaluation,
     PoolAnswer,
@@ -87,9 +87,7 @@ class ShowBuffer:
 class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
-    def __init__(
-        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, group: Any = None
-    ) -> None:
+    def __init__(self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer) -> None:
         """Begin without rows.
 
         Args:
@@ -97,9 +95,7 @@ class GeneratingRank:
           generator: with an engine of this rank.
           training: the mesh of the trainer ranks.
           show: receives what is shown.
-          group: of `transfer_group`.
         """
-        self.group = group
         self.generation = generation
         self.generator = generator
         self.training = training
@@ -124,14 +120,6 @@ class GeneratingRank:
         with heartbeat.phase("reshard"):
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
-
-    def take(self, arrived: WeightDelivery) -> None:
-        """Load arrived weights into the engines."""
-        engine = self.generator.engine
-        engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
-        whole = self.generator.whole.weights
-        for name, tree in arrived.further.items():
-            self.generator.further[name].load(whole.named(tree), arrived.transfer.further[name])
 
     def _arriving(self, weights: Any, plan: Any) -> Any:
         yield from weights.named(reshard(None, plan, weights.mesh))
@@ -178,6 +166,14 @@ class GeneratingRank:
         problems = (problem for _, problem in everywhere if problem)
         return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
 
+    def next_request(self, answers: Answers) -> Any:
+        """The next request of the trainer ranks. Collective."""
+        return answers.take("a request of the trainer ranks")
+
+    def greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of this replica."""
+        return complete_greedily(self.generator.engine, request.prompts, request.new_tokens)
+
     def answer(self, request: Any, number: int) -> Any:
         """The value of the answer to a request. Raises: RewardError."""
         if isinstance(request, WriteRequest):
@@ -187,6 +183,50 @@ class GeneratingRank:
         if isinstance(request, EpisodesRequest):
             return self.write_episodes(request.folder, self.log)
         return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
+
+
+class GroupRank(GeneratingRank):
+    """A `GeneratingRank` that writes groups without a break, and serves requests meanwhile."""
+
+    def __init__(
+        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, writer: GroupWriter
+    ) -> None:
+        """Begin without groups; `writer` writes them, the others are as of `GeneratingRank`."""
+        super().__init__(generation, generator, training, show)
+        self.writer = writer
+        self.heldout: HeldoutWriter | None = None
+
+    def next_request(self, answers: Answers) -> Any:
+        """Write groups until there is a request. Collective."""
+        while not self.writer.turn(answers).request:
+            self.writer.step()
+        return super().next_request(answers)
+
+    def greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of this replica, beside its groups."""
+        self.writer.take_version(request.version)
+        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
+        return greedy_of(done, self.generation.engine.mesh.device)
+
+    def answer(self, request: Any, number: int) -> Any:
+        """The value of the answer to a request. Raises: RewardError."""
+        del number
+        if isinstance(request, SendGroupsRequest):
+            return self.writer.send(request, self.training)
+        if isinstance(request, EpisodesRequest):
+            return self.write_episodes(request.folder, self.writer.logged_episodes(request.groups))
+        if isinstance(request, DigestsRequest):
+            self.writer.take_version(request.version)
+            return engine_digests(self.generator.engine)
+        if isinstance(request, BeginEvaluationRequest):
+            self.writer.take_version(request.version)
+            self.heldout = HeldoutWriter(self.generation, request.step)
+            return self.writer.beside.begin(self.heldout.write)
+        while self.writer.beside.goes_on:
+            self.writer.turn(None)
+            self.writer.step()
+        assert self.heldout is not None
+        return self.evaluation(self.heldout.evaluate(self.writer.beside.result, self.show, Clock()))
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
@@ -201,102 +241,50 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     show = ShowBuffer()
     with heartbeat.phase("load"):
         parts = dataclasses.replace(build(job, training, show.note), pool=pool)
-        load_directories(parts.generator.frozen)
+        generator = parts.generator
+        load_directories(generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
-    rank = GeneratingRank(generation, parts.generator, training, show, group)
     answers = Answers(generating)
-    with stops_when_asked(), answers.showing_progress():
+    with stops_when_asked(), answers.showing_progress(), contextlib.ExitStack() as stack:
+        rank = GeneratingRank(generation, generator, training, show)
         if job.settings.asynchrony.staleness:
-            return _serve_beside_groups(job, rank, answers)
-        while not isinstance(request := answers.take("a request of the trainer ranks"), End):
+            form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
+            whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
+            receiver = WeightReceiver(generating, form, whole_form, group)
+            take_weights = functools.partial(load_arrived, generator)
+            writer = GroupWriter(generation, admission_rule(job), receiver, take_weights)
+            stack.enter_context(receiver.receiving())
+            stack.enter_context(contextlib.closing(writer))
+            rank = GroupRank(generation, generator, training, show, writer)
+        while not isinstance(request := rank.next_request(answers), End):
             _serve(rank, request, answers)
     return request.result
 
 
+def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
+    """Load weights that have arrived into the engines."""
+    engine = generator.engine
+    engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
+    for name, tree in arrived.further.items():
+        generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
+
+
 def _serve(rank: GeneratingRank, request: Any, answers: Answers) -> None:
     """Answer one request. Collective."""
-    if isinstance(request, ReadyRequest):
-        answers.answer(None)
-    elif isinstance(request, LoadRequest):
-        answers.answer(rank.load(request))
-    elif isinstance(request, GreedyRequest):
-        answers.answer(compared_greedy(rank.generator.engine, request.prompts, request.new_tokens))
-    else:
-        _answer(rank, answers, lambda: rank.answer(request, answers.taken - 1))
-
-
-def _answer(rank: GeneratingRank, answers: Answers, make: Callable[[], Any]) -> None:
-    """Answer a request with a value that is made now. Collective."""
     value = problem = None
     try:
-        value = make()
+        if isinstance(request, LoadRequest):
+            value = rank.load(request)
+        elif isinstance(request, GreedyRequest):
+            value = compared_greedy(rank.greedy(request), answers.mesh)
+        elif not isinstance(request, ReadyRequest):
+            value = rank.answer(request, answers.taken - 1)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
-    answers.answer(PoolAnswer(value, tuple(rank.show.taken().notes), problem))
+    if not isinstance(request, PLAIN):
+        value = PoolAnswer(value, tuple(rank.show.taken().notes), problem)
+    answers.answer(value)
 
 
-def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> Any:
-    """Serve requests while groups are written without a break; returns `End.result`."""
-    generator = rank.generator
-    receiver = WeightReceiver(
-        answers.mesh,
-        WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights)),
-        WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights)),
-        rank.group,
-    )
-    generation = rank.generation
-    writer = GroupWriter(generation, admission_rule(job), receiver, rank.take)
-    heldout: HeldoutWriter | None = None
-    with receiver.receiving(), contextlib.closing(writer):
-        while True:
-            if not writer.turn(answers).request:
-                writer.step()
-                continue
-            request = answers.take("a request of the trainer ranks")
-            if isinstance(request, End):
-                return request.result
-            if isinstance(request, SendGroupsRequest):
-                writer.send(request, rank.training)
-                answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
-                continue
-            if isinstance(request, BeginEvaluationRequest):
-                heldout = _begin_evaluation(generation, request, writer)
-                answers.answer(PoolAnswer(None))
-                continue
-            if isinstance(request, EndEvaluationRequest):
-                assert heldout is not None
-                _answer(rank, answers, functools.partial(_evaluation, rank, heldout, _result_beside(writer)))
-                continue
-            if isinstance(request, EpisodesRequest):
-                files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
-                answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
-                continue
-            writer.take_version(request.version if isinstance(request, VERSIONED) else 0)
-            if isinstance(request, DigestsRequest):
-                answers.answer(engine_digests(generator.engine))
-                continue
-            with park_requests(generation.engine.engine, answers.mesh, writer.resident):
-                _serve(rank, request, answers)
-
-
-def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, writer: GroupWriter) -> HeldoutWriter:
-    """Begin an evaluation beside groups once this replica has its weights. Collective."""
-    writer.take_version(request.version)
-    heldout = HeldoutWriter(generation, request.step)
-    writer.beside.begin(heldout.write)
-    return heldout
-
-
-def _result_beside(writer: GroupWriter) -> Any:
-    """Wait for the program beside groups; returns its result on the first tensor rank. Collective over "tensor"."""
-    while writer.beside.goes_on:
-        writer.turn(None)
-        writer.step()
-    return writer.beside.result
-
-
-def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart | None) -> HeldoutEvaluation:
-    return rank.evaluation(heldout.evaluate(part, rank.show, Clock()))
-
-
-VERSIONED = (DigestsRequest, GreedyRequest)  # served with the newest weights
+# Requests whose answers are values without remarks; nobody reads that of the last one.
+PLAIN = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)

@@ -182,6 +182,7 @@ class GroupWriter:
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
+        self.engine.check([])  # a native engine measures its free memory now, on all ranks
         while self.beside.goes_on and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
@@ -195,6 +196,18 @@ class GroupWriter:
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
+
+    def complete_beside(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests beside the groups; no newer weights arrive meanwhile. Collective over "tensor"."""
+
+        async def complete_all(resident: ResidentEngine) -> list[Completion]:
+            return list(await asyncio.gather(*map(resident.ask, requests)))
+
+        task = None if self.resident is None else self._loop.create_task(complete_all(self.resident))
+        while not from_first(task is not None and task.done(), self.mesh, "tensor"):
+            self.turn(None)
+            self.step()
+        return from_first(None if task is None else task.result(), self.mesh, "tensor")
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
