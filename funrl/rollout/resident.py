@@ -128,6 +128,19 @@ class ResidentEngine:
                 self._cancelled.append(number)
                 self._wake.set()
 
+    async def ask_all(
+        self, requests: Sequence[Request], ended: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
+        """Complete requests, which keep their numbers; `ended` receives each completion as soon as it is there."""
+
+        async def ask(request: Request) -> Completion:
+            done = (await self.ask(request))._replace(number=request.number)
+            if ended is not None:
+                ended(done)
+            return done
+
+        return list(await asyncio.gather(*map(ask, requests)))
+
     def keep(self, key: object, tokens: int) -> None:
         """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
 
@@ -279,7 +292,8 @@ def run_beside(
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
     if mesh.index("tensor") == 0:
-        return run_coroutine(_lead(engine, mesh, program, lasting), loop)
+        resident = ResidentEngine(engine, lasting)
+        return run_coroutine(resident.lead(program(resident), mesh), loop)
     while True:
         beat()
         orders = from_first(None, mesh, "tensor") or _Orders()
@@ -291,11 +305,6 @@ def run_beside(
         if not orders.idle:
             for _ in _iterations(engine, orders, mesh, lasting):
                 pass
-
-
-async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]], lasting: bool) -> _T:
-    resident = ResidentEngine(engine, lasting)
-    return await resident.lead(program(resident), mesh)
 
 
 def _iterations(

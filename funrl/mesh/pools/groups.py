@@ -85,6 +85,11 @@ class GroupBoard:
         """The newest version that all replicas are known to hold; -1: there is none."""
         return -1 if self._everywhere is None else self._everywhere
 
+    def holds(self, version: int) -> bool:
+        """True if all replicas hold a version, the newest that may be held."""
+        self.batch_of_weights(version)
+        return self.everywhere >= version
+
     # the side that trains
 
     def open(self, plan: GroupPlan) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 
 TRANSFERS_KEY = "funrl/transfers"
 KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not seen them yet
+
+
+TransferGroup = dist.ProcessGroup | int | None  # as `torch.distributed.new_group` gives it
 
 
 class WeightTransfer(NamedTuple):
@@ -79,7 +82,7 @@ class WeightForm(NamedTuple):
     prepare: Callable[[trees.Tree], trees.Tree]
 
 
-def transfer_group(mesh: Mesh) -> Any:
+def transfer_group(mesh: Mesh) -> TransferGroup:
     """Process group of the transfers; None: that of the run. Called by every rank of the run.
 
     A GPU carries out the messages of a group in the order in which they were started, which differs between the ranks
@@ -96,7 +99,7 @@ class WeightSender:
       waited_s: seconds of it in which the program waited for it.
     """
 
-    def __init__(self, mesh: Mesh, receivers: int, group: Any = None) -> None:
+    def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None) -> None:
         """Begin before the first transfer.
 
         Args:
@@ -145,7 +148,7 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: object) -> None:
+    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: torch.cuda.Stream | None) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):
@@ -182,7 +185,7 @@ class WeightReceiver:
         mesh: Mesh,
         form: WeightForm,
         further: WeightForm,
-        group: Any = None,
+        group: TransferGroup = None,
     ) -> None:
         """Begin before the first transfer; `start` begins to receive.
 
@@ -284,7 +287,7 @@ def _copied(weights: SentWeights) -> SentWeights:
     return weights._replace(tree=copy)
 
 
-def _stream_beside(device: torch.device) -> Any:
+def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for exchanges beside the program's kernels, which begins after those so far; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -293,5 +296,5 @@ def _stream_beside(device: torch.device) -> Any:
     return stream
 
 
-def _on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+def _on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

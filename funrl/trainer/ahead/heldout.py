@@ -6,20 +6,26 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from funrl.data.prompts import Example
-from funrl.environments.run import EpisodeRunner, EpisodeSpending, Tickets, episode_groups
+from funrl.environments.run import EpisodeRun, EpisodeRunner, Tickets, episode_groups, run_of_replica
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE
-from funrl.rollout.episode_records import EpisodeRecord, from_record, to_record
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.requests import Completion, Request, RequestGroups
+from funrl.rollout.requests import Completion
 from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, raise_everywhere, to_rows
+from funrl.trainer.sources.generation import (
+    Rollout,
+    collected_rollout,
+    pending_rewards,
+    raise_everywhere,
+    request_groups,
+    to_rows,
+)
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.sources.source import Generation
@@ -32,14 +38,12 @@ class WrittenPart(NamedTuple):
 
     Attributes:
       completions: of its prompts, ascending by their numbers.
-      episodes: numbers and records of its episodes, ascending, where prompts become episodes.
-      costs: of each of them.
+      episodes: of its prompts and their costs, where prompts become episodes; None: they do not.
       problem: message of the error that ends the run; None without one.
     """
 
     completions: list[Completion] = []  # noqa: RUF012  (never mutated)
-    episodes: list[tuple[int, EpisodeRecord]] = []  # noqa: RUF012  (never mutated)
-    costs: list[EpisodeSpending] = []  # noqa: RUF012  (never mutated)
+    episodes: EpisodeRun | None = None
     problem: str | None = None
 
 
@@ -59,11 +63,11 @@ class ProgramBeside:
           loop: that runs the program.
         """
         self.goes_on = False
-        self.tasks: list[asyncio.Task[Any]] = []
+        self.tasks: list[asyncio.Task[WrittenPart]] = []
         self._resident = resident
         self._loop = loop
 
-    def begin(self, program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]]) -> None:
+    def begin(self, program: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
         """Begin a program, which runs on the first tensor rank. Collective over "tensor"."""
         self.goes_on = True
         if self._resident is not None:
@@ -79,7 +83,7 @@ class ProgramBeside:
         self.goes_on = False
 
     @property
-    def result(self) -> Any:
+    def result(self) -> WrittenPart | None:
         """Result of the program that has ended; None on the other tensor ranks."""
         return self.tasks[0].result() if self.tasks else None
 
@@ -114,17 +118,9 @@ class HeldoutWriter:
         if setup is not None:
             return await self._episodes(setup, resident)
         heldout, sampling, _, seed, _ = self._generation.evaluation
-        owned = [example.owned for example in heldout]
-        groups = RequestGroups([example.tokens for example in heldout], sampling, seed, owned=owned)
-
-        async def complete(request: Request) -> Completion:
-            done = (await resident.ask(request))._replace(number=request.number)
-            if self._pending is not None:
-                self._pending.add(done)
-            return done
-
-        own = [request for group in groups[self._own] for request in group]
-        return WrittenPart(list(await asyncio.gather(*map(complete, own))))
+        groups = request_groups(heldout, sampling, seed)[self._own]
+        added = None if self._pending is None else self._pending.add
+        return WrittenPart(await resident.ask_all([request for group in groups for request in group], added))
 
     def evaluate(self, part: WrittenPart | None, show: Show, clock: Clock) -> dict[str, float]:
         """Metrics of all parts. Collective over the mesh to generate on.
@@ -138,8 +134,11 @@ class HeldoutWriter:
           RewardError: a reward function or the environment has failed; raised on every rank.
         """
         mesh = self._generation.engine.mesh
-        written: WrittenPart = from_first(part, mesh, "tensor")
-        raise_everywhere(written.problem, (), mesh)
+        raise_everywhere(None if part is None else part.problem, (), mesh)
+        if self._generation.episodes is None:
+            written = WrittenPart(from_first(None if part is None else part.completions, mesh, "tensor"))
+        else:
+            written = WrittenPart(episodes=run_of_replica(None if part is None else part.episodes, mesh))
         collected = functools.partial(self._collected, written)
         return evaluate_heldout(self._generation, clock, show, self._step, collected)
 
@@ -151,14 +150,14 @@ class HeldoutWriter:
         examples: Sequence[Example],
         *,
         sampling: Sampling,
-        **others: Any,
+        **others: object,
     ) -> tuple[Rollout, Rows]:
         """All parts as one rollout, and their rows; see `rewarded_rows`."""
         engine = generation.engine
-        if generation.episodes is not None:
-            setup = generation.episodes
-            episodes = [(number, from_record(record)) for number, record in written.episodes]
-            return rollout_of_episodes(setup, engine, episodes, examples, sampling, costs=written.costs)
+        run = written.episodes
+        if run is not None:
+            setup = generation.setup
+            return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
         count = len(examples) * sampling.samples
         with clock.phase("eval"):
             done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
@@ -174,5 +173,5 @@ class HeldoutWriter:
             episodes = await runner.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
         except RunEndingError as error:
             return WrittenPart(problem=str(error))
-        records = [(number, to_record(episode)) for number, episode in episodes]
-        return WrittenPart([], records, [runner.costs[number] for number, _ in episodes])
+        costs = [runner.costs[number] for number, _ in episodes]
+        return WrittenPart(episodes=EpisodeRun(episodes, 0.0, 0.0, costs, runner.attempts))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from funrl.data.order import take_next
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.sums import own_range
 from funrl.rollout.joined.engine import JoinedEngine
-from funrl.rollout.requests import RequestGroups
 from funrl.rollout.resident import run_beside
 from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
@@ -20,6 +18,7 @@ from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.ahead.side_thread import SideThread
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
+from funrl.trainer.sources.generation import request_groups
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, Source, StepRows
 from funrl.trainer.steps.clock import Clock
@@ -63,9 +62,7 @@ class RowsAhead:
             if self.episodes is not None:
                 self.episodes.begin(examples, seed)
                 continue
-            prompts = [example.tokens for example in examples]
-            owned = [example.owned for example in examples]
-            groups = RequestGroups(prompts, self.job.sampling, seed, owned=owned)
+            groups = request_groups(examples, self.job.sampling, seed)
             share = own_range(len(groups), mesh, mesh.row_axes)
             for group in groups[share.start : share.stop]:
                 self.engine.write_ahead(group)
@@ -123,7 +120,7 @@ def evaluation_beside(
 
 def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
     episodes = ahead.episodes
-    groups: list[tuple[Any, ...]] = []  # of the newest step
+    groups: list[tuple[object, ...]] = []  # of the newest step
 
     def next_rows(state: trees.Tree, step: int) -> StepRows:
         consumed = state["prompts_consumed"]

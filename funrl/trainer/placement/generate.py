@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
+
+from torch import Tensor
 
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import WeightDelivery, WeightForm, WeightReceiver
+from funrl.mesh.pools.transfer import TransferGroup, WeightDelivery, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
@@ -22,6 +25,7 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import complete_greedily, greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
@@ -35,6 +39,7 @@ from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EpisodesRequest,
+    EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
     SendGroupsRequest,
@@ -121,7 +126,7 @@ class GeneratingRank:
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
 
-    def _arriving(self, weights: Any, plan: Any) -> Any:
+    def _arriving(self, weights: WeightSpec, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         yield from weights.named(reshard(None, plan, weights.mesh))
 
     def write(self, request: WriteRequest, number: int) -> tuple[WrittenRows, list[ShownSample]]:
@@ -166,7 +171,7 @@ class GeneratingRank:
         problems = (problem for _, problem in everywhere if problem)
         return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
 
-    def next_request(self, answers: Answers) -> Any:
+    def next_request(self, answers: Answers) -> object:
         """The next request of the trainer ranks. Collective."""
         return answers.take("a request of the trainer ranks")
 
@@ -174,7 +179,7 @@ class GeneratingRank:
         """Greedy completions of this replica."""
         return complete_greedily(self.generator.engine, request.prompts, request.new_tokens)
 
-    def answer(self, request: Any, number: int) -> Any:
+    def answer(self, request: object, number: int) -> object:
         """The value of the answer to a request. Raises: RewardError."""
         if isinstance(request, WriteRequest):
             return self.write(request, number)
@@ -182,6 +187,7 @@ class GeneratingRank:
             return self.send(request)
         if isinstance(request, EpisodesRequest):
             return self.write_episodes(request.folder, self.log)
+        assert isinstance(request, EvaluateRequest)
         return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
 
 
@@ -196,7 +202,7 @@ class GroupRank(GeneratingRank):
         self.writer = writer
         self.heldout: HeldoutWriter | None = None
 
-    def next_request(self, answers: Answers) -> Any:
+    def next_request(self, answers: Answers) -> object:
         """Write groups until there is a request. Collective."""
         while not self.writer.turn(answers).request:
             self.writer.step()
@@ -208,7 +214,7 @@ class GroupRank(GeneratingRank):
         done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
         return greedy_of(done, self.generation.engine.mesh.device)
 
-    def answer(self, request: Any, number: int) -> Any:
+    def answer(self, request: object, number: int) -> object:
         """The value of the answer to a request. Raises: RewardError."""
         del number
         if isinstance(request, SendGroupsRequest):
@@ -229,7 +235,7 @@ class GroupRank(GeneratingRank):
         return self.evaluation(self.heldout.evaluate(self.writer.beside.result, self.show, Clock()))
 
 
-def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
+def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
     """Serve the trainer ranks, on a rank that generates, until they have ended; returns `End.result`.
 
     Args:
@@ -269,7 +275,7 @@ def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
         generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
 
 
-def _serve(rank: GeneratingRank, request: Any, answers: Answers) -> None:
+def _serve(rank: GeneratingRank, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
     value = problem = None
     try:

@@ -121,7 +121,7 @@ class Generators:
         self.step = step
         return next_rows(state, step)
 
-    def log(self) -> list[tuple[Any, ...]] | None:
+    def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None
 

@@ -10,11 +10,12 @@ replacements. A later group that overtakes one of them brings its own to their b
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.data.order import take_next
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -151,7 +152,9 @@ class ChosenPrompts(NamedTuple):
     positions: Tensor
     end: int = 0
 
-    def extended(self, schedule: PromptSchedule, memory: Any, steps: Sequence[int]) -> tuple[ChosenPrompts, Any, Any]:
+    def extended(
+        self, schedule: PromptSchedule, memory: trees.Tree, steps: Sequence[int]
+    ) -> tuple[ChosenPrompts, trees.Tree, dict[str, float]]:
         """The prompts with those of further batches, the memory of the weights, and metrics of the last batch.
 
         Args:

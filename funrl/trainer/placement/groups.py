@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -107,20 +107,13 @@ class GroupGenerators(Generators):
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        engine.held = self._board_holds
+        engine.held = self._board.holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
         self._taken: list[BatchGroup] = []
         self._collections = 0
         self._waited_s = 0.0
-
-    @property
-    def opened(self) -> GroupPlan:
-        """The plan of the groups. Raises: RuntimeError, no step has begun yet."""
-        if self.plan is None:
-            raise RuntimeError("no step has begun yet")
-        return self.plan
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
@@ -270,7 +263,7 @@ class GroupGenerators(Generators):
         self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
         return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
 
-    def log(self) -> list[tuple[Any, ...]] | None:
+    def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
         if self.plan is None:
             return None
@@ -306,10 +299,6 @@ class GroupGenerators(Generators):
         else:
             self._kept = ()
         return SendGroupsRequest(origins, rows.owner, rows.lengths, to, ended)
-
-    def _board_holds(self, version: int) -> bool:
-        self._board.batch_of_weights(version)
-        return self._board.everywhere >= version
 
     def _collected(self, lost: Sequence[BatchGroup]) -> list[BatchGroup]:
         """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
@@ -384,6 +373,6 @@ class GroupGenerators(Generators):
         """Follow the rule by which replicas begin groups."""
         batch = self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
-        if batch is not None and (held is None or batch > held):
+        if self.plan is not None and batch is not None and (held is None or batch > held):
             self._admission = self._admission.version_held(batch)
-            _, self._admission = self._admission.submit(self.opened.count)
+            _, self._admission = self._admission.submit(self.plan.count)

@@ -31,6 +31,7 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.joined_groups import age_metrics, join_groups
+from funrl.trainer.placement.messages import switches_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
@@ -270,7 +271,10 @@ class LoggedWriter:
         else:
             models = self.generation.episodes.models or {}
             samples = [
-                (LoggedPart(group, sample, node, None, models.get(agent, "")), switches_of(node))
+                (
+                    LoggedPart(group, sample, node, None, models.get(agent, "")),
+                    switches_of(node.numbers.versions),
+                )
                 for sample in range(self.generation.sampling.samples + self.generation.greedy_baseline)
                 for node, agent in sampled_nodes(self._logged_episode(group, sample).episode).items()
             ]
@@ -328,12 +332,6 @@ class LoggedWriter:
 def sampled_nodes(episode: Episode) -> dict[Node, str]:
     """The turns in an episode that a model has sampled, with their agents."""
     return {node: end.agent for end in episode.ends for node in end.nodes() if node.sampled}
-
-
-def switches_of(turn: Node) -> list[tuple[int, int]]:
-    """(First token, version) pairs of a turn."""
-    versions = turn.numbers.versions.numpy()
-    return [(begin, int(versions[begin])) for begin in np.flatnonzero(np.diff(versions, prepend=-1)).tolist()]
 
 
 def logged_source(

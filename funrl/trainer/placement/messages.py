@@ -272,8 +272,12 @@ def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]
     tokens: collections.Counter[int] = collections.Counter()
     switches = []
     for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
+        switches.append(switches_of(version_T[mask_T]))
+        tokens.update(version_T[mask_T].tolist())
     return dict(tokens), switches
+
+
+def switches_of(versions: Tensor) -> list[tuple[int, int]]:
+    """(First token, version) pairs of the versions of some tokens."""
+    begins = np.flatnonzero(np.diff(versions.numpy(), prepend=-1)).tolist()
+    return [(begin, int(versions[begin])) for begin in begins]

@@ -8,12 +8,11 @@ it to the rank that trains it; before that trainer ranks know only the row table
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.fields import FIELDS
-from funrl.mesh.pools.transfer import WeightSender
+from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
@@ -35,7 +34,13 @@ BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
 
 
 def placed_source(
-    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show, *, group: Any = None
+    job: Job,
+    parts: Parts,
+    frozen: Mapping[str, trees.Tree],
+    clock: Clock,
+    show: Show,
+    *,
+    group: TransferGroup = None,
 ) -> Source:
     """The source of the trainer ranks of a job with a placement; a `MakeSource`.
 
@@ -45,7 +50,7 @@ def placed_source(
     """
     assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: Any = parts.generator.engine
+    engine: object = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
     rewards = RewardsOfTrainers(job, parts, frozen, show, generating=engine.weights.mesh)
     scorers = rewards.scorers | asked_scorers(parts, show)

@@ -199,11 +199,7 @@ class GroupWriter:
 
     def complete_beside(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete requests beside the groups; no newer weights arrive meanwhile. Collective over "tensor"."""
-
-        async def complete_all(resident: ResidentEngine) -> list[Completion]:
-            return list(await asyncio.gather(*map(resident.ask, requests)))
-
-        task = None if self.resident is None else self._loop.create_task(complete_all(self.resident))
+        task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
         while not from_first(task is not None and task.done(), self.mesh, "tensor"):
             self.turn(None)
             self.step()
@@ -396,16 +392,9 @@ class GroupWriter:
         sampling, seeds = part
         owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], sampling.samples)
-
-        async def complete(number: int, seed: int) -> Completion:
-            done = await self.leader.ask(Request(0, example.tokens, sampling, seed, owned=owned))
-            done = done._replace(number=number)
-            if pending is not None:
-                pending.add(done)
-            return done
-
+        requests = [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(seeds)]
         begin = time.perf_counter()
-        completions = await asyncio.gather(*(complete(number, seed) for number, seed in enumerate(seeds)))
+        completions = await self.leader.ask_all(requests, None if pending is None else pending.add)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)

@@ -70,7 +70,8 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
                 (step, sampled),
                 show,
             )
-            entries, facts = totals_of(rounds)
+            totals = zip(*(pair for part in rounds for pair in part.totals), strict=True)
+            entries, facts = (add_totals(*some) for some in totals)
             unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
             state, emptiness = count_empty(state, step, unusable, facts, show)
             baseline = generation.greedy_baseline and not skipped
@@ -198,12 +199,6 @@ def sampling_rounds(
         room -= len(part.chosen.examples)
         left -= part.sampled
         first = False
-
-
-def totals_of(rounds: Sequence[SamplingRound]) -> tuple[Totals, Totals]:
-    """Totals of rewards' further numbers, and of facts about episodes, over a step."""
-    entries, episodes = zip(*(pair for part in rounds for pair in part.totals), strict=True)
-    return add_totals(*entries), add_totals(*episodes)
 
 
 def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skipped: bool) -> dict[str, float]:

@@ -91,31 +91,19 @@ def chosen_of_step(
     step, sampled = numbers
     useful = [chosen for chosen in rounds if chosen.examples]
     if useful:
-        count = sum(len(chosen.examples) for chosen in useful)
-        note_short_batch(generation, show, step, kept=count, sampled=sampled)
+        kept = sum(len(chosen.examples) for chosen in useful)
+        wanted = generation.schedule.batch
+        if kept < wanted and generation.selection.filter is not None:
+            remote = generation.remote
+            fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
+            advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
+            show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
         return useful, False
     examples, places, rows = spare
     kept_PS = rewarded_samples(generation, rows, len(examples))
     chosen = chosen_rows(examples, places, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
     when_empty = generation.selection.when_empty
     return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
-
-
-def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
-    """Show a remark if the filter kept fewer prompts than the batch needs.
-
-    Args:
-      generation: as of the source.
-      show: receives the remark.
-      step: number of the step.
-      kept, sampled: prompts.
-    """
-    wanted = generation.schedule.batch
-    if kept < wanted and generation.selection.filter is not None:
-        remote = generation.remote
-        fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
-        advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
-        show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
 
 def episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
@@ -187,7 +175,7 @@ def count_empty(
     return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
 
 
-def nothing_learned(state: Any, steps: int) -> bool:
+def nothing_learned(state: object, steps: int) -> bool:
     """True if a run has done no step, or none with a usable episode.
 
     Args:
@@ -197,7 +185,7 @@ def nothing_learned(state: Any, steps: int) -> bool:
     return isinstance(state, Mapping) and state.get("empty_steps", 0) >= steps if steps else True
 
 
-def check_usable(state: Any, steps: int) -> None:
+def check_usable(state: object, steps: int) -> None:
     """Raise RewardError if no step of a run that ends had a usable episode. Args: as of `nothing_learned`."""
     if steps and nothing_learned(state, steps):
         raise RewardError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class StepLog(NamedTuple):
 
     episodes: Sequence[LoggedEpisode] = ()
     write_episodes: Callable[[Path], int] | None = None
-    groups: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
+    groups: Callable[[], list[tuple[object, ...]] | None] = lambda: None
 
 
 StepRows = tuple[Rows, trees.Tree, dict[str, float]]  # rows of a step, the source's state after it, and metrics
