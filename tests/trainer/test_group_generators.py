@@ -211,7 +211,7 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
-    writer.beside = cast(Any, SimpleNamespace(goes_on=False))
+    writer.evaluates = False
     writer._told = 5
     writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
     writer.take_version(5)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from funrl.data.prompts import Example
@@ -45,47 +44,6 @@ class WrittenPart(NamedTuple):
     completions: list[Completion] = []  # noqa: RUF012  (never mutated)
     episodes: EpisodeRun | None = None
     problem: str | None = None
-
-
-class ProgramBeside:
-    """A program beside the groups of a replica, until whose end the engine keeps its weights.
-
-    Attributes:
-      goes_on: whether there is one, on all tensor ranks.
-      tasks: of it, on the first tensor rank.
-    """
-
-    def __init__(self, resident: ResidentEngine | None, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin without one.
-
-        Args:
-          resident: the engine, on the first tensor rank.
-          loop: that runs the program.
-        """
-        self.goes_on = False
-        self.tasks: list[asyncio.Task[WrittenPart]] = []
-        self._resident = resident
-        self._loop = loop
-
-    def begin(self, program: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
-        """Begin a program, which runs on the first tensor rank. Collective over "tensor"."""
-        self.goes_on = True
-        if self._resident is not None:
-            self.tasks = [self._loop.create_task(program(self._resident))]
-
-    @property
-    def has_ended(self) -> bool:
-        """True on the first tensor rank between the end of the program and `end`."""
-        return self.goes_on and self._resident is not None and self.tasks[0].done()
-
-    def end(self) -> None:
-        """Note on all tensor ranks that the program has ended."""
-        self.goes_on = False
-
-    @property
-    def result(self) -> WrittenPart | None:
-        """Result of the program that has ended; None on the other tensor ranks."""
-        return self.tasks[0].result() if self.tasks else None
 
 
 class HeldoutWriter:

@@ -227,12 +227,9 @@ class GroupRank(GeneratingRank):
         if isinstance(request, BeginEvaluationRequest):
             self.writer.take_version(request.version)
             self.heldout = HeldoutWriter(self.generation, request.step)
-            return self.writer.beside.begin(self.heldout.write)
-        while self.writer.beside.goes_on:
-            self.writer.turn(None)
-            self.writer.step()
+            return self.writer.begin_evaluation(self.heldout.write)
         assert self.heldout is not None
-        return self.evaluation(self.heldout.evaluate(self.writer.beside.result, self.show, Clock()))
+        return self.evaluation(self.heldout.evaluate(self.writer.end_evaluation(), self.show, Clock()))
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import ProgramBeside
+from funrl.trainer.ahead.heldout import WrittenPart
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -64,7 +64,7 @@ class ReplicaStep(NamedTuple):
       request: take a request of the trainer ranks.
       weights: take weights that have arrived.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
-      ended: note that the program beside the groups has ended.
+      ended: note that this replica's part of an evaluation has ended.
     """
 
     request: bool = False
@@ -80,7 +80,7 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
-      beside: a program beside the groups.
+      evaluates: whether an evaluation runs beside the groups, until whose end the engine keeps its weights.
     """
 
     def __init__(
@@ -115,7 +115,8 @@ class GroupWriter:
         self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board)
         self._prompts.leave_to_trainers(generation)
         self._loop = asyncio.new_event_loop()
-        self.beside = ProgramBeside(self.resident, self._loop)
+        self.evaluates = False
+        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
@@ -160,7 +161,7 @@ class GroupWriter:
         if turn.weights:
             self.take()
         if turn.ended:
-            self.beside.end()
+            self.evaluates = False
         return turn
 
     def step(self) -> None:
@@ -183,7 +184,7 @@ class GroupWriter:
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
         self.engine.check([])  # a native engine measures its free memory now, on all ranks
-        while self.beside.goes_on and (self.engine.version or 0) < version:
+        while self.evaluates and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
         heartbeat.entered(f"weights {version} of the trainer ranks")
@@ -196,6 +197,19 @@ class GroupWriter:
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
+
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+        """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
+        self.evaluates = True
+        if self.resident is not None:
+            self._evaluation = self._loop.create_task(write(self.resident))
+
+    def end_evaluation(self) -> WrittenPart | None:
+        """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
+        while self.evaluates:
+            self.turn(None)
+            self.step()
+        return None if self._evaluation is None else self._evaluation.result()
 
     def complete_beside(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete requests beside the groups; no newer weights arrive meanwhile. Collective over "tensor"."""
@@ -231,7 +245,8 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *self.beside.tasks]))
+        evaluation = [] if self._evaluation is None else [self._evaluation]
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *evaluation]))
         self._loop.close()
 
     def _note(self, text: str) -> None:
@@ -239,7 +254,7 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
-        if self.beside.has_ended:
+        if self.evaluates and self._evaluation is not None and self._evaluation.done():
             return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
@@ -248,7 +263,7 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        if not self.beside.goes_on and self._has_arrived():
+        if not self.evaluates and self._has_arrived():
             return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
@@ -286,7 +301,7 @@ class GroupWriter:
             self._start(self._next)
             self._has_next = False
             room -= self._requests
-        idle = not self._tasks and not self.beside.goes_on
+        idle = not self._tasks and not self.evaluates
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
@@ -303,7 +318,7 @@ class GroupWriter:
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
-        if (self._tasks or self.beside.goes_on) and now >= self._next_sign:
+        if (self._tasks or self.evaluates) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
