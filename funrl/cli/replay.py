@@ -140,8 +140,6 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
         problem = f"the bits of what the engine samples depend on the rows beside (--engine={engine})"
     elif tokens is not None and episodes:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
-    elif groups is None and flags.get("keep_cache"):
-        problem = "tokens were sampled on keys and values of several weights (--keep_cache)"
     elif episodes and not agents:
         problem = "no episodes are saved, which --save_rollouts does"
     if problem:
@@ -206,7 +204,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     placed = recorded.get("place")
-    by_turns = {"place": None, "staleness": 0, "window": 1, "clock": "wall", "keep_cache": False}
+    by_turns = {"place": None, "staleness": 0, "window": 1}
     together = {} if placed is None else by_turns | {"mesh": _trained_on(placed, recorded.get("mesh", ""))}
     changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed

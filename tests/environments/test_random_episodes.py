@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from differing_turns import differing_turns
-from small_chats import SETUP, engine_of, examples_of
+from small_chats import SETUP, differing_turns, engine_of, examples_of
 
 from funrl.data.prompts import Prompt, encode
 from funrl.data.tokenizer import load_tokenizer

@@ -341,15 +341,6 @@ def check_placement(s: Settings) -> None:
         )
     if s.devices.joined:
         _check_joined(s)
-    if s.asynchrony.clock == "tokens" and not abilities.own_steps:
-        raise s.refusal(
-            "{clock} with {engine}: what it computes in an iteration is its own; leave it out, or give --engine=native"
-        )
-    if s.asynchrony.keep_cache and not abilities.own_steps:
-        raise s.refusal(
-            "{keep_cache} with {engine}: it computes keys and values of running sequences again under new weights; "
-            "leave it out, or give --engine=native"
-        )
     if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:
         raise s.refusal(
             "{new_tokens_per_step} with {staleness}: completions are written on during the updates anyway, by newer "
@@ -363,14 +354,14 @@ def check_placement(s: Settings) -> None:
 def _check_joined(s: Settings) -> None:
     """Refuse flags that do not go with generators of other jobs. Raises: SettingsError."""
     weights = "with {place}: generators that join have the policy's weights alone, and return log-probabilities"
-    order = "does nothing with {place}: rows are taken in their order, each of one version"
     problems = {
         "engine": (not s.engines.abilities.own_steps, "with {place}: generators that join have the native engine"),
-        "clock": (s.asynchrony.clock != "wall", "with {place}: generators join when they like, and order nothing"),
         "agents": (has_further_agents(s), weights),
         "router_replay": (s.routers.router_replay, weights),
-        "window": (s.asynchrony.window > 1, order),
-        "keep_cache": (s.asynchrony.keep_cache, order),
+        "window": (
+            s.asynchrony.window > 1,
+            "does nothing with {place}: rows are taken in their order, each of one version",
+        ),
     }
     for name, (given, problem) in problems.items():
         if given:

@@ -387,13 +387,6 @@ class AsynchronySettings:
 
     staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
     window: int = flag(1, "places among which finished groups are consumed", at_least(1), effect="output")
-    clock: str = flag(
-        "wall",
-        "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
-        one_of("wall", "tokens"),
-        effect="output",
-    )
-    keep_cache: bool = flag(False, "keep keys and values of running sequences under new weights")
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ class RemovedFlag(NamedTuple):
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+    "clock": RemovedFlag(
+        "wall", "`funrl replay` repeats an asynchronous run from its log; without --staleness two runs are the same"
+    ),
+    "keep_cache": RemovedFlag("false", "running sequences compute their keys and values again under new weights"),
     "overwrite": RemovedFlag("false", "give another --run_dir, or remove what a start without a step has left"),
     "latex": RemovedFlag("false", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
