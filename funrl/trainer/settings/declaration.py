@@ -23,14 +23,6 @@ RECORD_TOKENS = (
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples, next to those of a run's files
 GIVEN_EXAMPLES = ("labelled", "steps")  # examples that no policy can sample
 NONE = "none"  # text that means None, for optional flags
-EFFECTS = {  # effect of a flag: what it changes
-    "numbers": "metrics, completions or weights",
-    "files": "files that a run writes",
-    "output": "what is printed",
-    "work": "time or memory, but no result",
-    "ranks": "the devices and processes that compute",
-    "event": "what happens on a failure or at a limit",
-}
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -142,8 +134,6 @@ class Flag(NamedTuple):
       requires: name of the flag without which this one does nothing.
       unless: names of flags; if any of them is given, this one does nothing.
       needs: role, field of the batch, or part of the algorithm ("filter") without which it does nothing.
-      effect: what the flag changes, one of `EFFECTS`.
-      example: text of a value that has an effect, if neither type nor bounds give one; "" also for names of files.
     """
 
     name: str
@@ -159,8 +149,6 @@ class Flag(NamedTuple):
     requires: str = ""
     unless: tuple[str, ...] = ()
     needs: str = ""
-    effect: str = "numbers"
-    example: str = ""
 
     def parse(self, text: str) -> Any:
         """Parse the text of a command line; "none" means None.
@@ -218,8 +206,6 @@ class FlagOptions(TypedDict, total=False):
     requires: str
     unless: tuple[str, ...]
     needs: str
-    effect: str
-    example: str
 
 
 def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
@@ -230,9 +216,7 @@ def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]
       *bounds: conditions on its value.
       **options: further attributes of `Flag`; `without` is by default the flag's default.
     """
-    assert options.get("effect", "numbers") in EFFECTS, options
-    metadata = {"without": default, **options, "text": text, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"without": default, **options, "text": text, "bounds": bounds})
 
 
 class ValueType(NamedTuple):

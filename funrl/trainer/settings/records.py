@@ -70,7 +70,7 @@ class ModelSettings:
         one_of("auto", "float32", "float64", "bfloat16"),
     )
     save_dtype: str = flag(
-        "auto", "dtype of the weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES), effect="files"
+        "auto", "dtype of the weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES)
     )
     compile: str = flag(
         "auto",
@@ -81,7 +81,6 @@ class ModelSettings:
         "torch",
         "what computes gradients, updates and scores: torch, or xla, which is JAX on all devices of --mesh",
         one_of("torch", "xla"),
-        example="xla",
     )
 
 
@@ -120,7 +119,6 @@ class ExampleSettings:
         "error",
         "action for prompts and texts that are too long: error, drop, or truncate (prompts keep their last tokens)",
         one_of("error", "drop", "truncate"),
-        effect="event",
     )
     max_prompt_tokens: int | None = flag(
         None,
@@ -128,7 +126,6 @@ class ExampleSettings:
         at_least(1),
         kinds=RL,
         chosen="what --max_new_tokens leaves of the model's positions",
-        effect="event",
     )
     max_text_tokens: int | None = flag(
         None,
@@ -136,7 +133,6 @@ class ExampleSettings:
         at_least(2),
         kinds=SUPERVISED,
         chosen="the model's positions",
-        effect="event",
     )
     max_pixels: int | None = flag(
         None,
@@ -154,7 +150,6 @@ class ExampleSettings:
         "LOW,HIGH or LOW,HIGH,WEIGHT: prompts with a measured pass rate outside LOW..HIGH get this sampling weight, "
         "by default 0.1; 0: never again",
         kinds=RL,
-        example="0.1,0.9",
     )
 
 
@@ -166,11 +161,8 @@ class FormatSettings:
         None,
         "template of text prompts, with {prompt} where the prompt goes: the text itself, or a .txt file",
         Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
-        example="1{prompt}",
     )
-    system_prompt: str | None = flag(
-        None, "system message before prompts that have none: the text, or a .txt file", example="3"
-    )
+    system_prompt: str | None = flag(None, "system message before prompts that have none: the text, or a .txt file")
     few_shot: str | None = flag(
         None,
         "solved examples put before every prompt: FILE:n, the first n records, each with a prompt and a completion, "
@@ -184,14 +176,11 @@ class FormatSettings:
         Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
     )
     tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")
-    template_arguments: str | None = flag(
-        None, "further arguments of the chat template: enable_thinking:false", example="enable_thinking:false"
-    )
+    template_arguments: str | None = flag(None, "further arguments of the chat template: enable_thinking:false")
     step_separator: str | None = flag(
         None,
         "text between two steps of a solution, such as \\n\\n for an empty line",
         chosen="\\n; in the embedded task every token is a step",
-        example="+",
     )
 
 
@@ -223,13 +212,11 @@ class RewardSettings:
         None,
         "one weight per reward: those of --reward, then --reward_model, --process_reward_model and --judge: 1,0.5",
         chosen="those in --reward and DIR@0.5, else 1",
-        example="2",
     )
     on_reward_error: str = flag(
         "stop",
         "if a reward fails: stop the run, use zero, or skip the completion in training",
         one_of("stop", "zero", "skip"),
-        effect="event",
     )
     reward_workers: int | None = flag(
         None,
@@ -237,10 +224,9 @@ class RewardSettings:
         at_least(0),
         at_most(256),
         chosen="the rank's share of the cores, up to 16 if functions mostly wait; 0 with the embedded task",
-        effect="ranks",
     )
     reward_timeout: float | None = flag(
-        None, "maximum seconds of a reward function in a worker", above(0), chosen="600", effect="event"
+        None, "maximum seconds of a reward function in a worker", above(0), chosen="600"
     )
 
 
@@ -251,56 +237,38 @@ class EnvironmentSettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL}
 
     env: str | None = flag(
-        None,
-        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID",
+        None, "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID"
     )
-    env_args: str | None = flag(
-        None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object", example="turns:1"
-    )
+    env_args: str | None = flag(None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object")
     agents: str | None = flag(
         None,
         "models of an environment's agents: NAME:policy, NAME:policy:ROLE, NAME:frozen, NAME:frozen:N or NAME:DIR",
         chosen="policy for each",
-        example="policy:policy,other:frozen",
     )
-    episode_turns: int = flag(16, "maximum replies of the policy in an episode", at_least(1), effect="event")
+    episode_turns: int = flag(16, "maximum replies of the policy in an episode", at_least(1))
     episode_tokens: int | None = flag(
-        None,
-        "maximum tokens that the policy writes in an episode",
-        at_least(1),
-        chosen="the model's positions",
-        effect="event",
+        None, "maximum tokens that the policy writes in an episode", at_least(1), chosen="the model's positions"
     )
-    env_timeout: float = flag(60.0, "maximum seconds of an environment between two replies", above(0), effect="event")
+    env_timeout: float = flag(60.0, "maximum seconds of an environment between two replies", above(0))
     episode_retries: int = flag(
-        1,
-        "further attempts at an episode whose environment fails; then its group is left out",
-        at_least(0),
-        effect="event",
+        1, "further attempts at an episode whose environment fails; then its group is left out", at_least(0)
     )
     env_workers: int = flag(
         0,
         "processes per rank that run whole episodes, for environments that compute; 0: the rank runs them itself",
         at_least(0),
         at_most(256),
-        effect="ranks",
     )
-    max_waiting: int = flag(1024, "maximum unfinished episodes of a replica", at_least(1), effect="ranks")
+    max_waiting: int = flag(1024, "maximum unfinished episodes of a replica", at_least(1))
     tool_parser: str | None = flag(
         None,
         "form of calls of tools",
         one_of("hermes", "qwen_xml", "llama_json", "mistral", "harmony", "glm"),
         chosen="by the chat template",
-        effect="event",
     )
-    tool_tokens: int = flag(
-        4096, "maximum tokens of a tool's result; the text says that it was cut", at_least(1), effect="event"
-    )
+    tool_tokens: int = flag(4096, "maximum tokens of a tool's result; the text says that it was cut", at_least(1))
     history: str = flag(
-        "append",
-        "template: fork where the template renders a history otherwise",
-        one_of("append", "template"),
-        effect="event",
+        "append", "template: fork where the template renders a history otherwise", one_of("append", "template")
     )
 
 
@@ -319,7 +287,7 @@ class JudgeSettings:
         chosen="a plain request for a number from 0 to 10",
     )
     judge_pattern: str = flag(
-        r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict contains the score", example=r"(\d)"
+        r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict contains the score"
     )
     judge_max_new_tokens: int = flag(256, "maximum tokens of a verdict", at_least(1))
 
@@ -343,43 +311,24 @@ class RunSettings:
         unless=("model",),
     )
     seed: int = flag(0, "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
-    run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME", effect="files")
+    run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME")
     save_every: str = flag(
         "10m",
         "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
         Bound("a number of steps, or a time such as 90s, 10m or 2h", lambda x: INTERVAL.fullmatch(x) is not None),
-        effect="files",
-        example="1",
     )
     keep_checkpoints: int = flag(
-        2,
-        "number of newest checkpoints to keep; the one with the best held-out result is kept too",
-        at_least(1),
-        effect="files",
+        2, "number of newest checkpoints to keep; the one with the best held-out result is kept too", at_least(1)
     )
     save_rollouts: int = flag(
-        0,
-        "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none",
-        at_least(0),
-        effect="files",
+        0, "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none", at_least(0)
     )
     keep_rollouts: int | None = flag(
-        None,
-        "number of newest saved steps to keep",
-        at_least(1),
-        chosen="all",
-        requires="save_rollouts",
-        effect="files",
+        None, "number of newest saved steps to keep", at_least(1), chosen="all", requires="save_rollouts"
     )
-    env_check: str = flag(
-        "on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL, effect="event"
-    )
-    resume: bool = flag(
-        False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir", effect="output"
-    )
-    overwrite: bool = flag(
-        False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir", effect="output"
-    )
+    env_check: str = flag("on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL)
+    resume: bool = flag(False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
+    overwrite: bool = flag(False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir")
 
 
 @dataclass(frozen=True)
@@ -389,12 +338,11 @@ class AsynchronySettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "staleness"}
 
     staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
-    window: int = flag(1, "places among which finished groups are consumed", at_least(1), effect="output")
+    window: int = flag(1, "places among which finished groups are consumed", at_least(1))
     clock: str = flag(
         "wall",
         "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
         one_of("wall", "tokens"),
-        effect="output",
     )
     keep_cache: bool = flag(False, "keep keys and values of running sequences under new weights")
 
@@ -403,7 +351,7 @@ class AsynchronySettings:
 class EstimateSettings:
     """Dry run."""
 
-    SHARED: ClassVar[FlagOptions] = {"requires": "dry_run", "effect": "output"}
+    SHARED: ClassVar[FlagOptions] = {"requires": "dry_run"}
 
     dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json")
     prompt_tokens: int | None = flag(
@@ -449,7 +397,6 @@ class EstimateSettings:
         ),
         chosen="a mean of half of --max_new_tokens",
         kinds=RL,
-        example="mean:4,max:8",
     )
     json: bool = flag(False, "print the result of --dry_run as one JSON object")
     hardware: str | None = flag(
@@ -479,53 +426,43 @@ class DeviceSettings:
         "dp1",
         "devices per axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 chooses "
         "these and --fsdp by a dry run",
-        effect="ranks",
     )
-    generate_mesh: str | None = flag(
-        None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL, effect="ranks"
-    )
+    generate_mesh: str | None = flag(None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL)
     place: str | None = flag(
         None,
         "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
         "generate:2 adds two; generate:join: other jobs; auto:8 chooses by a dry run",
-        example="generate:1",
         chosen="all do both",
         kinds=RL,
-        effect="ranks",
     )
     device: str | None = flag(
         None,
         "where tensors live; xla: training on torch_xla",
         one_of("cpu", "cuda", "xla"),
         chosen="cuda where there is one",
-        effect="ranks",
     )
     sequence_parallel: str = flag(
         "auto",
         "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
         "rank; auto: ulysses if sp divides the heads",
         one_of("auto", "ulysses", "ring"),
-        effect="ranks",
     )
     split_residual: str = flag(
         "auto",
         "split the residual stream's tokens over tp, so that norms and residuals take 1 / tp of the memory; auto: on "
         "GPUs",
         one_of("auto", "on", "off"),
-        effect="ranks",
     )
     remat: str = flag(
         "none",
         "what a backward pass recomputes: full, whole layers; selective, everything but matmuls",
         one_of("none", "full", "selective"),
-        effect="work",
     )
     offload: str | None = flag(
         None,
         "what is offloaded from a GPU while it is not needed",
         some_of("optimizer", "reference", "params"),
         kinds=RL,
-        effect="work",
     )
 
     @functools.cached_property
@@ -578,23 +515,16 @@ class DeviceSettings:
 class ShardSettings:
     """Shards of weights, gradients and optimizer states."""
 
-    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
+    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
         some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all; on several nodes within each, if that fits",
         requires="fsdp",
-        effect="ranks",
     )
     fsdp_models: str | None = flag(
-        None,
-        "which models --fsdp shards",
-        names_like(*ROLES),
-        example="policy",
-        chosen="all",
-        requires="fsdp",
-        effect="ranks",
+        None, "which models --fsdp shards", names_like(*ROLES), chosen="all", requires="fsdp"
     )
     grad_reduce_dtype: str = flag(
         "auto",
@@ -608,8 +538,6 @@ class ShardSettings:
 @dataclass(frozen=True)
 class WaitSettings:
     """Waiting for other ranks."""
-
-    SHARED: ClassVar[FlagOptions] = {"effect": "event"}
 
     timeout: int = flag(
         60, "minutes that a rank waits for another one, as for the rewards of that", at_least(1), at_most(525600)
@@ -636,57 +564,41 @@ class EngineSettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL}
 
     engine: str = flag("native", "what generates", one_of(*ENGINES))
-    engine_url: str | None = flag(
-        None, "addresses of vllm_servers, one per data rank", effect="ranks", example="http://localhost:1"
-    )
+    engine_url: str | None = flag(None, "addresses of vllm_servers, one per data rank")
     engine_timeout: float | None = flag(
-        None,
-        "timeout of a vllm_server's answer, in seconds",
-        above(0),
-        chosen="600",
-        requires="engine_url",
-        effect="event",
+        None, "timeout of a vllm_server's answer, in seconds", above(0), chosen="600", requires="engine_url"
     )
     kv_cache_gb: float | None = flag(
         None,
         "size of a rank's KV cache for generation, in 1e9 bytes; requests that do not fit wait, or are recomputed",
         above(0),
         chosen="half of the memory that is free when generation starts",
-        effect="work",
     )
-    decode_rows: int = flag(512, "maximum completions that a rank decodes together", at_least(1), effect="work")
+    decode_rows: int = flag(512, "maximum completions that a rank decodes together", at_least(1))
     speculate: int = flag(
         0,
         "tokens drafted per completion by n-gram lookup in its own text and verified in one pass, if few rows are "
         "decoded; 0: none. Drafts do not change completions",
         at_least(0),
-        effect="work",
     )
-    state_snapshot_tokens: int = flag(
-        4096, "tokens between snapshots of recurrent states; 0: none", at_least(0), effect="work"
-    )
+    state_snapshot_tokens: int = flag(4096, "tokens between snapshots of recurrent states; 0: none", at_least(0))
     queue: str = flag(
         "tickets",
         "how prompts are assigned to generating ranks: tickets, whenever a rank has room; fixed, by their numbers, "
         "which exact repetition of a run on GPUs needs",
         one_of("tickets", "fixed"),
-        effect="ranks",
     )
-    verify_sync: bool = flag(
-        True, "compare the engine's weights with the trainer's bits after each sync", effect="work"
-    )
+    verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
     on_gap: str = flag(
         "say",
         "if engine and trainer differ where the same bits are promised: say it, or stop the run",
         one_of("say", "stop"),
-        effect="event",
     )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
         "first sync on; 0: never",
         at_least(0),
-        effect="work",
     )
 
     @property
@@ -728,7 +640,6 @@ class SamplingSettings:
         8,
         "maximum batches of prompts sampled until the algorithm's filter has kept a full batch",
         at_least(1),
-        effect="event",
         needs="filter",
     )
     empty_filter: str = flag(
@@ -736,7 +647,6 @@ class SamplingSettings:
         "if the filter keeps nothing: skip the step's update, stop the run, or use the last prompts unfiltered",
         one_of("skip", "stop", "use"),
         needs="filter",
-        effect="event",
     )
 
 
@@ -774,10 +684,7 @@ class OptimizerSettings:
     decay_all: bool = flag(False, "apply weight decay to norms and biases too, as verl does", requires="weight_decay")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
-        None,
-        "what does not learn: vision (a tower less its projector), none, or parts by name",
-        chosen="vision",
-        example="embed",
+        None, "what does not learn: vision (a tower less its projector), none, or parts by name", chosen="vision"
     )
 
 
@@ -798,7 +705,6 @@ class AdapterSettings:
         "all-linear",
         "projections with adapters, by PEFT's names: q_proj,v_proj; a vision tower has them where it is named: "
         "all-linear,vision or vision.qkv",
-        example="q_proj",
     )
     adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
 
@@ -833,15 +739,13 @@ class UpdateSettings:
         3,
         "maximum consecutive updates skipped because the loss or gradient is not finite; then the run stops",
         at_least(1),
-        effect="event",
     )
-    token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1), effect="work")
+    token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
         None,
         "tokens of a micro-batch without learning: scoring, and the loss on held-out texts",
         at_least(1),
         chosen="4 times --token_budget",
-        effect="work",
     )
 
 
@@ -903,22 +807,17 @@ class OutputSettings:
         "STEP:COUNT, such as 3:1: trace COUNT steps from STEP on into profile/ of the run directory, for Perfetto or "
         "Chrome",
         Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
-        effect="files",
-        example="1:1",
     )
     profile_ranks: str = flag(
         "0",
         "ranks that write a trace: some, such as 0,8, or all",
         Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
         requires="profile",
-        effect="ranks",
-        example="all",
     )
     report_to: str | None = flag(
         None,
         "further trackers",
         some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
-        effect="files",
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs="policy")
 
