@@ -40,11 +40,10 @@ from funrl.trainer.jobs.datasets import (
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import located, models_of
 from funrl.trainer.jobs.prepare import checked_job, devices_of, lay_out
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import GivenObjects, own_environment
+from funrl.trainer.settings.scorers import Given, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
@@ -74,7 +73,8 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     given = given or Given()
     algorithm = _algorithm()
     check_values(settings)
-    check_together(settings, given_objects(settings, given))
+    data = given.eval_records is not None or settings.examples.eval_data is not None
+    check_together(settings, given._replace(records=() if data else None))  # it takes the place of prompts
     settings = located(with_model_directories(settings))
     if settings.devices.device == "xla":
         raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
@@ -108,12 +108,6 @@ def _processor_directory(stored: StoredModel) -> str:
     return began
 
 
-def given_objects(settings: Settings, given: Given) -> GivenObjects:
-    """Objects that checks of flags depend on. Data to evaluate on takes the place of prompts."""
-    data = given.eval_records is not None or settings.examples.eval_data is not None
-    return given.objects._replace(prompts=data)
-
-
 def _algorithm() -> Algorithm:
     """The least that a policy can be part of; nothing of it is run."""
     return Algorithm(
@@ -130,7 +124,7 @@ def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
         if environment is not None:
             return episode_task(name, (), heldout, settings, environment)
         return rewarded_task(name, (), heldout, settings, given)
-    if settings.examples.prompts is None and own_environment(settings, given.objects) is None:
+    if settings.examples.prompts is None and own_environment(settings, given) is None:
         task = embedded_prompts(settings, tokenizer)
     else:
         task = prompts_of(settings, tokenizer, given, rewarded=False)

@@ -29,8 +29,8 @@ from funrl.trainer.jobs.sharding import (
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
 from funrl.trainer.settings.scorers import (
     JUDGE,
-    NO_OBJECTS,
-    GivenObjects,
+    NOTHING_GIVEN,
+    Given,
     environment_flag,
     has_environment,
     scorers_of,
@@ -50,7 +50,7 @@ def check_algorithm(
     algorithm: Algorithm,
     settings: Settings,
     source: Collection[str] | None = None,
-    given: GivenObjects = NO_OBJECTS,
+    given: Given = NOTHING_GIVEN,
 ) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
@@ -114,7 +114,7 @@ def filters_rows(algorithm: Algorithm, settings: Settings) -> bool:
     return algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
 
 
-def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:
+def _check_episodes(algorithm: Algorithm, settings: Settings, given: Given) -> None:
     """Refuse an environment with an algorithm that cannot learn from rows of episodes. Raises: SettingsError."""
     if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings, given):
         return
@@ -173,7 +173,7 @@ def provided(
     algorithm: Algorithm,
     settings: Settings,
     source: Collection[str] | None = None,
-    given: GivenObjects = NO_OBJECTS,
+    given: Given = NOTHING_GIVEN,
 ) -> Available:
     """The fields that a run provides, by where they can be read.
 
@@ -201,7 +201,7 @@ def provided(
     return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
 
 
-def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[str]:
+def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it

@@ -58,7 +58,6 @@ from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import (
     check_rewards,
     data_files,
@@ -68,7 +67,7 @@ from funrl.trainer.settings.checks import (
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.implied import new_tokens_of
-from funrl.trainer.settings.scorers import environment_flag, scorers_of
+from funrl.trainer.settings.scorers import Given, environment_flag, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
@@ -101,7 +100,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
     if given.records is None and given.rewards is None:
-        check_rewards(settings, rewarded, given.objects)
+        check_rewards(settings, rewarded, given)
     functions = settings.rewards.reward is not None or given.rewards is not None
     environment = given_environment(settings, given)
     records = given.records
@@ -153,7 +152,7 @@ def prompts_of_environment(environment: Environment, settings: Settings, given: 
     """An environment's own prompts. Raises: SettingsError, it has none."""
     if isinstance(environment, PromptingEnvironment):
         return made(lambda: environment.prompts(settings.run.seed), "prompts()")
-    what = environment_flag(settings, given.objects)
+    what = environment_flag(settings, given)
     raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
 
 

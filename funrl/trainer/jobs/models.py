@@ -23,9 +23,8 @@ from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype, rewards_completions, scoring_pools
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
 from funrl.trainer.steps.remote_scores import RemoteRewards, first_request

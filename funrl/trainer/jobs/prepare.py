@@ -40,13 +40,12 @@ from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_
 from funrl.trainer.jobs.engines import check_engine
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import JUDGE, model_path, own_environment
+from funrl.trainer.settings.scorers import JUDGE, Given, model_path, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import judge_job
 from funrl.trainer.steps.optimizer import check_freeze
@@ -70,8 +69,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     given = given or Given()
     if kind != "rl" and given.environment is not None:
-        raise SettingsError(f"env={given.objects.environment} does nothing: the recipe learns from texts; leave it out")
-    check_settings(settings, given=given.objects)
+        raise SettingsError(f"env={given.environment_name} does nothing: the recipe learns from texts; leave it out")
+    check_settings(settings, given=given)
     settings = located(settings)
     sizes, device = devices_of(settings)
     check_backend(settings, device)
@@ -79,7 +78,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
     model = with_turn_ends(model, tokenizer)
-    check_algorithm(algorithm, settings, given=given.objects)
+    check_algorithm(algorithm, settings, given=given)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models = models_of(algorithm, settings, model, tokenizer)
@@ -305,7 +304,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     if steps is not None:
         return steps
     given_data = (settings.models.model, examples.data, examples.prompts, given.records)
-    scratch = all(x is None for x in (*given_data, own_environment(settings, given.objects)))
+    scratch = all(x is None for x in (*given_data, own_environment(settings, given)))
     return embedded_task(examples.task).warmstart_steps if scratch else 0
 
 

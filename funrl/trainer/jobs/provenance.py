@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
-from funrl.models import Model, ModelConfig
+from funrl.models import ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import MODEL_FLAGS, GivenObjects, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path
 from funrl.trainer.settings.settings import Settings, flag_value
 
 # Flags of functions in a FILE.py, and of texts that may be in a file.
@@ -60,35 +60,6 @@ PROBES = (
     "Gr\u00f6\u00dfe na\u00efve \u0395\u03bb\u03bb \u0440\u0443\u0441 \u4e2d\u6587 \u0639\u0631 \U0001f642",
     "27+186=",
 )  # texts whose tokens tell two tokenizers with the same vocabulary apart
-
-
-class Given(NamedTuple):
-    """Objects that a caller in Python gives, instead of flags that name them.
-
-    Attributes:
-      model: instead of --model; its weights begin at random.
-      tokenizer: of that model; None: the embedded task's.
-      records: instead of --prompts or --data: dicts such as their lines.
-      rewards: instead of --reward.
-      eval_records: instead of --eval_data.
-      curriculum: instead of --curriculum.
-      environment: instead of --env: an environment, or what `environment_from` makes one of.
-    """
-
-    model: Model | None = None
-    tokenizer: Any = None
-    records: Sequence[Mapping[str, Any]] | None = None
-    rewards: tuple[Callable[..., float], ...] | None = None
-    eval_records: Sequence[Mapping[str, Any]] | None = None
-    curriculum: Callable[..., Any] | None = None
-    environment: Any = None
-
-    @property
-    def objects(self) -> GivenObjects:
-        """Facts that checks of flags depend on."""
-        environment = self.environment
-        name = getattr(environment, "__name__", type(environment).__name__)
-        return GivenObjects("" if environment is None else name, self.records is not None, bool(self.rewards))
 
 
 class Provenance(NamedTuple):

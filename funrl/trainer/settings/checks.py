@@ -23,9 +23,9 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
-    NO_OBJECTS,
+    NOTHING_GIVEN,
     SCORERS,
-    GivenObjects,
+    Given,
     check_environment_flags,
     has_environment,
     model_path,
@@ -61,7 +61,7 @@ OF_OWN_DATA = (
 
 
 def check_settings(
-    settings: Settings, kind: str | None = None, rewarded: bool = True, given: GivenObjects = NO_OBJECTS
+    settings: Settings, kind: str | None = None, rewarded: bool = True, given: Given = NOTHING_GIVEN
 ) -> None:
     """Check every flag by itself, then all together.
 
@@ -86,7 +86,7 @@ def check_settings(
         check_data(settings)
 
 
-def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_together(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
     """Check combinations of flags that matter for every kind of run.
 
     Raises:
@@ -101,7 +101,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_agents(settings)
 
 
-def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
+def check_rewards(settings: Settings, rewarded: bool = True, given: Given = NOTHING_GIVEN) -> None:
     """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
 
     Raises:
