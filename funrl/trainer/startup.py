@@ -55,7 +55,7 @@ def begin_run(
         rows_source,
         frozen,
         clock=clock,
-        skips=Skips(job.settings.updates.max_skipped, mesh, folder, observer.note),
+        skips=Skips(job.settings.updates.max_skipped, mesh, observer.note),
         folder=folder,
         compile_cache=cache,
         gap_check=gap_check(job, parts, observer.note),

@@ -167,7 +167,7 @@ def skipped_updates(rows: Sequence[Row]) -> str | None:
         return None
     return (
         f"{value:.0f} updates of this step were left out, as their loss or gradient was not finite: a line names "
-        "the cause, skipped/ in the run's directory has the rows, and --max_skipped in a row end the run"
+        "the cause, and --max_skipped in a row end the run"
     )
 
 

@@ -195,22 +195,15 @@ def _updated(
         except NotFiniteError as error:
             if monitor.skips is None:
                 raise
-            odd = odd_term(role, state.params, pieces.batches(role), frozen)
-            places = error.suspects if odd is None else (odd.micro_batch,)
-            numbers = rows_of_micro_batches(places, pieces.packing, pieces.part, pieces.rows)
-            suspects = Suspects(numbers, None if odd is None else odd.text)
-            monitor.skips.add(error, update.what, update.name, pieces.rows, pieces.part, suspects)
+            term = odd_term(role, state.params, pieces.batches(role), frozen)
+            own = own_places(pieces.packing, pieces.rows)
+            numbers = [number for i in error.suspects for number in pieces.part[own[i]].tolist()]
+            monitor.skips.add(error, update.name, pieces.rows, pieces.part, Suspects(numbers, term))
             return state, {}
     forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:
         monitor.skips.made(update.name)
     return state, metrics
-
-
-def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
-    """Row numbers of some of this rank's micro-batches."""
-    own = own_places(packing, rows)
-    return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 
 
 def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]) -> list[dict[str, LossTotals]]:

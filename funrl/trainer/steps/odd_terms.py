@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +25,22 @@ STEEP = (
 )
 
 
-class OddTerm(NamedTuple):
-    """A term that gives a number that is not finite.
-
-    Attributes:
-      micro_batch: the first of this rank's in which it does, by its number.
-      text: for the user.
-    """
-
-    micro_batch: int
-    text: str
-
-
 def odd_term(
     role: Role, params: trees.Tree, micro_batches: Iterable[Batch], frozen: Mapping[str, trees.Tree] | None = None
-) -> OddTerm | None:
-    """The first term whose loss, or whose derivative by what the model gives, is not finite on this rank; None: none.
+) -> str | None:
+    """Words for the first term whose loss, or its derivative by what the model gives, is not finite here; None: none.
 
     Collective: all ranks run all micro-batches, without a gradient through the model.
 
     Args:
       params, micro_batches, frozen: as in `train_step`.
     """
-    odd = None
-    for number, rows in enumerate(micro_batches):
+    text = None
+    for rows in micro_batches:
         with torch.no_grad():
             present = present_scores(params, role, rows, frozen)
-        if odd is None:
-            text = _odd_term_of(role, present.x, present.rows)
-            odd = None if text is None else OddTerm(number, text)
-    return odd
+        text = text or _odd_term_of(role, present.x, present.rows)
+    return text
 
 
 def _odd_term_of(role: Role, x_BT: Tensor, rows: Batch) -> str | None:
