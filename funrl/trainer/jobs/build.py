@@ -216,7 +216,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
     for name, scorer in parts.remote_scorers.items():
         if name not in job.directories:
-            scorer.send_first(begin, parts.begin.stored, job.dtype)
+            reshard(begin, scorer.first_plan(parts.begin.stored, job.dtype), parts.mesh)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():
