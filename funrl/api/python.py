@@ -63,7 +63,7 @@ from funrl.trainer.inference import read_stored_model, stored_picture_form, stor
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.jobs.provenance import Provenance, input_digests
-from funrl.trainer.jobs.row_source import make_source, open_rewards
+from funrl.trainer.jobs.row_source import make_source, open_rewards, waiting_of
 from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
@@ -72,7 +72,6 @@ from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.startup import MakeSource
-from funrl.trainer.waiting import waiting_of
 
 if TYPE_CHECKING:
     from funrl.api.keywords import SamplingKeywords, TrainKeywords  # pyright: ignore[reportMissingModuleSource]

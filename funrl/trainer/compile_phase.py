@@ -33,8 +33,7 @@ from funrl.trainer.phases import Trainer
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role, RoleState, weights_of
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import Role, RoleState, State, weights_of
 from funrl.trainer.steps.step import present_scores
 from funrl.trainer.steps.step_rows import Rows, rows_of
 

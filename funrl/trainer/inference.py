@@ -50,8 +50,7 @@ from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import RoleState, State
 from funrl.trainer.steps.sync import sync
 
 ALL = 1 << 31  # prompts, where no number says how many

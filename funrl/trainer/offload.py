@@ -21,8 +21,7 @@ from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.phases import Trainer
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role, RoleState, bases
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import Role, RoleState, State, bases
 
 PARTS = ("optimizer", "reference", "params")
 NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`

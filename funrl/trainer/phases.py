@@ -29,10 +29,9 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.learn import UpdateMonitor, learn_per_agent
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.roles import sums_over_episodes, weights_of
+from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
 from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
-from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
 from funrl.trainer.steps.sync import begin_proof, refresh_earlier_selves, sync, wait_for_proof
 

@@ -45,9 +45,8 @@ from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
 from funrl.trainer.steps.remote_scores import RemoteScorer
-from funrl.trainer.steps.roles import Role, RoleState, bases, writes_of
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
-from funrl.trainer.steps.state import State
 from funrl.trainer.steps.sync import earlier_self
 
 

@@ -25,8 +25,7 @@ from funrl.data.text_lengths import check_lengths
 from funrl.mesh.rows import gather_table
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.steps.owned_rows import owned_lines_of
-from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+from funrl.trainer.steps.step_rows import Rows, join_rows, owned_lines_of, rows_of
 
 
 class DemonstrationReader(NamedTuple):

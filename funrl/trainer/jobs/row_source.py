@@ -1,8 +1,9 @@
-"""The source of a job: its prompts, rewards and engine, or its texts; and the workers that run its rewards."""
+"""The source of a job: its prompts, rewards and engine, or its texts; the workers that run its rewards."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -25,6 +26,8 @@ from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
+from funrl.processes.stall_monitor import duration
+from funrl.processes.watch import WaitLimits
 from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import has_workers, step_separator
@@ -393,3 +396,15 @@ def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: 
     if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
         return functools.partial(with_completion_scores, model=model, read=lambda rows, _: as_read(rows, pad))
     return functools.partial(with_completion_scores, model=model, read=functools.partial(read_texts, reader))
+
+
+def waiting_of(job: Job) -> WaitLimits:
+    """Limits of the waiting of a job's ranks, by its flags."""
+    flags = job.settings.waiting
+    reward = ""
+    if isinstance(job, RLJob) and job.task.rewards:
+        reward = "; nothing ends a reward function that runs without workers (--reward_workers=0): give workers"
+        if has_workers(job.settings, job.task.rewards):
+            reward = f"; a reward function may take {duration(reward_timeout_of(job.settings))} (--reward_timeout)"
+    timeout = datetime.timedelta(minutes=flags.timeout)
+    return WaitLimits(timeout, flags.heartbeat, flags.stalled_after, reward)

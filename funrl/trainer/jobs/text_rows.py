@@ -18,8 +18,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.steps.owned_rows import with_owned
-from funrl.trainer.steps.step_rows import Rows, rows_of
+from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
 
 
 def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:

@@ -29,8 +29,7 @@ from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.steps.parts import Parts, with_generator
-from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import RoleState, State
 from funrl.trainer.steps.sync import sync
 
 ENGINE_SHARE = 0.25  # of a rank's memory that the engine's copy of the weights may take

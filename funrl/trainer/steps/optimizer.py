@@ -22,7 +22,7 @@ from funrl.optim import (
 )
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
-from funrl.trainer.steps.router_bias import BIAS
+from funrl.trainer.steps.router_losses import BIAS
 
 FREEZE_NONE = "none"
 WITHOUT_GRADIENT = (BIAS, "layer_scale")  # last parts of names

@@ -30,9 +30,8 @@ from funrl.mesh.pools.handover import Handover, LineForm, blank_fields, line_for
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
-from funrl.trainer.steps.owned_rows import owned_fields
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, owned_fields
 
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
 REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
