@@ -72,8 +72,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     given = given or Given()
     algorithm = _algorithm()
     check_values(settings)
-    data = given.eval_records is not None or settings.examples.eval_data is not None
-    check_together(settings, given._replace(records=() if data else None))  # it takes the place of prompts
+    check_together(settings, with_prompts(settings, given))
     settings = located(with_model_directories(settings))
     if settings.devices.device == "xla":
         raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
@@ -105,6 +104,12 @@ def _processor_directory(stored: StoredModel) -> str:
     if any((Path(stored.directory) / name).exists() for name in PROCESSOR_FILES) or not isinstance(began, str):
         return stored.directory
     return began
+
+
+def with_prompts(settings: Settings, given: Given) -> Given:
+    """Given objects as checks of flags see them: data to evaluate on takes the place of prompts."""
+    data = given.eval_records is not None or settings.examples.eval_data is not None
+    return given._replace(records=() if data else given.records)
 
 
 def _algorithm() -> Algorithm:

@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from funrl.data.columns import Fields, rename_columns, text_columns
-from funrl.data.json_lines import DataError
+from funrl.data.columns import Fields
 from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.pair_halves import PairHalves, halves_of
-from funrl.data.pictures import picture_form_of, pictures_of, reading_of, with_picture_form
+from funrl.data.pair_halves import PairHalves
+from funrl.data.pictures import picture_form_of, with_picture_form
 from funrl.data.processors.form import PictureForm
-from funrl.data.processors.reading import read_ahead
 from funrl.data.prompt_format import (
     OWN,
     PLAIN_PROMPTS,
@@ -32,15 +30,13 @@ from funrl.data.prompt_format import (
 )
 from funrl.data.prompts import Example, check_prompts, encode, encode_prompts, load_prompts
 from funrl.data.record_remarks import RecordRemarks
-from funrl.data.records import rows_in_memory
+from funrl.data.records import TableRows, rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
-    TextExample,
     TextFile,
     join_files,
     load_examples,
-    normal_record,
     rows_of_conversation,
     text_batch,
     text_example,
@@ -112,13 +108,8 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         return embedded_prompts(settings, tokenizer)
     if rewarded and environment is None and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
-    fields = names_of_fields(settings)
-    form = format_of(settings, fields)
-    if records is not None:
-        examples: Sequence[Example] = given_prompts(records, fields, form, tokenizer)
-    else:
-        examples = read_prompts(data_files(settings, "prompts"), "prompts", fields, form, tokenizer)
-    train = examples
+    form = format_of(settings, names_of_fields(settings))
+    train = examples = prompt_examples(settings, "prompts", records, form, tokenizer)
     heldout = eval_prompts(settings, given, form, tokenizer)
     if heldout is None:
         train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
@@ -164,14 +155,10 @@ def eval_prompts(
     Args:
       most: None: --eval_prompts.
     """
-    fields = names_of_fields(settings)
-    most = settings.evaluation.eval_prompts if most is None else most
-    if given.eval_records is not None:
-        examples: Sequence[Example] = given_prompts(given.eval_records, fields, form, tokenizer)
-    elif settings.examples.eval_data is not None:
-        examples = read_prompts(data_files(settings, "eval_data"), "eval_data", fields, form, tokenizer)
-    else:
+    if given.eval_records is None and settings.examples.eval_data is None:
         return None
+    most = settings.evaluation.eval_prompts if most is None else most
+    examples = prompt_examples(settings, "eval_data", given.eval_records, form, tokenizer)
     if len(examples) <= most:
         return list(examples)
     return [examples[place] for place in chosen_places(len(examples), most, settings.run.seed).tolist()]
@@ -264,13 +251,10 @@ def _encode_alike(tokenizer: Any, other: Any) -> bool:
     """True if two tokenizers of the tokenizers library have the same pipeline, end of text and chat template."""
     pipeline = getattr(tokenizer, "backend_tokenizer", None)
     other_pipeline = getattr(other, "backend_tokenizer", None)
-    if pipeline is None or other_pipeline is None:
+    if pipeline is None or other_pipeline is None or pipeline.get_vocab_size() != other_pipeline.get_vocab_size():
         return False
-    if pipeline.get_vocab_size() != other_pipeline.get_vocab_size() or tokenizer.eos_token != other.eos_token:
-        return False
-    if tokenizer.chat_template != other.chat_template:
-        return False
-    return pipeline.to_str() == other_pipeline.to_str()
+    facts = [(x.eos_token, x.chat_template, x.backend_tokenizer.to_str()) for x in (tokenizer, other)]
+    return facts[0] == facts[1]
 
 
 def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
@@ -363,30 +347,14 @@ def _text_examples(
     settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
 ) -> tuple[Any, list[str]]:
     """The texts of a caller, or of the files that a flag names, with remarks; None where there are neither."""
+    files = data_files(settings, flag) if records is None else []
+    sources = [file.path for file in files] if records is None else [TableRows("records", rows_in_memory(records))]
+    if not sources:
+        return None, []
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
-    if records is not None:
-        sourced = [
-            (f"record {n}", rename_columns(record, fields)) for n, record in enumerate(rows_in_memory(records), 1)
-        ]
-        if kind == "ratings":
-            sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
-        remarks = RecordRemarks(tokenizer)
-        for number, (_, record) in enumerate(sourced):
-            remarks.see(number, normal_record(text_columns(record, kind), kind))
-        ahead = read_ahead(sourced, lambda pair: pictures_of(pair[1], tokenizer), reading_of(tokenizer))
-        examples = [
-            text_example(record, kind, tokenizer, form, read)._replace(source=source)
-            for (source, record), read in ahead
-        ]
-        return examples, remarks.lines(lambda number: sourced[number][0])
-    if flag_value(settings, flag) is None:
-        return None, []
-    files = data_files(settings, flag)
-    try:
-        loaded = [load_examples(file.path, kind, tokenizer, fields, form) for file in files]
-    except DataError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
+    with blaming(flag):
+        loaded = [load_examples(source, kind, tokenizer, fields, form) for source in sources]
     weights = [file.weight for file in files if file.weight is not None]
     remarks = [remark for file in loaded for remark in file.remarks]
     return join_files(loaded, shares_of(weights) if weights else None), remarks
@@ -486,10 +454,8 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
 
     def read(name: str, parse: Any, otherwise: Any) -> Any:
         value = flag_value(settings, name)
-        try:
+        with blaming(name):
             return otherwise if value is None else parse(value)
-        except DataError as error:
-            raise SettingsError(f"--{name}: {error}") from error
 
     return PromptFormat(
         chat=any(flag_value(settings, name) is not None for name in (*CHAT_FLAGS, "chat_template")),
@@ -524,10 +490,8 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
             )
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
-        try:
+        with blaming("chat_template"):
             tokenizer.chat_template = text_of_flag(given)
-        except DataError as error:
-            raise SettingsError(f"--chat_template: {error}") from error
     if given == OWN and tokenizer.chat_template is None:
         raise SettingsError("--chat_template=own: the model's tokenizer has none; give a FILE.jinja")
     if settings.formatting.tools is not None:
@@ -537,10 +501,8 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
 
 def _check_tools_shown(tokenizer: Any, file: str) -> None:
     """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
-    try:
+    with blaming("tools"):
         tools = read_tools(file)
-    except DataError as error:
-        raise SettingsError(f"--tools: {error}") from error
     conversation = [{"role": "user", "content": "?"}]
     try:
         shown = chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
@@ -550,31 +512,22 @@ def _check_tools_shown(tokenizer: Any, file: str) -> None:
         raise SettingsError(f"--tools={file} does nothing: the chat template shows no tools; leave it out")
 
 
-def read_prompts(
-    files: Sequence[WeightedFile], flag: str, fields: Fields, form: PromptFormat, tokenizer: Any
+def prompt_examples(
+    settings: Settings, flag: str, records: Sequence[Any] | None, form: PromptFormat, tokenizer: Any
 ) -> Sequence[Example]:
-    """The prompts of all files as token ids; a mixture where files have weights.
-
-    Args:
-      flag: that names the files.
+    """The prompts of a caller, or of the files of a flag, as token ids; a mixture where files have weights.
 
     Raises:
       SettingsError: naming the flag, the file, and the line or row.
     """
-    try:
+    fields = names_of_fields(settings)
+    files = data_files(settings, flag)
+    with blaming(flag):
+        if records is not None:
+            return encode_prompts(check_prompts(records, fields), tokenizer, form)
         loaded = [encode_prompts(load_prompts(file.path, fields), tokenizer, form) for file in files]
-    except ValueError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
     weights = [file.weight for file in files if file.weight is not None]
     return Mixture(loaded, shares_of(weights)) if weights else [example for part in loaded for example in part]
-
-
-def given_prompts(records: Sequence[Any], fields: Fields, form: PromptFormat, tokenizer: Any) -> list[Example]:
-    """Prompts of records in memory as token ids. Raises: SettingsError."""
-    try:
-        return encode_prompts(check_prompts(records, fields), tokenizer, form)
-    except ValueError as error:
-        raise SettingsError(f"--prompts: {error}") from error
 
 
 def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -660,10 +613,6 @@ def pairs_of(examples: Sequence[Any]) -> np.ndarray | None:
     """[examples] a number of the pair that each text is from, or of its own; None: all are their own."""
     if isinstance(examples, TextFile) and isinstance(examples.records.table, PairHalves):
         return examples.records.places // 2
-    if isinstance(examples, list):  # in memory
-        sources = [x.source for x in examples if isinstance(x, TextExample) and x.source]
-        paired = len(set(sources)) < len(sources) == len(examples)
-        return np.unique(sources, return_inverse=True)[1] if paired else None
     if not isinstance(examples, Mixture):
         return None
     parts = [pairs_of(part) for part in examples.parts]

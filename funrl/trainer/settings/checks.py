@@ -179,10 +179,8 @@ def check_files(settings: Settings) -> None:
 def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
     """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
     value = flag_value(settings, flag)
-    try:
+    with blaming(flag):
         return [] if value is None else weighted_files(value)
-    except DataError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
 
 
 def refuse_idle_data(settings: Settings) -> None:
