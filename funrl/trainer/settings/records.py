@@ -33,6 +33,7 @@ from funrl.trainer.settings.declaration import (
 )
 
 SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
+PENALTY_BOUNDS = at_least(PENALTIES[0]), at_most(PENALTIES[1])
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class ModelSettings:
         requires="model",
     )
     resize_vocab: bool = flag(
-        False,
-        "add embedding rows for tokens that only the tokenizer has, initialised to the mean of the others",
-        requires="model",
+        False, "add embedding rows for tokens that only the tokenizer has: the mean of the others", requires="model"
     )
     teacher: str | None = flag(
         None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs="teacher"
@@ -69,9 +68,7 @@ class ModelSettings:
         "dtype of forward passes (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, else float32",
         one_of("auto", "float32", "float64", "bfloat16"),
     )
-    save_dtype: str = flag(
-        "auto", "dtype of the weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES)
-    )
+    save_dtype: str = flag("auto", "dtype of weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES))
     compile: str = flag(
         "auto",
         "compile one decoder layer; auto: if it pays off, on CUDA; on with --backend=xla: decode in JAX",
@@ -89,10 +86,7 @@ class ExampleSettings:
     """Prompts and texts."""
 
     task: str = flag(
-        "arithmetic",
-        "the embedded task, unless --prompts or --data is given",
-        one_of(*TASK_NAMES),
-        unless=("prompts", "data"),
+        "arithmetic", "embedded task, without --prompts and --data", one_of(*TASK_NAMES), unless=("prompts", "data")
     )
     prompts: str | None = flag(
         None,
@@ -112,27 +106,17 @@ class ExampleSettings:
     fields: str | None = flag(
         None, "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer"
     )
-    eval_data: str | None = flag(
-        None, "held-out data, as --prompts or --data", chosen="a tenth of these, chosen by --seed"
-    )
+    eval_data: str | None = flag(None, "held-out data, as --prompts or --data", chosen="a tenth of these by --seed")
     long_prompts: str = flag(
         "error",
         "action for prompts and texts that are too long: error, drop, or truncate (prompts keep their last tokens)",
         one_of("error", "drop", "truncate"),
     )
     max_prompt_tokens: int | None = flag(
-        None,
-        "maximum tokens of a prompt",
-        at_least(1),
-        kinds=RL,
-        chosen="what --max_new_tokens leaves of the model's positions",
+        None, "maximum tokens of a prompt", at_least(1), kinds=RL, chosen="the model's positions less --max_new_tokens"
     )
     max_text_tokens: int | None = flag(
-        None,
-        "maximum tokens of a prompt and its completion",
-        at_least(2),
-        kinds=SUPERVISED,
-        chosen="the model's positions",
+        None, "maximum tokens of a prompt and completion", at_least(2), kinds=SUPERVISED, chosen="the model's positions"
     )
     max_pixels: int | None = flag(
         None,
@@ -141,9 +125,7 @@ class ExampleSettings:
         chosen="that of the model's preprocessor_config.json, else 1,280 tokens",
     )
     curriculum: str | None = flag(
-        None,
-        "FILE.py:function that gives the prompts' sampling weights before each step, from the metrics so far",
-        kinds=RL,
+        None, "FILE.py:function that gives prompts' sampling weights before each step, from metrics so far", kinds=RL
     )
     difficulty: str | None = flag(
         None,
@@ -214,9 +196,7 @@ class RewardSettings:
         chosen="those in --reward and DIR@0.5, else 1",
     )
     on_reward_error: str = flag(
-        "stop",
-        "if a reward fails: stop the run, use zero, or skip the completion in training",
-        one_of("stop", "zero", "skip"),
+        "stop", "if a reward fails: stop, use zero, or skip the completion in training", one_of("stop", "zero", "skip")
     )
     reward_workers: int | None = flag(
         None,
@@ -225,9 +205,7 @@ class RewardSettings:
         at_most(256),
         chosen="the rank's share of the cores, up to 16 if functions mostly wait; 0 with the embedded task",
     )
-    reward_timeout: float | None = flag(
-        None, "maximum seconds of a reward function in a worker", above(0), chosen="600"
-    )
+    reward_timeout: float | None = flag(None, "maximum seconds of a reward in a worker", above(0), chosen="600")
 
 
 @dataclass(frozen=True)
@@ -267,9 +245,7 @@ class EnvironmentSettings:
         chosen="by the chat template",
     )
     tool_tokens: int = flag(4096, "maximum tokens of a tool's result; the text says that it was cut", at_least(1))
-    history: str = flag(
-        "append", "template: fork where the template renders a history otherwise", one_of("append", "template")
-    )
+    history: str = flag("append", "template: fork where it renders a history otherwise", one_of("append", "template"))
 
 
 @dataclass(frozen=True)
@@ -278,17 +254,13 @@ class JudgeSettings:
 
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "judge"}
 
-    judge: str | None = flag(
-        None, "directory of a model that writes a verdict on each completion; the verdict's score is a reward"
-    )
+    judge: str | None = flag(None, "directory of a model that writes verdicts on completions; their scores are rewards")
     judge_template: str | None = flag(
         None,
         "file with the judge's prompt, with {{prompt}}, {{completion}} and {{FIELD}} filled in",
         chosen="a plain request for a number from 0 to 10",
     )
-    judge_pattern: str = flag(
-        r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict contains the score"
-    )
+    judge_pattern: str = flag(r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict has the score")
     judge_max_new_tokens: int = flag(256, "maximum tokens of a verdict", at_least(1))
 
 
@@ -372,11 +344,7 @@ class EstimateSettings:
         None, "pictures of a prompt or text that --dry_run assumes", at_least(0), chosen="the embedded task's, else 1"
     )
     assume_turns: int | None = flag(
-        None,
-        "replies of an episode that --dry_run assumes",
-        at_least(1),
-        chosen="the embedded task's, else 2",
-        kinds=RL,
+        None, "an episode's replies that --dry_run assumes", at_least(1), chosen="the embedded task's, else 2", kinds=RL
     )
     assume_turn_tokens: int | None = flag(
         None,
@@ -436,10 +404,7 @@ class DeviceSettings:
         kinds=RL,
     )
     device: str | None = flag(
-        None,
-        "where tensors live; xla: training on torch_xla",
-        one_of("cpu", "cuda", "xla"),
-        chosen="cuda where there is one",
+        None, "where tensors live; xla: train on torch_xla", one_of("cpu", "cuda", "xla"), chosen="cuda if there is one"
     )
     sequence_parallel: str = flag(
         "auto",
@@ -459,10 +424,7 @@ class DeviceSettings:
         one_of("none", "full", "selective"),
     )
     offload: str | None = flag(
-        None,
-        "what is offloaded from a GPU while it is not needed",
-        some_of("optimizer", "reference", "params"),
-        kinds=RL,
+        None, "what is offloaded from a GPU while not needed", some_of("optimizer", "reference", "params"), kinds=RL
     )
 
     @functools.cached_property
@@ -523,9 +485,7 @@ class ShardSettings:
         chosen="all; on several nodes within each, if that fits",
         requires="fsdp",
     )
-    fsdp_models: str | None = flag(
-        None, "which models --fsdp shards", names_like(*ROLES), chosen="all", requires="fsdp"
-    )
+    fsdp_models: str | None = flag(None, "models to shard", names_like(*ROLES), chosen="all", requires="fsdp")
     grad_reduce_dtype: str = flag(
         "auto",
         "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
@@ -539,9 +499,7 @@ class ShardSettings:
 class WaitSettings:
     """Waiting for other ranks."""
 
-    timeout: int = flag(
-        60, "minutes that a rank waits for another one, as for the rewards of that", at_least(1), at_most(525600)
-    )
+    timeout: int = flag(60, "minutes a rank waits for another one, as for its rewards", at_least(1), at_most(525600))
     heartbeat: int = flag(
         60,
         "seconds without progress after which the run reports the rank, host and phase that it waits for",
@@ -590,9 +548,7 @@ class EngineSettings:
     )
     verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
     on_gap: str = flag(
-        "say",
-        "if engine and trainer differ where the same bits are promised: say it, or stop the run",
-        one_of("say", "stop"),
+        "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
     )
     probe_sync_every: int = flag(
         50,
@@ -615,10 +571,7 @@ class SamplingSettings:
 
     samples_per_prompt: int = flag(8, "completions of each prompt", at_least(1))
     max_new_tokens: int | None = flag(
-        None,
-        "maximum tokens of a completion",
-        at_least(1),
-        chosen="the embedded task's; with --prompts 64, or 32 without --model",
+        None, "maximum tokens of a completion", at_least(1), chosen="the task's; with --prompts 64, 32 without --model"
     )
     new_tokens_per_step: int | None = flag(
         None,
@@ -627,20 +580,13 @@ class SamplingSettings:
         at_least(1),
         chosen="whole completions",
     )
-    temperature: float = flag(
-        1.0, "of sampling; the trainer's log-probabilities use it too", at_least(SMALLEST_TEMPERATURE)
-    )
+    temperature: float = flag(1.0, "of sampling and the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE))
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))
     top_p: float = flag(1.0, "sample among the most likely tokens with this total probability", above(0), at_most(1))
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
-    repetition_penalty: float = flag(
-        1.0, "above 1: makes tokens that already occurred less likely", at_least(PENALTIES[0]), at_most(PENALTIES[1])
-    )
+    repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
-        8,
-        "maximum batches of prompts sampled until the algorithm's filter has kept a full batch",
-        at_least(1),
-        needs="filter",
+        8, "maximum batches of prompts sampled until the filter has kept a full batch", at_least(1), needs="filter"
     )
     empty_filter: str = flag(
         "skip",
@@ -674,9 +620,7 @@ class OptimizerSettings:
         kinds=RL,
         needs="implicit_reward",
     )
-    critic_warmup_steps: int = flag(
-        0, "first steps in which only the critic learns", at_least(0), kinds=RL, needs="critic"
-    )
+    critic_warmup_steps: int = flag(0, "first steps that train only the critic", at_least(0), kinds=RL, needs="critic")
     optimizer: str = flag("adamw", "muon applies to matrices; other weights use adamw", one_of("adamw", "muon"))
     lr_schedule: str = flag("constant", "schedule after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
@@ -736,9 +680,7 @@ class UpdateSettings:
     epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "optimizer steps per pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(
-        3,
-        "maximum consecutive updates skipped because the loss or gradient is not finite; then the run stops",
-        at_least(1),
+        3, "maximum consecutive updates skipped because loss or gradient is not finite; then the run stops", at_least(1)
     )
     token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
@@ -761,10 +703,7 @@ class EvaluationSettings:
     eval_every: int = flag(10, "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1))
     eval_samples: int = flag(
-        1,
-        "completions of each held-out prompt, for pass@k and maj@k; more than one needs a temperature",
-        at_least(1),
-        kinds=RL,
+        1, "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature", at_least(1), kinds=RL
     )
     eval_temperature: float | None = flag(
         None,
@@ -777,12 +716,7 @@ class EvaluationSettings:
     eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1")
     eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), kinds=RL, chosen="the model's, else 0")
     eval_repetition_penalty: float | None = flag(
-        None,
-        "as --repetition_penalty",
-        at_least(PENALTIES[0]),
-        at_most(PENALTIES[1]),
-        kinds=RL,
-        chosen="the model's, else 1",
+        None, "as --repetition_penalty", *PENALTY_BOUNDS, kinds=RL, chosen="the model's, else 1"
     )
 
 
