@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -200,19 +199,23 @@ def rl_job(settings: Settings, algorithm: Algorithm, models: JobModels, devices:
     if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
         agents = agents.with_one_policy()
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), models.stop, models.model.config)
-    facts = _facts(settings, algorithm, models, devices)
-    return RLJob(**facts, task=task, agents=agents, sampling=sampling, eval_sampling=eval_sampling)
+    return RLJob(
+        **vars(models),
+        **vars(devices),
+        settings=settings,
+        algorithm=algorithm,
+        start=settings.models.model,
+        task=task,
+        agents=agents,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+    )
 
 
 def text_job(settings: Settings, algorithm: Algorithm, models: JobModels, devices: JobDevices, task: Texts) -> TextJob:
     """A job to learn from given texts."""
-    return TextJob(**_facts(settings, algorithm, models, devices), task=task)
-
-
-def _facts(settings: Settings, algorithm: Algorithm, models: JobModels, devices: JobDevices) -> dict[str, Any]:
-    """Fields of `BaseJob` that do not depend on the task."""
-    facts = {field.name: getattr(record, field.name) for record in (models, devices) for field in fields(record)}
-    return facts | {"settings": settings, "algorithm": algorithm, "start": settings.models.model}
+    start = settings.models.model
+    return TextJob(**vars(models), **vars(devices), settings=settings, algorithm=algorithm, start=start, task=task)
 
 
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:

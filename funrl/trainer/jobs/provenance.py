@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,12 +98,15 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
         digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error
-    records = "prompts" if settings.examples.data is None else "data"
-    digests |= {records: _list_digest(given.records)} if given.records is not None else {}
-    digests |= {"eval_data": _list_digest(given.eval_records)} if given.eval_records is not None else {}
-    digests |= {"reward": "".join(map(_function_digest, given.rewards))} if given.rewards is not None else {}
-    digests |= {"curriculum": _function_digest(given.curriculum)} if given.curriculum is not None else {}
-    digests |= {"env": _environment_digest(given.environment)} if given.environment is not None else {}
+    texts = "prompts" if settings.examples.data is None else "data"
+    objects = (
+        (texts, given.records, _list_digest),
+        ("eval_data", given.eval_records, _list_digest),
+        ("reward", given.rewards, lambda functions: "".join(map(_function_digest, functions))),
+        ("curriculum", given.curriculum, _function_digest),
+        ("env", given.environment, _environment_digest),
+    )
+    digests |= {name: digest(value) for name, value, digest in objects if value is not None}
     return {name: digest for name, digest in digests.items() if digest}
 
 
@@ -143,15 +147,8 @@ def _code_digest(text: str | None) -> str:
 def _text_digest(text: str | None) -> str:
     """The digest of the file in FILE or FILE:n; "" of a text that is none."""
     places = [] if text is None else [text, text.rpartition(":")[0]]
-    file = next((Path(place) for place in places if len(place) < 4096 and "\n" not in place and _is_file(place)), None)
-    return "" if file is None else files_digest({"": file})
-
-
-def _is_file(place: str) -> bool:
-    try:
-        return bool(place) and Path(place).is_file()
-    except (OSError, ValueError):  # of a text that can be no path
-        return False
+    file = next((place for place in places if os.path.isfile(place)), None)
+    return "" if file is None else files_digest({"": Path(file)})
 
 
 def _list_digest(records: Any) -> str:

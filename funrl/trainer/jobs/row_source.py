@@ -14,7 +14,7 @@ from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.data.pictures import picture_form_of
-from funrl.data.prompt_format import PromptFormat, read_tools, template_arguments
+from funrl.data.prompt_format import template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
@@ -30,14 +30,14 @@ from funrl.processes.stall_monitor import duration
 from funrl.processes.watch import WaitLimits
 from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.jobs.datasets import has_workers, step_separator
+from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
-from funrl.trainer.settings.checks import difficulty_of
+from funrl.trainer.settings.checks import difficulty_of, names_of_fields
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import reward_timeout_of, scoring_budget
 from funrl.trainer.sources.completion_scores import (
@@ -66,7 +66,6 @@ from funrl.trainer.steps.roles import Role
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
-WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 
 
 @contextlib.contextmanager
@@ -100,17 +99,6 @@ def runs_episodes(job: RLJob, rank: int) -> bool:
             return False
         rank = job.placement.generate.ranks.index(rank)
     return Mesh(job.generate_sizes, rank).index("tensor") == 0
-
-
-def remarks_on_workers(job: Job) -> list[str]:
-    """A remark where --reward_workers makes many more processes than this machine has cores."""
-    workers = job.settings.rewards.reward_workers or 0
-    ranks = max(1, int(replicas_here(job)))
-    remark = (
-        f"--reward_workers={workers}: {workers * ranks} processes on the {cores()} cores of this machine; functions "
-        "that wait for something else take less as `async` functions, which share one process"
-    )
-    return [remark] if workers * ranks > WORKERS_PER_CORE * cores() else []
 
 
 def share_of_cores(job: Job) -> int:
@@ -154,7 +142,6 @@ def remarked_generation(
     remarks = (
         *remarks_on_counts(settings.run.batch_prompts, len(task.prompts), len(task.heldout), "prompts"),
         *remarks_on_groups(job.sampling.samples, job.algorithm),
-        *remarks_on_workers(job),
         *remarks_on_sampling(job, "eval_"),
     )
     for remark in (*task.remarks, *remarks):
@@ -317,11 +304,7 @@ def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedE
 def demonstrations_of(job: RLJob) -> DemonstrationReader:
     """The reader of the demonstrations of a job's prompts."""
     paired = job.algorithm.example == "demonstrated"
-    formatting = job.settings.formatting
-    form = PromptFormat(
-        tools=() if formatting.tools is None else read_tools(formatting.tools),
-        arguments={} if formatting.template_arguments is None else template_arguments(formatting.template_arguments),
-    )
+    form = format_of(job.settings, names_of_fields(job.settings))
     most = job.model.config.max_positions
     return DemonstrationReader(job.task.demonstration_field, job.tokenizer, form, most, job.pad, paired)
 
