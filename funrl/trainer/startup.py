@@ -93,11 +93,7 @@ def first_digests(trainer: Trainer, state: State) -> tuple[Job, FrozenDigests]:
     if trainer.folder is None:
         return job, FrozenDigests()
     adapters = adapter_facts(job, parts, trainer.frozen)
-    digests = FrozenDigests(
-        role_digests(parts.roles, trainer.frozen, parts.mesh),
-        adapters,
-        agent_digests(parts),
-    )
+    digests = FrozenDigests(role_digests(parts.roles, trainer.frozen, parts.mesh), adapters, agent_digests(parts))
     return with_first_digests(job, parts, state.roles[job.main_role].params, digests), digests
 
 

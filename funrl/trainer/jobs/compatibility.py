@@ -27,14 +27,7 @@ from funrl.trainer.jobs.sharding import (
     learns_sharded,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import (
-    JUDGE,
-    NOTHING_GIVEN,
-    Given,
-    environment_flag,
-    has_environment,
-    scorers_of,
-)
+from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, is_given, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -47,10 +40,7 @@ MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): en
 
 
 def check_algorithm(
-    algorithm: Algorithm,
-    settings: Settings,
-    source: Collection[str] | None = None,
-    given: Given = NOTHING_GIVEN,
+    algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None, given: Given = NOTHING_GIVEN
 ) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
@@ -170,10 +160,7 @@ def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
 
 
 def provided(
-    algorithm: Algorithm,
-    settings: Settings,
-    source: Collection[str] | None = None,
-    given: Given = NOTHING_GIVEN,
+    algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None, given: Given = NOTHING_GIVEN
 ) -> Available:
     """The fields that a run provides, by where they can be read.
 

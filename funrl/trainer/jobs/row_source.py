@@ -264,15 +264,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
     form = form._replace(pictures=picture_form_of(job.tokenizer))
     log = [] if job.settings.run.save_rollouts and not in_parts else None
-    return EpisodeSetup(
-        environment,
-        chat,
-        limits,
-        form,
-        models=models,
-        log=log,
-        source_of=source_of(job.task.prompts),
-    )
+    return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 
 
 def chat_of(job: RLJob) -> TemplateChat:
