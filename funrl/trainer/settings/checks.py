@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
-from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.environments.agents import parse_agents
@@ -192,11 +191,8 @@ def refuse_idle_data(settings: Settings) -> None:
 
 
 def names_of_fields(settings: Settings) -> Fields:
-    """The columns that --fields names. Raises: SettingsError."""
-    try:
-        return parse_fields(settings.examples.fields)
-    except DataError as error:
-        raise SettingsError(str(error)) from error
+    """The columns that --fields names. Raises: DataError, which names the flag."""
+    return parse_fields(settings.examples.fields)
 
 
 class Difficulty(NamedTuple):
