@@ -67,8 +67,7 @@ from funrl.trainer.jobs.row_source import make_source, open_rewards, waiting_of
 from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import Given
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.startup import MakeSource

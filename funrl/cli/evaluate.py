@@ -51,8 +51,7 @@ from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import EPISODE_FLAGS, Given, has_environment, scorers_of
+from funrl.trainer.settings.scorers import EPISODE_FLAGS, Given, has_environment, resolved, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample

@@ -19,7 +19,7 @@ from funrl.trainer.settings.declaration import (
     some_of,
     value_type,
 )
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import resolved
 from funrl.trainer.settings.settings import (
     Settings,
     check_values,

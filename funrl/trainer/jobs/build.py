@@ -30,7 +30,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.generator import judging_mesh, policy_generator, with_agents
+from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
 from funrl.trainer.jobs.learning_rates import optimizer_of
 from funrl.trainer.jobs.models import base_role, companion_of

@@ -62,8 +62,7 @@ from funrl.trainer.settings.checks import (
     weights_of_rewards,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.implied import new_tokens_of
-from funrl.trainer.settings.scorers import Given, environment_flag, scorers_of
+from funrl.trainer.settings.scorers import Given, environment_flag, new_tokens_of, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 

@@ -31,10 +31,9 @@ from funrl.processes.watch import WaitLimits
 from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
-from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
+from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
 from funrl.trainer.jobs.job import Job, RLJob, TextJob
 from funrl.trainer.jobs.prepare import inherited
-from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
 from funrl.trainer.settings.checks import difficulty_of, names_of_fields

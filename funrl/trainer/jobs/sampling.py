@@ -13,7 +13,7 @@ from funrl.rollout.native.cache_sizes import page_tokens
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import Task
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import new_tokens_of
+from funrl.trainer.settings.scorers import new_tokens_of
 from funrl.trainer.settings.settings import Settings, flag_value
 
 EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}

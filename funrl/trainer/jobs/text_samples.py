@@ -23,7 +23,7 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.generator import policy_generator
+from funrl.trainer.jobs.engines import policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout

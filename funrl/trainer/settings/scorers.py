@@ -1,5 +1,7 @@
 """Flags of models that score completions, DIR or DIR@0.5 with a weight, and of environments that reward episodes.
 
+With them the values that other flags imply: weights of rewards, and tokens of a completion.
+
 Nothing here imports torch.
 """
 
@@ -19,6 +21,7 @@ from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is
 
 if TYPE_CHECKING:
     from funrl.models import Model
+from funrl.trainer.settings.settings import with_flags
 
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
@@ -145,3 +148,36 @@ def check_environment_flags(settings: Settings, given: Given = NOTHING_GIVEN) ->
     for name, reason in WITHOUT_ENVIRONMENT.items():
         if is_given(settings, name):
             raise SettingsError(f"{given_flag(settings, name)} with {what}: {reason}; leave it out")
+
+
+NEW_TOKENS = 64  # of a completion, unless a flag or the embedded task gives it
+NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
+
+
+def resolved(settings: Settings, given: bool = False) -> Settings:
+    """The settings with implied values filled in: the number of new tokens and the weights of rewards.
+
+    Args:
+      given: whether the caller passes prompts itself, not by a flag.
+
+    Raises:
+      LoadError: --reward does not name reward functions.
+    """
+    if settings.rewards.reward_weights is None:
+        functions = int(settings.examples.prompts is None and not given)  # of the embedded task
+        settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
+    return with_flags(settings, max_new_tokens=new_tokens_of(settings, given))
+
+
+def new_tokens_of(settings: Settings, given: bool = False) -> int:
+    """Tokens that a completion may have: those of a flag, or what they are by default.
+
+    Args:
+      given: whether the caller passes prompts itself, not by a flag.
+    """
+    if settings.sampling.max_new_tokens is not None:
+        return settings.sampling.max_new_tokens
+    own = settings.examples.prompts, settings.rewards.reward, settings.environments.env
+    if all(value is None for value in own) and not given:
+        return embedded_task(settings.examples.task).max_new_tokens
+    return NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS
