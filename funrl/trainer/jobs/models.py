@@ -95,7 +95,7 @@ def models_of(
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
     role = None if algorithm.divergence is None else algorithm.divergence.role
-    if role in directories:
+    if role is not None and role in directories:
         rows = models[role].config.vocab
         own = models[main_role_of(models, algorithm)].config.vocab
         if rows != own:

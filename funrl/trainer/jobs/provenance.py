@@ -98,15 +98,12 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
         digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error
-    texts = "prompts" if settings.examples.data is None else "data"
-    objects = (
-        (texts, given.records, _list_digest),
-        ("eval_data", given.eval_records, _list_digest),
-        ("reward", given.rewards, lambda functions: "".join(map(_function_digest, functions))),
-        ("curriculum", given.curriculum, _function_digest),
-        ("env", given.environment, _environment_digest),
-    )
-    digests |= {name: digest(value) for name, value, digest in objects if value is not None}
+    records = "prompts" if settings.examples.data is None else "data"
+    digests |= {records: _list_digest(given.records)} if given.records is not None else {}
+    digests |= {"eval_data": _list_digest(given.eval_records)} if given.eval_records is not None else {}
+    digests |= {"reward": "".join(map(_function_digest, given.rewards))} if given.rewards is not None else {}
+    digests |= {"curriculum": _function_digest(given.curriculum)} if given.curriculum is not None else {}
+    digests |= {"env": _environment_digest(given.environment)} if given.environment is not None else {}
     return {name: digest for name, digest in digests.items() if digest}
 
 
