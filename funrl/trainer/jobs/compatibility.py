@@ -20,13 +20,11 @@ from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
     check_experts,
-    check_forms,
     check_layouts,
-    check_roles,
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
 from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, is_given, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
@@ -215,7 +213,9 @@ def check_meshes(
     Raises:
       SettingsError, MeshError: naming the flag, the sizes and the way out.
     """
-    check_roles(settings, tuple(models))
+    absent = [name for name in parts(settings.sharding.fsdp_models) if name not in models]
+    if absent:
+        raise settings.refusal(f"{{fsdp_models}}: this run has no {absent[0]}; it has {', '.join(models)}")
     check_experts(settings, models.values())
     role = ROLES.generating(models)
     generating = sizes if role is None else generate_sizes(settings, sizes, models[role], memory)
@@ -225,7 +225,13 @@ def check_meshes(
         for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
-    check_forms(models, settings, sizes)
+    for name, model in models.items():
+        heads = -(-model.abilities.heads // sizes["tensor"])
+        if settings.devices.sequence_parallel == "ulysses" and heads % sizes["sequence"]:
+            raise settings.refusal(
+                f"{{sequence_parallel}}: the {name} has {heads} query heads on a device, which do not divide over "
+                f"sp{sizes['sequence']}; give --sequence_parallel=ring, or an sp that divides {heads}"
+            )
     return generating
 
 

@@ -721,15 +721,10 @@ class EvaluationSettings:
 
 
 class ProfileWindow(NamedTuple):
-    """Steps that --profile traces: `count` steps from `first` on."""
+    """First and last step that --profile traces."""
 
     first: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """The last step."""
-        return self.first + self.count - 1
+    last: int
 
 
 @dataclass(frozen=True)
@@ -759,4 +754,4 @@ class OutputSettings:
     def window(self) -> ProfileWindow | None:
         """The steps of --profile; None: no profile."""
         match = re.fullmatch(PROFILE, self.profile) if self.profile else None
-        return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+        return None if match is None else ProfileWindow(int(match[1]), int(match[1]) + int(match[2]) - 1)

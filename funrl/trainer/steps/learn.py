@@ -85,9 +85,8 @@ def learn(
         totals = denominators(learning, rows, epoch.parts)
         most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh), together=units.together)[1]
         for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
-            pieces = MiniBatch(rows, part, packing, most_rows)
             for name, role in learning.items():
-                update = _Update(f"step {plan.step}, {name}", name, role, pieces)
+                update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows)
                 states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
                 for key, value in metrics.items():
                     if first or key not in ENGINE_GAPS:
@@ -140,39 +139,35 @@ def epoch_of(rows: Rows, plan: UpdatePlan, number: int, units: RowUnits = SINGLE
     return plan_epoch(rows.lengths, rows.mesh, plan, number, units=units)
 
 
-class MiniBatch(NamedTuple):
-    """Rows of one update.
+class RoleUpdate(NamedTuple):
+    """One update of a role on some rows of a step.
 
     Attributes:
+      what: name of the update, in messages.
+      name, role: that learns.
       rows: all rows of the step.
       part: numbers of those of the update.
       packing: of these, into micro-batches.
       most_rows: that a micro-batch can have.
     """
 
+    what: str
+    name: str
+    role: Role
     rows: Rows
     part: np.ndarray
     packing: Packing
     most_rows: int
 
-    def batches(self, role: Role) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
-        fields = row_fields_of(role.training_loss)
-        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
+        fields = row_fields_of(self.role.training_loss)
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, self.role.mask, fields):
             yield piece.batch
 
 
-class _Update(NamedTuple):
-    """One update of one role; `what` names it in messages."""
-
-    what: str
-    name: str
-    role: Role
-    pieces: MiniBatch
-
-
 def _updated(
-    update: _Update,
+    update: RoleUpdate,
     state: RoleState,
     total: LossTotals,
     frozen: Mapping[str, trees.Tree] | None,
@@ -180,17 +175,16 @@ def _updated(
 ) -> tuple[RoleState, dict[str, Tensor]]:
     """The state after an update, and its metrics; the same state and no metrics where the update is left out."""
     role = update.role
-    pieces = update.pieces
     with monitor.clock.phase(f"update_{update.name}"):
         try:
-            state, metrics = train_step(role, state, pieces.batches(role), total, update.what, frozen)
+            state, metrics = train_step(role, state, update.batches(), total, update.what, frozen)
         except NotFiniteError as error:
             if monitor.skips is None:
                 raise
-            term = odd_term(role, state.params, pieces.batches(role), frozen)
-            own = own_places(pieces.packing, pieces.rows)
-            numbers = [number for i in error.suspects for number in pieces.part[own[i]].tolist()]
-            monitor.skips.add(error, update.name, pieces.rows, pieces.part, Suspects(numbers, term))
+            term = odd_term(role, state.params, update.batches(), frozen)
+            own = own_places(update.packing, update.rows)
+            numbers = [number for i in error.suspects for number in update.part[own[i]].tolist()]
+            monitor.skips.add(error, update.name, update.rows, update.part, Suspects(numbers, term))
             return state, {}
     forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:
