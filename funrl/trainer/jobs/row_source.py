@@ -32,7 +32,7 @@ from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
 from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import inherited
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
@@ -113,10 +113,19 @@ def replicas_here(job: Job) -> float:
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of the rows that a job trains on."""
-    if isinstance(job, TextJob):
-        return source_of_texts(job, parts, frozen, clock, show)
-    assert isinstance(parts, GeneratingParts)
-    return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
+    if isinstance(job, RLJob):
+        assert isinstance(parts, GeneratingParts)
+        return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
+    settings = job.settings
+    task = job.task
+    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
+    for remark in (*task.remarks, *remarks):
+        show.note(remark)
+    to_rows = functools.partial(text_rows, job, parts.mesh)
+    data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
+    sample = text_samples(job, parts, frozen, show)
+    evaluation = LossEvaluation(parts.roles, frozen, scoring_budget(settings), job.algorithm.advantage, sample)
+    return text_source(data, evaluation, clock, show)
 
 
 def source_of_generation(
@@ -152,20 +161,6 @@ def remarked_generation(
         for line in template_limits(generation.episodes.chat, tools):
             show.note(line)
     return generation
-
-
-def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of a job that learns from given texts."""
-    settings = job.settings
-    task = job.task
-    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
-    for remark in (*task.remarks, *remarks):
-        show.note(remark)
-    to_rows = functools.partial(text_rows, job, parts.mesh)
-    data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
-    sample = text_samples(job, parts, frozen, show)
-    evaluation = LossEvaluation(parts.roles, frozen, scoring_budget(settings), job.algorithm.advantage, sample)
-    return text_source(data, evaluation, clock, show)
 
 
 def remarks_on_counts(batch: int, examples: int, heldout: int, name: str) -> list[str]:
