@@ -47,6 +47,12 @@ from funrl.trainer.settings.settings import (
 LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by default
+OF_OWN_STEPS = {  # flags that only the native engine takes, and why the others do not
+    "dry_run": "it counts the native engine",
+    "speculate": "it decodes by steps of its own",
+    "clock": "what it computes in an iteration is its own",
+    "keep_cache": "it computes keys and values of running sequences again under new weights",
+}
 OF_OWN_DATA = (
     "fields",
     "eval_data",
@@ -270,10 +276,9 @@ def check_requirements(s: Settings) -> None:
 def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
-    if s.estimate.dry_run and not abilities.own_steps:
-        raise s.refusal("{engine}: --dry_run counts the native engine; leave one of them out")
-    if s.engines.speculate and not abilities.own_steps:
-        raise s.refusal("{speculate} does nothing with {engine}; leave it out")
+    for name, reason in () if abilities.own_steps else OF_OWN_STEPS.items():
+        if is_given(s, name):
+            raise s.refusal(f"{{{name}}} with {{engine}}: {reason}; leave it out, or give --engine=native")
     if s.engines.engine_url is not None and not abilities.servers:
         raise s.refusal(f"{{engine_url}} does nothing without --engine={engines_that('servers')}")
     if s.engines.engine_url is None and abilities.servers:
@@ -337,15 +342,6 @@ def check_placement(s: Settings) -> None:
         )
     if s.devices.joined:
         _check_joined(s)
-    if s.asynchrony.clock == "tokens" and not abilities.own_steps:
-        raise s.refusal(
-            "{clock} with {engine}: what it computes in an iteration is its own; leave it out, or give --engine=native"
-        )
-    if s.asynchrony.keep_cache and not abilities.own_steps:
-        raise s.refusal(
-            "{keep_cache} with {engine}: it computes keys and values of running sequences again under new weights; "
-            "leave it out, or give --engine=native"
-        )
     if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:
         raise s.refusal(
             "{new_tokens_per_step} with {staleness}: completions are written on during the updates anyway, by newer "
