@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -119,7 +118,7 @@ def _algorithm() -> Algorithm:
     )
 
 
-def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
+def _task(settings: Settings, given: Given, tokenizer: object, most: int) -> Task:
     form = format_of(settings, names_of_fields(settings))
     heldout = eval_prompts(settings, given, form, tokenizer, most)
     if heldout is not None:

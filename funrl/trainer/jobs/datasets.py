@@ -74,7 +74,7 @@ PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of 
 SPLIT = 0x5917  # separates the random numbers of held-out prompts from those of shuffling
 
 
-def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+def task_of_prompts(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
     """The task with its curriculum, where there is one; the others as in `prompts_of`."""
     task = prompts_of(settings, tokenizer, given, rewarded)
     curriculum = given.curriculum
@@ -85,7 +85,7 @@ def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: 
     return task._replace(curriculum=curriculum)
 
 
-def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+def prompts_of(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
     """The task that is given or that the flags name: prompts and rewards, or the embedded one.
 
     Args:
@@ -138,7 +138,9 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
         raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
 
 
-def prompts_of_environment(environment: Environment, settings: Settings, given: Given) -> Sequence[Mapping[str, Any]]:
+def prompts_of_environment(
+    environment: Environment, settings: Settings, given: Given
+) -> Sequence[Mapping[str, object]]:
     """An environment's own prompts. Raises: SettingsError, it has none."""
     if isinstance(environment, PromptingEnvironment):
         return made(lambda: environment.prompts(settings.run.seed), "prompts()")
@@ -147,7 +149,7 @@ def prompts_of_environment(environment: Environment, settings: Settings, given: 
 
 
 def eval_prompts(
-    settings: Settings, given: Given, form: PromptFormat, tokenizer: Any, most: int | None = None
+    settings: Settings, given: Given, form: PromptFormat, tokenizer: object, most: int | None = None
 ) -> Sequence[Example] | None:
     """The prompts that are given to evaluate on: at most `most`, which the seed chooses; None: none are given.
 
@@ -202,7 +204,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
     return "+".join(Path(file.path).stem for file in files)
 
 
-def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
+def embedded_prompts(settings: Settings, tokenizer: object) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
     train = _training_examples(settings, None, tokenizer)
@@ -233,7 +235,7 @@ def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> 
     return _encode_training(task, kind, settings.run.seed, tokenizer)
 
 
-def _encode_training(task: str, kind: str | None, seed: int, tokenizer: Any) -> list[Any]:
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: object) -> list[Any]:
     embedded = embedded_task(task)
     if kind is None:
         return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
@@ -278,7 +280,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
         )
 
 
-def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig, given: Given) -> Texts:
+def texts_of(settings: Settings, kind: str, tokenizer: object, config: ModelConfig, given: Given) -> Texts:
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
@@ -329,7 +331,7 @@ def token_limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[i
     return asked, f"--{flag} is {asked}", ()
 
 
-def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) -> Texts:
+def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: object) -> Texts:
     """Texts of at most `most` tokens, with remarks; the others as in `fit_examples`."""
     numbers = pairs_of(texts.examples)
     pairs = 0 if numbers is None else len(numbers) - len(np.unique(numbers))
@@ -343,7 +345,7 @@ def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) ->
 
 
 def _text_examples(
-    settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
+    settings: Settings, flag: str, kind: str, tokenizer: object, records: Sequence[Mapping[str, object]] | None
 ) -> tuple[Any, list[str]]:
     """The texts of a caller, or of the files that a flag names, with remarks; None where there are neither."""
     files = data_files(settings, flag) if records is None else []
@@ -375,7 +377,7 @@ def _has_margins(examples: Sequence[Any]) -> bool:
     return examples.has_margin if isinstance(examples, TextFile) else all(x.margin is not None for x in examples)
 
 
-def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
+def embedded_texts(settings: Settings, kind: str, tokenizer: object) -> Texts:
     """The embedded task as texts of a kind.
 
     They are demonstrations without errors, pairs of a right and a wrong answer, or one of these with a label, or with
@@ -390,7 +392,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
 
 
-def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
+def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: object) -> list[Any]:
     """Tokenize an embedded task's texts: records, or rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     form = PLAIN_PROMPTS._replace(step_separator="")
@@ -398,7 +400,9 @@ def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[An
     return [text_example(record, kind, tokenizer, form) for record in records]
 
 
-def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:
+def fit_prompts(
+    task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: object
+) -> Task:
     """The task with prompts that are short enough for every model and for --max_prompt_tokens.
 
     Args:
@@ -451,7 +455,7 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
       SettingsError: naming the flag.
     """
 
-    def read(name: str, parse: Any, otherwise: Any) -> Any:
+    def read(name: str, parse: Callable[[str], object], otherwise: object) -> Any:
         value = flag_value(settings, name)
         with blaming(name):
             return otherwise if value is None else parse(value)
@@ -498,7 +502,7 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     return tokenizer
 
 
-def _check_tools_shown(tokenizer: Any, file: str) -> None:
+def _check_tools_shown(tokenizer: object, file: str) -> None:
     """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
     with blaming("tools"):
         tools = read_tools(file)
@@ -512,7 +516,7 @@ def _check_tools_shown(tokenizer: Any, file: str) -> None:
 
 
 def prompt_examples(
-    settings: Settings, flag: str, records: Sequence[Any] | None, form: PromptFormat, tokenizer: Any
+    settings: Settings, flag: str, records: Sequence[object] | None, form: PromptFormat, tokenizer: object
 ) -> Sequence[Example]:
     """The prompts of a caller, or of the files of a flag, as token ids; a mixture where files have weights.
 
@@ -548,7 +552,7 @@ def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[An
     return pick(examples, np.setdiff1d(np.arange(len(examples)), held)), pick(examples, held)
 
 
-def remarks_on_heldout(train: Sequence[Any], heldout: Sequence[Any], wanted: int) -> list[str]:
+def remarks_on_heldout(train: Sequence[object], heldout: Sequence[object], wanted: int) -> list[str]:
     """Remarks on held-out examples: fewer than a flag asks for, or the same as examples that are trained on.
 
     Of texts only the first 5,000 are compared, for they are read from their files.
@@ -596,7 +600,7 @@ def chosen_places(total: int, count: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng((seed, SPLIT)).permutation(total)[:count])
 
 
-def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarray:
+def chosen_examples(examples: Sequence[object], count: int, seed: int) -> np.ndarray:
     """`chosen_places` of at most `count` examples, but one pair at least; the two texts of a pair stay together."""
     pairs = pairs_of(examples)
     if pairs is None:
@@ -608,7 +612,7 @@ def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarra
     return np.flatnonzero(np.isin(pairs, drawn[sizes <= max(count, sizes[0])]))
 
 
-def pairs_of(examples: Sequence[Any]) -> np.ndarray | None:
+def pairs_of(examples: Sequence[object]) -> np.ndarray | None:
     """[examples] a number of the pair that each text is from, or of its own; None: all are their own."""
     if isinstance(examples, TextFile) and isinstance(examples.records.table, PairHalves):
         return examples.records.places // 2

@@ -46,7 +46,7 @@ class DemonstrationReader(NamedTuple):
     """
 
     field: str
-    tokenizer: Any
+    tokenizer: object
     form: PromptFormat
     most: int
     pad: int

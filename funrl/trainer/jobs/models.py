@@ -215,7 +215,7 @@ def with_head_of(kind: RoleKind, model: Model) -> Model:
     return with_value_head(model)
 
 
-def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory: str | None) -> bool:
+def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: object, directory: str | None) -> bool:
     """True if a role reads the policy's tokens, and not texts in tokens of its own.
 
     Args:

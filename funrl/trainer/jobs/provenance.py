@@ -73,7 +73,7 @@ class Provenance(NamedTuple):
     """
 
     recipe: str | None = None
-    flags: Mapping[str, Any] = {}
+    flags: Mapping[str, object] = {}
     inputs: Mapping[str, str] = {}
 
 
@@ -148,12 +148,12 @@ def _text_digest(text: str | None) -> str:
     return "" if file is None else files_digest({"": Path(file)})
 
 
-def _list_digest(records: Any) -> str:
+def _list_digest(records: object) -> str:
     """The digest of records that are a list; "" of what can be read once only."""
     return records_digest(records) if isinstance(records, Sequence) else ""
 
 
-def _function_digest(function: Callable[..., Any]) -> str:
+def _function_digest(function: Callable[..., object]) -> str:
     """The digest of a function's text; "" where Python does not have it."""
     function = getattr(function, "function", function)
     try:
@@ -170,7 +170,7 @@ def _environment_digest(environment: Any) -> str:
     return "" if code.__module__.startswith("funrl.") else _function_digest(code)
 
 
-def model_function(config: ModelConfig) -> dict[str, Any]:
+def model_function(config: ModelConfig) -> dict[str, object]:
     """The fields of a model's config that its function depends on, as JSON has them."""
     fields = {name: value for name, value in saved_fields(config).items() if name not in NOT_COMPUTED}
     foreign = config.foreign.items()

@@ -42,7 +42,7 @@ def kinds_of(algorithm: Any) -> tuple[str, ...]:
     return RUN_KINDS if divergence is not None and algorithm.role_kinds[divergence.role].flag else SUPERVISED
 
 
-def run_kind(algorithm: Any, data: str | None) -> str:
+def run_kind(algorithm: object, data: str | None) -> str:
     """The kind of a run; `data` is the flag that names texts."""
     kinds = kinds_of(algorithm)
     return "supervised" if data is not None and "supervised" in kinds else kinds[0]
@@ -145,7 +145,7 @@ class Flag(NamedTuple):
     group: str = "algorithm"
     bounds: tuple[Bound, ...] = ()
     kinds: tuple[str, ...] = RUN_KINDS
-    without: Any = None
+    without: object = None
     requires: str = ""
     unless: tuple[str, ...] = ()
     needs: str = ""
@@ -156,7 +156,7 @@ class Flag(NamedTuple):
         Raises:
           ValueError: the value has the wrong type or violates a bound; the message is that of `problem`.
         """
-        value: Any = text
+        value: object = text
         if text == "":
             none = f", or write --{self.name}={NONE}" if self.optional else ""
             raise ValueError(f"{WANTED[self.type]} is needed; leave --{self.name} out for its default{none}")
@@ -173,7 +173,7 @@ class Flag(NamedTuple):
             raise ValueError(problem)
         return value
 
-    def problem(self, value: Any) -> str:
+    def problem(self, value: object) -> str:
         """Reason to refuse a value of this flag, such as "it must be at least 1"; "" if it is valid."""
         if value is None:
             return "" if self.optional else f"{WANTED[self.type]} is needed"
@@ -202,13 +202,13 @@ class FlagOptions(TypedDict, total=False):
 
     chosen: str
     kinds: tuple[str, ...]
-    without: Any
+    without: object
     requires: str
     unless: tuple[str, ...]
     needs: str
 
 
-def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
+def flag(default: object, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
     """Declare a field of `Settings`.
 
     Args:
@@ -233,7 +233,7 @@ class ValueType(NamedTuple):
     choices: tuple[Any, ...] = ()
 
 
-def value_type(hint: Any) -> ValueType:
+def value_type(hint: object) -> ValueType:
     """The values that an annotation such as `int`, `float | None` or `Literal["k1", "k3"]` allows.
 
     Raises:

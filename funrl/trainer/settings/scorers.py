@@ -54,11 +54,11 @@ class Given(NamedTuple):
     """
 
     model: Model | None = None
-    tokenizer: Any = None
-    records: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: object = None
+    records: Sequence[Mapping[str, object]] | None = None
     rewards: tuple[Callable[..., float], ...] | None = None
-    eval_records: Sequence[Mapping[str, Any]] | None = None
-    curriculum: Callable[..., Any] | None = None
+    eval_records: Sequence[Mapping[str, object]] | None = None
+    curriculum: Callable[..., object] | None = None
     environment: Any = None
 
     @property

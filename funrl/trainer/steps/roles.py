@@ -197,7 +197,7 @@ class State(NamedTuple):
     """
 
     roles: Mapping[str, RoleState]
-    advantage: Any = ()
+    advantage: trees.Tree = ()
     source: trees.Tree = ()
     step: int = 0
     version: int = 0
