@@ -23,8 +23,8 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_flags
 
 # "FILE.py:NAME", or what `environment_from` takes

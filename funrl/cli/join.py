@@ -30,10 +30,10 @@ from funrl.processes.environment import read_environment
 from funrl.track.records.run_directory import RunDirectory
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.row_source import waiting_of
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.waiting import waiting_of
 
 RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 

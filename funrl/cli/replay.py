@@ -44,11 +44,10 @@ from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.scorers import Given, has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
 from funrl.trainer.sources.observing import Observer

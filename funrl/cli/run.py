@@ -119,8 +119,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
-    from funrl.trainer.jobs.row_source import open_rewards
-    from funrl.trainer.waiting import waiting_of
+    from funrl.trainer.jobs.row_source import open_rewards, waiting_of
 
     job = _job(command)
     status = 0

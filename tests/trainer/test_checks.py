@@ -12,7 +12,7 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp; give --fsdp too"),
     ({"hardware": "h200"}, "--hardware=h200 does nothing without --dry_run; give --dry_run too"),
     ({"text_tokens": 9}, "--text_tokens=9 does nothing without --dry_run"),
-    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 does nothing with --engine=vllm; leave it out"),
+    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 with --engine=vllm: it decodes by steps of its own"),
     ({"resume": True}, "--resume does nothing without --run_dir; give --run_dir too"),
     ({"temperature": 0.5, "top_k": 4}, "use either a temperature, or top_k at temperature 1"),
     ({"temperature": 0.5, "top_k": 4, "top_p": 0.9}, "--temperature=0.5 with --top_k=4 --top_p=0.9: the trainer needs"),

@@ -39,8 +39,8 @@ from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
 from funrl.trainer.jobs.datasets import check_text_prompts
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 

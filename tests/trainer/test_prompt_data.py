@@ -15,8 +15,8 @@ from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, flat_fields
 from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, split, texts_of, with_chat_template
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import Settings, settings_of
 
 TOKENIZER = character_tokenizer("abcdefgh:;? \n")

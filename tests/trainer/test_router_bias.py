@@ -19,7 +19,7 @@ from funrl.trainer.settings.checks import check_together
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.optimizer import with_gradient
-from funrl.trainer.steps.router_bias import biases_of, move_biases_
+from funrl.trainer.steps.router_losses import biases_of, move_biases_
 
 
 def run_with(rate, **more):

@@ -59,10 +59,9 @@ from funrl.trainer.jobs.demonstrations import DemonstrationReader, check_demonst
 from funrl.trainer.jobs.job import DEMONSTRATION
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import form_of_pictures, texts_kind
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings
 
 NULLS = "nulls that the table has for absent keys are left out"

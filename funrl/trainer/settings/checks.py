@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
-from funrl.data.json_lines import DataError
 from funrl.data.mixture import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.environments.agents import parse_agents
@@ -23,9 +22,9 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
-    NO_OBJECTS,
+    NOTHING_GIVEN,
     SCORERS,
-    GivenObjects,
+    Given,
     check_environment_flags,
     has_environment,
     model_path,
@@ -48,6 +47,12 @@ from funrl.trainer.settings.settings import (
 LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by default
+OF_OWN_STEPS = {  # flags that only the native engine takes, and why the others do not
+    "dry_run": "it counts the native engine",
+    "speculate": "it decodes by steps of its own",
+    "clock": "what it computes in an iteration is its own",
+    "keep_cache": "it computes keys and values of running sequences again under new weights",
+}
 OF_OWN_DATA = (
     "fields",
     "eval_data",
@@ -61,7 +66,7 @@ OF_OWN_DATA = (
 
 
 def check_settings(
-    settings: Settings, kind: str | None = None, rewarded: bool = True, given: GivenObjects = NO_OBJECTS
+    settings: Settings, kind: str | None = None, rewarded: bool = True, given: Given = NOTHING_GIVEN
 ) -> None:
     """Check every flag by itself, then all together.
 
@@ -86,7 +91,7 @@ def check_settings(
         check_data(settings)
 
 
-def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_together(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
     """Check combinations of flags that matter for every kind of run.
 
     Raises:
@@ -101,7 +106,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_agents(settings)
 
 
-def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
+def check_rewards(settings: Settings, rewarded: bool = True, given: Given = NOTHING_GIVEN) -> None:
     """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
 
     Raises:
@@ -179,10 +184,8 @@ def check_files(settings: Settings) -> None:
 def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
     """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
     value = flag_value(settings, flag)
-    try:
+    with blaming(flag):
         return [] if value is None else weighted_files(value)
-    except DataError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
 
 
 def refuse_idle_data(settings: Settings) -> None:
@@ -194,11 +197,8 @@ def refuse_idle_data(settings: Settings) -> None:
 
 
 def names_of_fields(settings: Settings) -> Fields:
-    """The columns that --fields names. Raises: SettingsError."""
-    try:
-        return parse_fields(settings.examples.fields)
-    except DataError as error:
-        raise SettingsError(str(error)) from error
+    """The columns that --fields names. Raises: DataError, which names the flag."""
+    return parse_fields(settings.examples.fields)
 
 
 class Difficulty(NamedTuple):
@@ -274,10 +274,9 @@ def check_requirements(s: Settings) -> None:
 def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
-    if s.estimate.dry_run and not abilities.own_steps:
-        raise s.refusal("{engine}: --dry_run counts the native engine; leave one of them out")
-    if s.engines.speculate and not abilities.own_steps:
-        raise s.refusal("{speculate} does nothing with {engine}; leave it out")
+    for name, reason in () if abilities.own_steps else OF_OWN_STEPS.items():
+        if is_given(s, name):
+            raise s.refusal(f"{{{name}}} with {{engine}}: {reason}; leave it out, or give --engine=native")
     if s.engines.engine_url is not None and not abilities.servers:
         raise s.refusal(f"{{engine_url}} does nothing without --engine={engines_that('servers')}")
     if s.engines.engine_url is None and abilities.servers:
