@@ -49,7 +49,7 @@ from funrl.data.text_lengths import fit_examples, pick
 from funrl.data.tokenizer import chat_text
 from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
-from funrl.environments.hosting.hosted import hosted_environment
+from funrl.environments.hosted import hosted_environment
 from funrl.foreign.load import FRAMEWORKS, named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig

@@ -19,7 +19,7 @@ from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
 from funrl.environments.chat import ChatOptions, TemplateChat
 from funrl.environments.environment import Environment
-from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
+from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
 from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks

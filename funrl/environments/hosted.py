@@ -9,18 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import guarded_episode
 from funrl.environments.environment import Environment, ScoringEnvironment
-from funrl.environments.worker import asker
-from funrl.environments.workers import CLOSE_S, WorkerClient, open_workers
 from funrl.kinds import OwnedLines
+from funrl.processes.worker_pool import (
+    AskRank,
+    CallLostError,
+    Lane,
+    WorkerAnswer,
+    WorkerCall,
+    WorkerClient,
+    open_workers,
+)
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Chat, EpisodeLimits, Policy, PolicySetup, RunEndingError, Serve
@@ -28,6 +37,8 @@ from funrl.rollout.requests import Completion
 from funrl.rollout.sampling_parameters import Sampling
 
 HOST_BYTES = 4 << 30  # that a worker may take, beyond what it has when it is forked
+MOST_EPISODES = 1 << 16  # of a worker
+CLOSE_S = 2.0  # for a cancelled episode to clean up
 
 
 class _Terms(NamedTuple):
@@ -76,18 +87,21 @@ class HostedEnvironment:
         if client is None:
             return await self.environment.run(policy, example, seed)
         terms = _Terms(policy.setup.sampling, policy.setup.models, policy.limits)
-        session = client.session()
-        reply = functools.partial(_complete, policy)
-        call = asyncio.ensure_future(client.call(session, "run", (terms, example, seed), reply))
+        questions = _Questions(client, policy)
+        call = client.begin(WorkerCall(payload=cloudpickle.dumps((terms, example, seed))), questions.hear)
+        answer = asyncio.wrap_future(call.future)
         try:
-            problem, record = await asyncio.shield(call)
+            problem, record = await asyncio.shield(answer)
+        except CallLostError as lost:
+            raise RuntimeError(f"the process of the environment ended {lost}") from lost
         except asyncio.CancelledError:
-            client.cancel(session)
-            await asyncio.wait({call}, timeout=CLOSE_S)  # then `end` kills the worker
+            client.send(WorkerCall(call.number, "cancel"))
+            await asyncio.wait({answer}, timeout=CLOSE_S)  # then `end` kills the worker
             raise
         finally:
-            client.end(session)
-            call.cancel()
+            client.end(call.number)
+            answer.cancel()
+            questions.close()
         if problem:
             raise RunEndingError(problem)
         return from_record(record)
@@ -119,14 +133,15 @@ def hosted_environment(environment: Environment, workers: int) -> HostedEnvironm
 def open_hosted(
     hosted: HostedEnvironment, chat: Chat | None, serve: Serve | None = None, memory_bytes: int = HOST_BYTES
 ) -> Iterator[None]:
-    """Open the workers of an environment. Enter it before the process has threads; see `open_environment`.
+    """Open the workers of an environment. Enter it before the process has threads; see `open_workers`.
 
     Args:
       chat, serve: of the policies, as in `PolicySetup`.
       memory_bytes: that a worker may take, beyond what it has when it is forked.
     """
-    make = functools.partial(_Host, hosted.environment, chat, serve)
-    with open_workers(make, hosted.workers, memory_bytes) as client:
+    run = functools.partial(_run_there, hosted.environment, chat, serve)
+    lane = Lane(run, hosted.workers, hosted.workers, room=MOST_EPISODES, memory_bytes=memory_bytes)
+    with open_workers([lane], "environment workers") as client:
         hosted.client = client
         try:
             yield
@@ -134,36 +149,65 @@ def open_hosted(
             hosted.client = None
 
 
-class _Host:
-    """The environment in a worker."""
-
-    def __init__(self, environment: Environment, chat: Chat | None, serve: Serve | None):
-        self._environment = environment
-        self._chat = chat
-        self._serve = serve
-
-    async def run(self, terms: _Terms, example: Example, seed: int) -> tuple[str, Any]:
-        """Run an episode; returns the problem that ends the run, or "", and the record of the episode."""
-        setup = PolicySetup(terms.sampling, self._chat, terms.models, self._serve)
-        ask = asker()
-        frozen = {agent: functools.partial(_ask, ask, agent) for agent, model in (terms.models or {}).items() if model}
-        policy = Policy(functools.partial(_ask, ask, ""), setup, seed, terms.limits, frozen)
-        try:
-            episode = await guarded_episode(lambda: self._environment.run(policy, example, seed), policy)
-        except RunEndingError as error:
-            return str(error), None
-        return "", to_record(episode)
+async def _run_there(
+    environment: Environment, chat: Chat | None, serve: Serve | None, payload: bytes, ask: AskRank
+) -> tuple[str, Any]:
+    """Run an episode in a worker; returns the problem that ends the run, or "", and the record of the episode."""
+    terms, example, seed = pickle.loads(payload)
+    setup = PolicySetup(terms.sampling, chat, terms.models, serve)
+    frozen = {agent: functools.partial(_ask, ask, agent) for agent, model in (terms.models or {}).items() if model}
+    policy = Policy(functools.partial(_ask, ask, ""), setup, seed, terms.limits, frozen)
+    try:
+        episode = await guarded_episode(lambda: environment.run(policy, example, seed), policy)
+    except RunEndingError as error:
+        return str(error), None
+    return "", to_record(episode)
 
 
-async def _ask(ask: Callable[[Any], Awaitable[Any]], agent: str, prompt: Sequence[int], *request: Any) -> Completion:
+async def _ask(ask: AskRank, agent: str, prompt: Sequence[int], *request: Any) -> Completion:
     """Complete a prompt of a policy in a worker; "" is any agent that the policy answers for."""
     arrays, fields = await ask(_Question(agent, np.asarray(prompt, np.int64), *request))
     return Completion(**{name: torch.from_numpy(array) for name, array in arrays.items()}, **fields)
 
 
-async def _complete(policy: Policy, question: _Question) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The completion that a worker asks for, as arrays and other fields."""
-    agent, prompt, sampling, seed, computed, owned = question
-    values = (await policy.completer(agent)(prompt.tolist(), sampling, seed, computed, owned))._asdict()
-    arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
-    return arrays, {name: value for name, value in values.items() if name not in arrays}
+class _Questions:
+    """The questions of an episode in a worker, while the rank answers them."""
+
+    def __init__(self, client: WorkerClient, policy: Policy):
+        self._client = client
+        self._policy = policy
+        self._loop = asyncio.get_running_loop()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def hear(self, message: WorkerAnswer) -> None:
+        """Begin to answer a question, or stop if it is withdrawn; called in a thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._take, message)
+
+    def close(self) -> None:
+        """Stop answering."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    def _take(self, message: WorkerAnswer) -> None:
+        content = pickle.loads(message.payload)
+        if message.kind == "ask":
+            number, question = content
+            self._tasks[number] = self._loop.create_task(self._reply(message.number, number, question))
+        elif content in self._tasks:
+            self._tasks.pop(content).cancel()
+
+    async def _reply(self, call: int, number: int, question: _Question) -> None:
+        value = error = None
+        try:
+            agent, prompt, sampling, seed, computed, owned = question
+            completer = self._policy.completer(agent)
+            values = (await completer(prompt.tolist(), sampling, seed, computed, owned))._asdict()
+            arrays = {name: value.numpy() for name, value in values.items() if isinstance(value, torch.Tensor)}
+            value = arrays, {name: value for name, value in values.items() if name not in arrays}
+        except ValueError as raised:
+            error = ValueError(str(raised))
+        except Exception as raised:
+            error = RuntimeError(repr(raised))
+        self._tasks.pop(number, None)
+        self._client.send(WorkerCall(call, "reply", pickle.dumps((number, value, error))))
