@@ -23,7 +23,7 @@ from filelock import FileLock
 
 import funrl
 from funrl.compiled_kernels.kernel_library import cache_folder
-from funrl.data.file_digests import files_digest
+from funrl.data.cached_datasets import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.weight_files import WHOLE

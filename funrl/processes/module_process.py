@@ -18,8 +18,8 @@ from typing import NoReturn, TextIO
 
 import torch
 
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork
 
 

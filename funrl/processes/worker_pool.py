@@ -36,8 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funrl.processes.forks import end_group, fork, leave_signals_to_the_rank, own_group, take_signals
-from funrl.processes.parent import end_with_parent
+from funrl.processes.forks import end_group, end_with_parent, fork, leave_signals_to_the_rank, own_group, take_signals
 
 JOINED_ROWS = 1024  # bound on the rows of calls that are answered together, unless a single call has more
 SEND_S = 5  # for a worker to read what it is sent

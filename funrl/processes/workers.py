@@ -24,8 +24,8 @@ import cloudpickle
 import torch
 
 from funrl.processes import heartbeat, stall_monitor, store
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output, lasting_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.watch import WaitLimits, Watch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed

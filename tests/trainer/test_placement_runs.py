@@ -17,8 +17,7 @@ from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.data.mixture import Mixture
-from funrl.data.order import order_digest, places_in_order
+from funrl.data.order import Mixture, order_digest, places_in_order
 from funrl.data.prompts import Example
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single

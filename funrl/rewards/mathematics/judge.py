@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from funrl.rewards.mathematics.notation import LONGEST_READ_ANSWER, ReadAnswer, read_answer, squeezed, tidy
+from funrl.rewards.mathematics.notation import LONGEST_READ_ANSWER, ReadAnswer, Unit, read_answer, squeezed, tidy
 from funrl.rewards.mathematics.numbers import LARGEST_POWER, decimal_of, fraction_of
-from funrl.rewards.mathematics.units import Unit
 
 TIMEOUT_S = 3  # of reading a formula, and of one comparison
 FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates

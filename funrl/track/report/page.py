@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import weighted_files
+from funrl.data.order import weighted_files
 from funrl.track.records.guards import findings
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.samples import first_and_last

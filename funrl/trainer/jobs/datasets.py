@@ -15,8 +15,8 @@ import numpy as np
 
 from funrl.data.columns import Fields, rename_columns, text_columns
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.pair_halves import PairHalves, halves_of
+from funrl.data.messages import RecordRemarks
+from funrl.data.order import Mixture, WeightedFile, shares_of
 from funrl.data.pictures import picture_form_of, pictures_of, reading_of, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import read_ahead
@@ -31,13 +31,14 @@ from funrl.data.prompt_format import (
     text_of_flag,
 )
 from funrl.data.prompts import Example, check_prompts, encode, encode_prompts, load_prompts
-from funrl.data.record_remarks import RecordRemarks
 from funrl.data.records import rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
+    PairHalves,
     TextExample,
     TextFile,
+    halves_of,
     join_files,
     load_examples,
     normal_record,

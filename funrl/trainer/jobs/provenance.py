@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
+from funrl.data.cached_datasets import data_digest, files_digest, records_digest, short_digest
 from funrl.models import Model, ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import as_dict, declare, schema_of
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
 from funrl.mesh.mesh import Mesh
