@@ -186,11 +186,11 @@ class TemplateChat:
 
     def _history(self, messages: Sequence[Message]) -> list[Message]:
         """A synthetic question, and messages whose calls have the ids that templates demand."""
-        calls = [message.get("tool_calls") or () for message in messages]
-        named = [[{"id": f"call{number:05}", **call} for number, call in enumerate(some)] for some in calls]
-        return self.prepared(
-            [USER, *({**m, "tool_calls": x} if x else m for m, x in zip(messages, named, strict=True))]
-        )
+        history = [USER]
+        for message in messages:
+            calls = [{"id": f"call{number:05}", **call} for number, call in enumerate(message.get("tool_calls") or ())]
+            history.append({**message, "tool_calls": calls} if calls else message)
+        return self.prepared(history)
 
     def _part(self, node: Node) -> NodeText:
         end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""

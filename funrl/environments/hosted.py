@@ -180,7 +180,7 @@ class _Questions:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def hear(self, message: WorkerAnswer) -> None:
-        """Begin to answer a question, or stop if it is withdrawn; called in a thread."""
+        """Begin to answer a question; called in a thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._take, message)
 
@@ -190,12 +190,8 @@ class _Questions:
             task.cancel()
 
     def _take(self, message: WorkerAnswer) -> None:
-        content = pickle.loads(message.payload)
-        if message.kind == "ask":
-            number, question = content
-            self._tasks[number] = self._loop.create_task(self._reply(message.number, number, question))
-        elif content in self._tasks:
-            self._tasks.pop(content).cancel()
+        number, question = pickle.loads(message.payload)
+        self._tasks[number] = self._loop.create_task(self._reply(message.number, number, question))
 
     async def _reply(self, call: int, number: int, question: _Question) -> None:
         value = error = None

@@ -38,7 +38,6 @@ import torch
 
 from funrl.processes.forks import end_group, end_with_parent, fork, leave_signals_to_the_rank, own_group, take_signals
 
-JOINED_ROWS = 1024  # bound on the rows of calls that are answered together, unless a single call has more
 SEND_S = 5  # for a worker to read what it is sent
 LONGEST_TRACE = 2000  # characters
 _POLL_EVERY_S = 1.0
@@ -51,7 +50,7 @@ class Lane(NamedTuple):
     """Equal workers.
 
     Attributes:
-      answer: payloads of calls -> their answers; or `async`, of one of many concurrent calls: (payload, ask) -> answer.
+      answer: payload of a call -> its answer; or `async`, of concurrent calls in a loop: (payload, ask) -> answer.
       least, most: workers, which are started when calls wait; beyond `least` if finished calls were mostly idle.
       room: concurrent calls of a worker.
       timeout_s: of a call; its worker is then killed, and the other calls there start again.
@@ -74,16 +73,12 @@ class WorkerCall(NamedTuple):
       kind: "call"; "reply", to a question; "cancel"; "end": the rank has no use for it, so kill its worker if it runs.
       payload: pickled.
       lane: index of its workers.
-      joins: waiting calls with this number may be answered together; -1: none.
-      rows: that count towards `JOINED_ROWS`.
     """
 
     number: int = -1
     kind: str = "call"
     payload: bytes = b""
     lane: int = 0
-    joins: int = -1
-    rows: int = 1
     deadline: float = math.inf
 
 
@@ -92,7 +87,7 @@ class WorkerAnswer(NamedTuple):
 
     Attributes:
       kind: "result"; "failed", with a text; "lost", with how the worker ended, "" after the timeout; "ask", with number
-        and question; "withdraw", with the number of a question.
+        and question.
       payload: pickled.
       cpu_s, wall_s: that the worker took since its last answer.
     """
@@ -138,7 +133,7 @@ class WorkerClient:
         """Begin a call, which gets a number.
 
         Args:
-          hear: receives questions of the call and their withdrawals, in a thread.
+          hear: receives questions of the call, in a thread.
 
         Returns: its future raises CallLostError, or RuntimeError if the call raised or the server has ended.
         """
@@ -179,12 +174,11 @@ class WorkerClient:
         self._fail()
 
     def _deliver(self, answer: WorkerAnswer) -> None:
-        asks = answer.kind in ("ask", "withdraw")
+        asks = answer.kind == "ask"
         with self._lock:
             future, hear = (self._pending.get if asks else self._pending.pop)(answer.number, (None, None))
-        if asks:
-            if hear is not None:
-                hear(answer)
+        if asks and hear is not None:
+            hear(answer)
         elif future is not None and answer.kind == "result":
             future.set_result(pickle.loads(answer.payload))
         elif future is not None:
@@ -272,7 +266,7 @@ class _Server:
             return
         worker = next((worker for worker in self.workers.values() if call.number in worker.calls), None)
         if call.kind != "end":
-            self._send(worker, [call])
+            self._send(worker, call)
         elif worker is not None:
             del worker.calls[call.number]
             self._lose(worker, "as another call in it was not answered")
@@ -283,10 +277,9 @@ class _Server:
         """Pass waiting calls to workers, in order."""
         for lane, queue in enumerate(self.queues):
             while queue and (worker := self._free_worker(lane)) is not None:
-                deadline = time.monotonic() + self.lanes[lane].timeout_s
-                batch = [call._replace(deadline=deadline) for call in self._next_batch(lane)]
-                worker.calls |= {call.number: call for call in batch}
-                self._send(worker, batch)
+                call = queue.popleft()._replace(deadline=time.monotonic() + self.lanes[lane].timeout_s)
+                worker.calls[call.number] = call
+                self._send(worker, call)
 
     def _free_worker(self, lane: int) -> _Worker | None:
         """The worker for a call: one without calls, a new one, or that with the fewest."""
@@ -303,26 +296,11 @@ class _Server:
             worker = self.workers[here] = _Worker(pid, here, lane)
         return worker if worker is not None and len(worker.calls) < self.lanes[lane].room else None
 
-    def _next_batch(self, lane: int) -> list[WorkerCall]:
-        """The first waiting call, and of those that join it the share of a worker."""
-        queue = self.queues[lane]
-        batch = [queue.popleft()]
-        joining = [call for call in queue if call.joins == batch[0].joins >= 0]
-        share = -(-(len(joining) + 1) // self.wanted[lane])
-        rows = itertools.accumulate((call.rows for call in joining), initial=batch[0].rows)
-        next(rows)
-        for call, total in zip(joining[: share - 1], rows, strict=False):
-            if total > JOINED_ROWS:
-                break
-            queue.remove(call)
-            batch.append(call)
-        return batch
-
-    def _send(self, worker: _Worker | None, calls: list[WorkerCall]) -> None:
+    def _send(self, worker: _Worker | None, call: WorkerCall) -> None:
         if worker is None:
             return
         try:
-            worker.connection.send(calls)
+            worker.connection.send(call)
         except BlockingIOError:
             self._lose(worker, f"as it had not read for {SEND_S} s")
         except OSError:  # it has died, which the next wait detects
@@ -387,13 +365,11 @@ def _work(connection: Connection, others: Sequence[Connection], lane: Lane) -> N
         if inspect.iscoroutinefunction(lane.answer):
             asyncio.run(_ConcurrentCalls(connection, lane.answer).serve())
         while True:
-            calls = connection.recv()
+            call = connection.recv()
             cpu_s = _cpu_s()
             wall_s = time.monotonic()
-            answers = [pickle.dumps(answer) for answer in lane.answer([call.payload for call in calls])]
-            spent = (_cpu_s() - cpu_s, time.monotonic() - wall_s)
-            for number, (call, answer) in enumerate(zip(calls, answers, strict=True)):
-                connection.send((call.number, "result", answer, *(() if number else spent)))
+            answer = pickle.dumps(lane.answer(call.payload))
+            connection.send((call.number, "result", answer, _cpu_s() - cpu_s, time.monotonic() - wall_s))
 
 
 class _ConcurrentCalls:
@@ -422,20 +398,19 @@ class _ConcurrentCalls:
         threading.Thread(target=receive, daemon=True).start()
         await gone
 
-    def _take(self, calls: Sequence[WorkerCall]) -> None:
-        for call in calls:
-            if call.kind == "call":
-                task = self._tasks[call.number] = asyncio.get_running_loop().create_task(self._run(call))
-                task.add_done_callback(lambda _, number=call.number: self._tasks.pop(number))
-            elif call.kind == "cancel" and call.number in self._tasks:
-                self._tasks[call.number].cancel()
-            elif call.kind == "reply":
-                number, value, error = pickle.loads(call.payload)
-                question = self._questions.get(number)
-                if question is not None and not question.done() and error is None:
-                    question.set_result(value)
-                elif question is not None and not question.done():
-                    question.set_exception(error)
+    def _take(self, call: WorkerCall) -> None:
+        if call.kind == "call":
+            task = self._tasks[call.number] = asyncio.get_running_loop().create_task(self._run(call))
+            task.add_done_callback(lambda _: self._tasks.pop(call.number))
+        elif call.kind == "cancel" and call.number in self._tasks:
+            self._tasks[call.number].cancel()
+        elif call.kind == "reply":
+            number, value, error = pickle.loads(call.payload)
+            question = self._questions.get(number)
+            if question is not None and not question.done() and error is None:
+                question.set_result(value)
+            elif question is not None and not question.done():
+                question.set_exception(error)
 
     async def _run(self, call: WorkerCall) -> None:
         try:
@@ -452,9 +427,6 @@ class _ConcurrentCalls:
         self._connection.send((call, "ask", pickle.dumps((number, question))))
         try:
             return await future
-        except asyncio.CancelledError:
-            self._connection.send((call, "withdraw", pickle.dumps(number)))
-            raise
         finally:
             del self._questions[number]
 

@@ -1,8 +1,7 @@
 """Workers of a rank that run reward functions in parallel with each other and with the rank's own work.
 
 A worker runs one call of a function at a time; awaited functions share one worker, whose event loop runs many calls
-concurrently. A call of a batched function takes a worker's share of the waiting batches. A worker that hangs or dies is
-replaced; see `worker_pool`.
+concurrently. A worker that hangs or dies is replaced; see `worker_pool`.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ class Pool:
             else:
                 future.set_exception(RewardError(str(error)))
 
-        joins = function if reward.batched and not reward.awaited else -1
-        call = WorkerCall(payload=payload, lane=int(reward.awaited), joins=joins, rows=len(rows))
+        call = WorkerCall(payload=payload, lane=int(reward.awaited))
         self.client.begin(call).future.add_done_callback(settle)
         return future
 
@@ -120,7 +118,7 @@ def open_pool(
     most = max(workers, most or workers)
     awaited = functools.partial(_awaited_answer, functions, timeout_s)
     lanes = (
-        Lane(functools.partial(_answers, functions), workers, most, timeout_s=timeout_s),
+        Lane(functools.partial(_answer, functions), workers, most, timeout_s=timeout_s),
         Lane(awaited, 1, 1, IN_FLIGHT, timeout_s=timeout_s + AWAITED_GRACE_S),
     )
     with open_workers(lanes, "reward workers") as client:
@@ -171,25 +169,6 @@ class RowRewards(NamedTuple):
         return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
-def score_rows(pool: Pool, rows: Sequence[CompletedRow]) -> list[RowRewards]:
-    """Begin to reward rows, in order. A batched function gets all of them in one call.
-
-    Returns: pending rewards of each row. `result()` waits for the scores; it raises RewardError, which shows the row,
-      if a function raised (with its traceback), did not return a finite number, exceeded the pool's timeout or ended
-      its process, or if the row cannot be pickled.
-
-    Example: [pending.result() for pending in score_rows(pool, rows)] is [[1.0]] for a pool of `verifiers.exact_match`
-      and rows = [Completed("1+1=", "2", {"answer": "2"})].
-    """
-    futures: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
-    for number, reward in enumerate(pool.functions):
-        together = reward.batched or (reward.awaited and not pool.workers)
-        future = pool.begin(number, rows) if together and rows else None
-        for place, row in enumerate(rows):
-            futures[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
-    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, futures, strict=True)]
-
-
 def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOutcome]:
     """Compute outcomes in this process."""
     if not reward.awaited:
@@ -201,12 +180,10 @@ def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOut
     return results
 
 
-def _answers(functions: Sequence[RewardFunction], payloads: Sequence[bytes]) -> Iterator[list[RewardOutcome]]:
-    """Outcomes of calls of one function, computed together in a worker."""
-    calls = [pickle.loads(payload) for payload in payloads]
-    results = iter(outcomes(functions[calls[0][0]], [row for _, rows in calls for row in rows]))
-    for _, rows in calls:
-        yield [picklable(outcome) for _, outcome in zip(rows, results, strict=False)]
+def _answer(functions: Sequence[RewardFunction], payload: bytes) -> list[RewardOutcome]:
+    """Outcomes of a call, in a worker."""
+    function, rows = pickle.loads(payload)
+    return [*map(picklable, outcomes(functions[function], rows))]
 
 
 async def _awaited_answer(

@@ -11,10 +11,11 @@ import time
 import pytest
 import torch
 from forked_python import start_python
+from rewarded_rows import score_rows
 
 from funrl.rewards import pool as reward_pool
 from funrl.rewards.call import CompletedRow, RewardError
-from funrl.rewards.pool import Pool, open_pool, score_rows
+from funrl.rewards.pool import Pool, open_pool
 from funrl.rewards.verifiers import exact_match
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -366,9 +367,10 @@ def test_the_death_of_the_server_is_an_error_and_not_a_wait():
 
 PROGRAM = """
 import os, subprocess, time
-from funrl.rewards.pool import CompletedRow, open_pool, score_rows
+from funrl.rewards.pool import CompletedRow, open_pool
 with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "60"]).pid], 2) as pool:
-    pids = {int(pid) for f in score_rows(pool, [CompletedRow("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
+    futures = [pool.begin(0, [CompletedRow("p", "c")]) for _ in range(9)]
+    pids = {int(pid) for future in futures for pid in divmod(future.result()[0], 10**8)}
     fork = os.fork()
     if not fork:  # it keeps the rank's end of the pipe open
         os.close(1)
