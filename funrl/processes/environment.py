@@ -8,6 +8,7 @@ not. It imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -116,7 +117,10 @@ def shutdown_s(environment: Mapping[str, str] = os.environ, arguments: Sequence[
     """
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
-    words = _parent_arguments() if arguments is None else arguments
+    words = arguments or []
+    if arguments is None:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
     for word, following in zip(words, [*words[1:], ""], strict=True):
         match = re.fullmatch(r"--shutdown[-_]timeout(?:=(\d+))?", word)
         value = match and (match[1] or following)
@@ -134,13 +138,6 @@ def shutdown_remark(seconds: int | None) -> str | None:
         f"torchrun kills ranks {seconds} s after SIGTERM: a run that is terminated saves its step if step and "
         "save take less; --shutdown-timeout=SECONDS of torchrun gives it more"
     )
-
-
-def _parent_arguments() -> list[str]:
-    try:
-        return Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    except (OSError, UnicodeDecodeError):
-        return []
 
 
 def has_agents(environment: Mapping[str, str] = os.environ) -> bool:

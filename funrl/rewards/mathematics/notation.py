@@ -96,7 +96,8 @@ def unit_of(text: str) -> Unit | None:
     """
     text = re.sub(r"[\s~]+", " ", text.replace("\\cdot", "*").replace("\\%", "%")).strip(" .,")
     text = _SPEEDS.get(text.lower(), text)
-    text = re.sub(r"(?i)\b(sq|square|cu|cubic)\b\.? (\w+)", _as_power, text)
+    text = re.sub(r"(?i)\b(?:sq|square)\b\.? (\w+)", r"\1^2", text)
+    text = re.sub(r"(?i)\b(?:cu|cubic)\b\.? (\w+)", r"\1^3", text)
     text = re.sub(r"(?i)(\w+) (squared|cubed)\b", lambda m: f"{m[1]}^{2 if m[2].lower() == 'squared' else 3}", text)
     text = re.sub(r"(?i)\bper cent\b", "percent", text)
     powers: dict[str, int] = {}
@@ -120,10 +121,6 @@ def is_known(text: str) -> bool:
     """True if a text without blanks names a unit of the table, such as "cm", "km/h" or "dollars"."""
     parts = re.split(r"/", _SPEEDS.get(text.lower(), text))
     return all(_table_entry(_power_of(part)[0]) is not None for part in parts)
-
-
-def _as_power(match: re.Match[str]) -> str:
-    return f"{match[2]}^{2 if match[1].lower().startswith('sq') else 3}"
 
 
 def _power_of(text: str) -> tuple[str, int]:
