@@ -20,7 +20,6 @@ from funrl.data.messages import (
     unread_fields,
     without_arrow_nulls,
 )
-from funrl.data.pair_halves import halves_of
 from funrl.data.pictures import PICTURE_COLUMNS, with_picture_form
 from funrl.data.prompt_format import PICTURE_MARK, PromptFormat, tools_of
 from funrl.data.prompts import Example, encode, prompt_of_record
@@ -29,6 +28,7 @@ from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextExample,
+    halves_of,
     read_at_end,
     text_example,
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
+from funrl.data.cached_datasets import data_digest, files_digest, records_digest, short_digest
 from funrl.environments.builtin.load import environment_arguments
 from funrl.models import ModelConfig
 from funrl.models.flat import saved_fields

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
-from funrl.data.mixture import WeightedFile, weighted_files
+from funrl.data.order import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.environments.agents import parse_agents
 from funrl.loading import locate
