@@ -30,8 +30,10 @@ class CurriculumError(ValueError):
     """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
-Memory = trees.Tree  # of a weighing
-Weights = tuple[np.ndarray | None, Memory, dict[str, float]]  # [N] of all prompts (None: all equal), memory, metrics
+MemoryTree = trees.Tree  # of a weighing
+PromptWeights = tuple[
+    np.ndarray | None, MemoryTree, dict[str, float]
+]  # [N] of all prompts (None: all equal), memory, metrics
 
 
 class Weighing(NamedTuple):
@@ -46,11 +48,11 @@ class Weighing(NamedTuple):
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[Memory, int], Weights] = lambda memory, step: (None, memory, {})
-    measured: Callable[[Memory, np.ndarray, Tensor | None, Tensor | None], Memory] = (
+    weights: Callable[[MemoryTree, int], PromptWeights] = lambda memory, step: (None, memory, {})
+    measured: Callable[[MemoryTree, np.ndarray, Tensor | None, Tensor | None], MemoryTree] = (
         lambda memory, places, scores_RK, failed_R: memory
     )
-    observed: Callable[[Memory, Mapping[str, float]], Memory] = lambda memory, metrics: memory
+    observed: Callable[[MemoryTree, Mapping[str, float]], MemoryTree] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -153,7 +155,7 @@ class _Curriculum(NamedTuple):
         measured = {name: torch.zeros(self.count, dtype=torch.float64) for name in names}
         return measured | ({} if self.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
-    def weights(self, memory: Memory, step: int) -> Weights:
+    def weights(self, memory: MemoryTree, step: int) -> PromptWeights:
         """Weights of a step; see `Weighing`."""
         weight_N = np.ones(self.count)
         metrics = {}
@@ -180,8 +182,10 @@ class _Curriculum(NamedTuple):
             )
         return weight_N, memory, metrics
 
-    def measured(self, memory: Memory, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None) -> Memory:
-        """Memory after the scores of some prompts; see `Weighing`."""
+    def measured(
+        self, memory: MemoryTree, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None
+    ) -> MemoryTree:
+        """MemoryTree after the scores of some prompts; see `Weighing`."""
         if not self.rates or scores_RK is None:
             return memory
         own_RK = scores_RK[:, : len(self.reward_weights)].double().cpu()
@@ -191,8 +195,8 @@ class _Curriculum(NamedTuple):
         scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
         return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
-    def observed(self, memory: Memory, metrics: Mapping[str, float]) -> Memory:
-        """Memory after the metrics of a step; see `Weighing`."""
+    def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
+        """MemoryTree after the metrics of a step; see `Weighing`."""
         if self.function is None:
             return memory
         before = _unpacked(memory["curriculum"])
