@@ -97,7 +97,7 @@ class LoggedEnvironment:
                 f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it "
                 "is of another run, or prompts, --seed or the steps before it are not as they were"
             )
-        ends = {node: end for end in logged.episode.ends for node in end.nodes() if node.sampled}
+        ends = {node: end for end in reversed(logged.episode.ends) for node in end.nodes() if node.sampled}
         tasks = [asyncio.create_task(_sample_again(policy, end, node)) for node, end in ends.items()]
         try:
             completions = await asyncio.gather(*tasks)

@@ -61,7 +61,7 @@ def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(
     """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
     program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0)
     prefill = program._replace(arguments=plan.weight_bytes + 60)  # it lacks the unembedding, of 40 bytes
-    passes = {"prefill": (prefill,), "decode": (program,)}
+    passes = {"prefill": prefill, "decode": program}
     phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)
     phase = phases["decode"]
     assert phases["prefill"].resident == phase.resident
@@ -85,7 +85,7 @@ def test_the_iteration_is_the_engine_s():
     job = small("grpo", decode_rows=4, batch_prompts=2, sizes=sizes)
     plan = decoding_plan(job, 8, V5E, 0)
     mesh = devices_of_mesh(plan.job.generate_sizes)
-    ((function, args),) = engine_passes(plan, mesh)["decode"]
+    function, args = engine_passes(plan, mesh)["decode"]
     with jax.enable_x64(True):
         traced = function.mapped(args, mesh).program
 

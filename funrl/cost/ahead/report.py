@@ -2,7 +2,7 @@
 
 The steps of a job and the passes of its engine are compiled ahead of time for chips that are not here. The roles' steps
 run on rows of the job with programs that compile and compute nothing. Passes are the functions that the lowered engine
-traces: a prefill, the sampling after it, and a decoding iteration, with their costs by a dry run. On a mesh each
+traces: a prefill and a decoding iteration, with their costs by a dry run. On a mesh each
 replica of the engine is the chips that share a row index. Weights have no memory.
 """
 
@@ -43,7 +43,7 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
-from funrl.trainer.lowered.decoding import EMPTY_STACKS, EnginePrograms, pass_places
+from funrl.trainer.lowered.decoding import EnginePrograms, pass_places
 from funrl.trainer.lowered.jax_steps import jax_devices, stored_layouts
 from funrl.trainer.lowered.programs import RolePrograms, StepProgram
 from funrl.trainer.settings.declaration import SettingsError
@@ -101,8 +101,8 @@ def compile_report(
         plan = decoding_plan(job, tokens, hardware, resident)
         mesh = topology_mesh(target, plan.job.generate_sizes)
         passes = {
-            kind: tuple(compile_for_chips(function, args, mesh, note)[0] for function, args in functions)
-            for kind, functions in engine_passes(plan, mesh).items()
+            kind: compile_for_chips(function, args, mesh, note)[0]
+            for kind, (function, args) in engine_passes(plan, mesh).items()
         }
         generation = plan.text
         phases = phases_of_engine(plan, passes, resident) | phases
@@ -147,7 +147,7 @@ class CompiledPhase(NamedTuple):
 
 
 def phases_of_engine(
-    plan: DecodingPlan, passes: Mapping[str, tuple[AheadProgram, ...]], resident: float
+    plan: DecodingPlan, passes: Mapping[str, AheadProgram], resident: float
 ) -> dict[str, CompiledPhase]:
     """One pass of each kind of an engine, beside whose weights its cache and its slots stay on the chip.
 
@@ -159,11 +159,11 @@ def phases_of_engine(
       resident: bytes of a chip that weights and optimizer states of the roles take.
     """
     resident += plan.own_bytes
-    kept = passes["decode"][0].arguments - plan.weight_bytes
+    kept = passes["decode"].arguments - plan.weight_bytes
     phases = {}
-    for name, programs in passes.items():
+    for name, program in passes.items():
         dry = resident + plan.costs[name].total - plan.weight_bytes
-        phases[name] = CompiledPhase(programs, resident + kept, dry)
+        phases[name] = CompiledPhase((program,), resident + kept, dry)
     return phases
 
 
@@ -372,13 +372,13 @@ def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) ->
 
 def engine_passes(
     plan: DecodingPlan, mesh: jax.sharding.Mesh
-) -> dict[str, list[tuple[ShardedFunction, tuple[trees.Tree, ...]]]]:
+) -> dict[str, tuple[ShardedFunction, tuple[trees.Tree, ...]]]:
     """Passes of the engines of a mesh, by kind: each engine is a lane, with rows and pages of its own.
 
-    A prefill has new tokens of as many prompts as a pass has, each of full length, and the sampling of the first tokens
-    after it; in a decoding iteration each row gets a token.
+    A prefill has new tokens of as many prompts as a pass has, each of full length. In a decoding iteration each row
+    gets a token.
 
-    Returns: functions of a chip's shards, and their whole arguments without memory.
+    Returns: of each kind a function of a chip's shards, and its whole arguments without memory.
     """
     job = plan.job
     model = job.model
@@ -403,18 +403,14 @@ def engine_passes(
     cells = np.arange(sizes.prompts)
     prompts = PassWork(tokens_N, counts, counts, table_SP, counts.cumsum() - 1, cells=cells)
     places, _ = pass_places(prompts, plan.page_tokens, spare)
-    hidden_RD = torch.empty(bucket(sizes.prompts), model.config.embed, dtype=job.dtype, device="meta")
-    noise_R = torch.empty(len(hidden_RD), dtype=torch.float64, device="meta")
     form = DecodeForm(bucket(sizes.rows), bucket(sizes.row_pages), ((0, job.sampling),))
     rows_B = torch.arange(form.rows)
     state = empty_state(rows_B, len(job.stop), form.pages)
     state = state._replace(numbers_CS=state.numbers_CS.T)
     none = ((-1, None),)
     prefill = functions.prefill(none)._replace(name=f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens")
-    sample = functions.sample(job.sampling)._replace(name="sampling after a prefill")
     decode = functions.decode(none, form, spare)._replace(name="decoding iteration")
-    first = params, {}, EMPTY_STACKS, *map(rows_of_all, (hidden_RD, noise_R)), None
     return {
-        "prefill": [(prefill, (*begin, trees.map(rows_of_all, places))), (sample, first)],
-        "decode": [(decode, (*begin, *trees.map(rows_of_all, (state, rows_B))))],
+        "prefill": (prefill, (*begin, trees.map(rows_of_all, places))),
+        "decode": (decode, (*begin, *trees.map(rows_of_all, (state, rows_B)))),
     }

@@ -3,7 +3,7 @@
 The devices of a row index, which differ on `tensor` alone, are a lane: they split the weights and heads, and have
 pages and sequences of their own. Weights and pages stay on the devices. One program of static shapes computes a pass of
 all lanes. A pass that only decodes is `decode_pass`, traced. In another pass the new tokens of each sequence are in
-rows XX
+rows of a page's length, and torch samples what follows them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from funrl.models.lora import FIRST, Adapter, trained_part, with_lora
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.decode_state import CELL, DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
-from funrl.rollout.native.passes import PassWork, SampledRows
+from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
-from funrl.rollout.sampling import sample_tokens
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
 from funrl.xla.interpret import repeats
 from funrl.xla.layers import as_one_operator
@@ -212,14 +210,6 @@ class EnginePrograms:
 
         return self._function("decode", scales, run)
 
-    def sample(self, sampling: Sampling) -> ShardedFunction:
-        """(weights, {}, EMPTY_STACKS, hidden states [R, D], noise [R], seen [R, V]) -> (results, EMPTY_STACKS)."""
-
-        def run(inner: TorchBackend, hidden_RD: Tensor, noise_R: Any, seen_RV: Any) -> tuple[trees.Tree, tuple]:
-            return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True), ()
-
-        return self._function("sample", (), run)
-
     def _function(self, kind: str, scales: Scales, run: Callable[..., tuple[trees.Tree, tuple]]) -> ShardedFunction:
         """A pass as a function of shards; `run` takes the traced backend and the pass's own arguments."""
 
@@ -383,21 +373,6 @@ class XlaBackend(TorchBackend):
         rows_of_pass = (to_host(x)[at_N] for x in sampled)
         token_B, *logps = (x.new_zeros(len(rows_B)).masked_scatter_(held_B, x) for x in rows_of_pass)
         return token_B, logps[0], logps[1]
-
-    def sample(
-        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
-    ) -> SampledRows:
-        rows = len(source_R)
-        more = self.lanes * bucket(-(-rows // self.lanes)) - rows
-
-        def fill_up(x: Tensor) -> Tensor:
-            return torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
-
-        numbers = [None if x is None else fill_up(x) for x in (output_M[source_R], noise_R, seen_RV)]
-        program = self._program(self._functions.sample, sampling)
-        sampled, *_ = program.arrays(self._weights, {}, EMPTY_STACKS, *numbers)
-        token_R, sampling_logp_R, raw_logp_R = (to_host(x)[:rows] for x in sampled)
-        return token_R, sampling_logp_R, raw_logp_R
 
     def _split(self, tree: trees.Tree, specs: trees.Tree) -> trees.Tree:
         """Copies of tensors, split over the devices."""
