@@ -21,10 +21,13 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 4}, "the run makes 4 updates"),
     ({"lr_schedule": "linear", "steps": 3, "critic_warmup_steps": 2, "lr_warmup_steps": 2}, "the run makes 2 updates"),
     ({"steps": 4, "critic_warmup_steps": 4}, "use fewer than --steps=4"),
-    ({"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2}, "--minibatches=9: a batch has only 8 rows"),
+    (
+        {"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2},
+        "--minibatches=9: --batch_prompts x --samples_per_prompt is 8",
+    ),
     (
         {"batch_prompts": 1, "samples_per_prompt": 1},
-        "only 1 row, --batch_prompts x --samples_per_prompt; give --minibatches=1",
+        "--batch_prompts x --samples_per_prompt is 1; give --minibatches=1",
     ),
     ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has only one device over dp,ep"),

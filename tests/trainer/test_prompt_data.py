@@ -164,7 +164,7 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     assert [len(completion.tokens) for completion in job.task.prompts] == [4, 60, 5] and job.task.prompts[
         1
     ].text == "1" * 61 + "="
-    with pytest.raises(SettingsError, match="--max_new_tokens=64: the model has 64 positions, which leaves none"):
+    with pytest.raises(SettingsError, match="--max_new_tokens is 64 and the model has 64 positions, which leaves none"):
         prepared(max_new_tokens=64)
 
 

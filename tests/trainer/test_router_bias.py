@@ -98,5 +98,5 @@ def test_models_without_such_a_bias_and_adapters_are_refused():
             small_job(GRPO, None, task=task, router_bias_rate=0.001)
     model = decoder_model(with_fields(arithmetic.model_config(), **DEEPSEEK))
     check_experts(settings_of(router_bias_rate=0.001), [model])
-    with pytest.raises(SettingsError, match=r"with --lora_rank=2: the biases belong to the base, which is frozen"):
+    with pytest.raises(SettingsError, match=r"with --lora_rank=2: the biases belong to the frozen base"):
         check_together(settings_of(router_bias_rate=0.001, lora_rank=2))

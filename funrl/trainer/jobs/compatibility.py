@@ -127,9 +127,7 @@ def _check_roles(algorithm: Algorithm) -> None:
     for name in algorithm.roles:
         if name not in present:
             fields = ", ".join(kinds[name].writes) or "nothing"
-            raise SettingsError(
-                f"the algorithm declares the role {name!r} and reads nothing that it writes ({fields}); leave it out"
-            )
+            raise SettingsError(f"the algorithm reads nothing that its role {name!r} writes ({fields}); leave it out")
 
 
 def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:

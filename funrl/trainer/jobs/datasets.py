@@ -275,10 +275,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
     if settings.rewards.reward_workers and not rewards:
         raise settings.refusal("{reward_workers}: there is no --reward that they could run")
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
-        raise settings.refusal(
-            "{reward_timeout}: only a worker's reward can be ended, and there are no workers; give --reward_workers=1 "
-            "or more"
-        )
+        raise settings.refusal("{reward_timeout}: only a worker's reward can be ended; give --reward_workers=1 or more")
 
 
 def texts_of(settings: Settings, kind: str, tokenizer: object, config: ModelConfig, given: Given) -> Texts:
@@ -424,10 +421,7 @@ def fit_prompts(
     reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     most, reason, idle = token_limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
     if most < 1:
-        raise SettingsError(
-            f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "
-            "prompt; give fewer"
-        )
+        raise SettingsError(f"{reason}, which leaves none for a prompt; give fewer")
     train, remark = fit_examples(task.prompts, most, settings.examples.long_prompts, reason, tokenizer)
     heldout, heldout_remark = fit_examples(task.heldout, most, settings.examples.long_prompts, reason, tokenizer)
     remarks = [f"prompts: {remark}"] * bool(remark) + [f"held-out prompts: {heldout_remark}"] * bool(heldout_remark)
@@ -488,10 +482,7 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     given = settings.formatting.chat_template
     if given is None and tokenizer.chat_template is None:
         for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
-            raise settings.refusal(
-                f"{{{name}}}: it makes chat messages of prompts, and the model's tokenizer has no chat template; give "
-                "--chat_template=FILE.jinja"
-            )
+            raise settings.refusal(f"{{{name}}}: the tokenizer has no chat template; give --chat_template=FILE.jinja")
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
         with blaming("chat_template"):

@@ -130,8 +130,7 @@ def check_demonstrations(prompts: Sequence[Example], field: str, new_tokens_per_
     """Raise SettingsError where a prompt has no demonstration, or rows are written a part at a time."""
     if new_tokens_per_step is not None:
         raise SettingsError(
-            f"--new_tokens_per_step={new_tokens_per_step}: demonstrations stand beside whole completions only; leave "
-            "it out"
+            f"--new_tokens_per_step={new_tokens_per_step}: demonstrations need whole completions; leave it out"
         )
     for example in prompts:
         text = example.fields.get(field)

@@ -202,9 +202,7 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
     with blaming(f"lora_targets={settings.adapters.lora_targets}"):
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
-        raise settings.refusal(
-            f"{{lora_rank}}: no matrix that has adapters is of a rank above {full}; give {full} or less"
-        )
+        raise settings.refusal(f"{{lora_rank}}: no matrix with adapters has a rank above {full}; give {full} or less")
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
 

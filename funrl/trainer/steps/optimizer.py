@@ -50,9 +50,7 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
     if given is None:
         return
     if settings.adapters.lora_rank is not None:
-        raise SettingsError(
-            f"--freeze={given}: with --lora_rank={settings.adapters.lora_rank} adapters learn alone; leave it out"
-        )
+        raise settings.refusal("{freeze}: with {lora_rank} adapters learn alone; leave it out")
     if given == FREEZE_NONE:
         return
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}
