@@ -116,7 +116,7 @@ class Cause(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """What may have caused it on this rank, beside the fields of the rows.
+    """Causes on this rank, beside the fields of the rows.
 
     Attributes:
       rows: numbers of the rows whose micro-batch has a loss that is not finite.
