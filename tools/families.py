@@ -107,7 +107,7 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
 
     Args:
       compared: configurations that tests compare with transformers.
-      meshes: those that tests compare with one device, by the names of families.
+      meshes: by the names of families, the ones that tests compare with one device.
     """
     rows = []
     for family, (beyond, refused) in NOTES.items():
