@@ -15,7 +15,6 @@ import torch
 
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
-from funrl.data.order import places_in_order
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
 from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
@@ -213,7 +212,6 @@ class GroupGenerators(Generators):
                 raise RewardError(group.problem)
         assert len(self._taken) == len(places)
         self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
-        prompts, _, seed, _ = self._schedule
         positions = [group.prompt.position for _, group in self._taken if group.prompt is not None]
         if self.replaces:
             used = [*positions, *(prompt.position for prompt in self.dropped())]
@@ -221,7 +219,7 @@ class GroupGenerators(Generators):
             self._consumed += len(used)
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
-        places = np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
+        places = self._schedule.numbers_at(np.array(positions))
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:

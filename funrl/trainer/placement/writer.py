@@ -16,7 +16,6 @@ import numpy as np
 from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.batch import FIELDS, Batch
-from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
@@ -367,8 +366,7 @@ class GroupWriter:
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
 
     def _example(self, prompt: GroupPrompt) -> Example:
-        prompts, _, seed, _ = self._generation.schedule
-        return prompts[int(places_in_order(prompts, 1, seed, prompt.position)[0])]
+        return self._generation.schedule.examples_at([prompt.position])[0]
 
     async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.loading import user_trace
 from funrl.mesh.collectives import from_first_rank
@@ -30,8 +31,8 @@ class CurriculumError(ValueError):
     """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
-Memory = trees.Tree  # of a weighing
-Weights = tuple[np.ndarray | None, Memory, dict[str, float]]  # [N] of all prompts (None: all equal), memory, metrics
+PromptMemory = trees.Tree  # of a weighing
+PromptWeights = tuple[np.ndarray | None, PromptMemory, dict[str, float]]  # see `Weighing.weights`
 
 
 class Weighing(NamedTuple):
@@ -46,11 +47,11 @@ class Weighing(NamedTuple):
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[Memory, int], Weights] = lambda memory, step: (None, memory, {})
-    measured: Callable[[Memory, np.ndarray, Tensor | None, Tensor | None], Memory] = (
+    weights: Callable[[PromptMemory, int], PromptWeights] = lambda memory, step: (None, memory, {})
+    measured: Callable[[PromptMemory, np.ndarray, Tensor | None, Tensor | None], PromptMemory] = (
         lambda memory, places, scores_RK, failed_R: memory
     )
-    observed: Callable[[Memory, Mapping[str, float]], Memory] = lambda memory, metrics: memory
+    observed: Callable[[PromptMemory, Mapping[str, float]], PromptMemory] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -70,6 +71,18 @@ class PromptSchedule(NamedTuple):
     batch: int = 128
     seed: int = 0
     weighing: Weighing = UNWEIGHTED
+
+    def numbers_at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices of the prompts at some positions of the order."""
+        if not len(positions):
+            return positions
+        first = int(positions.min())
+        count = int(positions.max()) + 1 - first
+        return places_in_order(self.prompts, count, self.seed, position=first)[positions - first]
+
+    def examples_at(self, positions: Sequence[int] | np.ndarray) -> list[Example]:
+        """The prompts at some positions of the order."""
+        return [self.prompts[number] for number in self.numbers_at(np.asarray(positions)).tolist()]
 
 
 def as_chosen(schedule: PromptSchedule) -> PromptSchedule:
@@ -153,7 +166,7 @@ class _Curriculum(NamedTuple):
         measured = {name: torch.zeros(self.count, dtype=torch.float64) for name in names}
         return measured | ({} if self.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
-    def weights(self, memory: Memory, step: int) -> Weights:
+    def weights(self, memory: PromptMemory, step: int) -> PromptWeights:
         """Weights of a step; see `Weighing`."""
         weight_N = np.ones(self.count)
         metrics = {}
@@ -180,7 +193,9 @@ class _Curriculum(NamedTuple):
             )
         return weight_N, memory, metrics
 
-    def measured(self, memory: Memory, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None) -> Memory:
+    def measured(
+        self, memory: PromptMemory, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
+    ) -> PromptMemory:
         """Memory after the scores of some prompts; see `Weighing`."""
         if not self.rates or scores_RK is None:
             return memory
@@ -191,7 +206,7 @@ class _Curriculum(NamedTuple):
         scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
         return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
-    def observed(self, memory: Memory, metrics: Mapping[str, float]) -> Memory:
+    def observed(self, memory: PromptMemory, metrics: Mapping[str, float]) -> PromptMemory:
         """Memory after the metrics of a step; see `Weighing`."""
         if self.function is None:
             return memory
