@@ -70,7 +70,9 @@ class EpisodeWriter:
           show: receives remarks.
         """
         sampling = generation.sampling
-        self.longest = trajectory_tokens(setup, sampling.max_new_tokens)
+        limits = setup.limits
+        bounds = (limits.turns * sampling.max_new_tokens, limits.tokens, limits.length)
+        self.longest = min(bound for bound in bounds if bound)
         batches = generation.selection.max_refills if generation.selection.filter else UNFILTERED_BATCHES
         self.most_new: int | None = generation.schedule.batch * batches
         self._most_steps = -(-self.longest // tokens)
@@ -227,15 +229,3 @@ class EpisodeWriter:
             records=[records[number] for number in sorted(records)],
             restarted=held.restarted + restarted,
         )
-
-
-def trajectory_tokens(setup: EpisodeSetup, new_tokens: int) -> int:
-    """Bound on the tokens that a trajectory samples.
-
-    Args:
-      setup: of the episodes.
-      new_tokens: bound on those of a turn.
-    """
-    limits = setup.limits
-    bounds = [limits.turns * new_tokens, limits.tokens, limits.length]
-    return min(bound for bound in bounds if bound)

@@ -148,7 +148,9 @@ class GroupGenerators(Generators):
         plan = self.plan
         if plan is None:
             count = (steps - step + 1) * self._admission.rule.places
-            overtaking = self.overtaking()
+            # Groups that were taken before this batch or an earlier one began, as numbers counted from it.
+            taken = torch.nonzero(self.overtaken_W).flatten().tolist()
+            overtaking = [1 + place - len(taken) for place in taken]
             again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
             fresh = max(overtaking, default=-1) + 1
             plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
@@ -178,11 +180,6 @@ class GroupGenerators(Generators):
         if "chosen" in state:
             self.chosen = ChosenPrompts(state["chosen"]["positions"].cpu(), state["chosen"]["end"])
         return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
-
-    def overtaking(self) -> list[int]:
-        """Groups that were taken before their batch or an earlier one began, as numbers counted from it."""
-        oldest = -int(self.overtaken_W.sum())
-        return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
     def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
         """Rows of a step, with metrics of its groups; see `Generators`. Collective."""

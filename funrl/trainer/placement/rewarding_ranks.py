@@ -66,12 +66,12 @@ class RewardingSide(NamedTuple):
             with heartbeat.phase("reward"):
                 rows = self.scorer(rows, request.examples)
         except RewardError as error:  # on every rank of the model
-            self.answers.answer(RewardProblem(self.show.taken().notes, str(error)))
+            self.answers.answer(RewardProblem(self.show.take().notes, str(error)))
             return
         batch = rows.batch
         written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *like, "score", "scores"}}
         shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in written.items()}
-        notes = self.show.taken().notes
+        notes = self.show.take().notes
         self.answers.answer(RewardedRows(batch.scores.cpu(), batch.score.cpu(), rows.owner, shapes, notes))
         if written:
             back = Handover(request.lengths, rows.owner, request.owner, source=own, target=self.asking)

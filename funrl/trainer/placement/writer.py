@@ -15,7 +15,7 @@ import numpy as np
 
 from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch
+from funrl.batch import FIELDS, Batch, as_dict
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
@@ -37,7 +37,7 @@ from funrl.trainer.placement.messages import (
     GroupFields,
     SendGroupsRequest,
     WrittenGroup,
-    group_fields,
+    further_fields,
     own_fields,
     split_origins,
     versions_of,
@@ -337,7 +337,10 @@ class GroupWriter:
                 continue
             rescored = self._generation.rewards.rescore is not None
             held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
-            kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
+            fields = as_dict(held.batch)
+            if self.mesh.size("tensor") > 1:
+                fields = trees.map(lambda x: x.cpu(), fields)
+            kept[number] = GroupFields(fields, further_fields(held.batch))
             tokens, switches = versions_of(rows)
             group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
