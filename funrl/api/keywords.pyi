@@ -89,7 +89,6 @@ class TrainKeywords(SharedKeywords, total=False):
     save_rollouts: WholeValue
     keep_rollouts: WholeValue | None
     resume: TruthValue
-    overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
     dry_run: TruthValue

@@ -25,7 +25,7 @@ from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
 from funrl.cli.first_difference import first_difference
 from funrl.cli.line import read_words
-from funrl.cli.run import PLAIN
+from funrl.cli.run import PLAIN_ERRORS
 from funrl.cli.usages import COMMANDS
 from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
@@ -44,11 +44,10 @@ from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.scorers import Given, has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
 from funrl.trainer.sources.observing import Observer
@@ -103,8 +102,8 @@ def replay_command(argv: Sequence[str]) -> int:
     try:
         with warm_started(job) as started:
             program = functools.partial(_rank, started, run, step, logged)
-            steps = launch(program, job.sizes, job.device, PLAIN, waiting=WaitLimits(timeout))
-    except (WorkerError, *PLAIN) as error:
+            steps = launch(program, job.sizes, job.device, PLAIN_ERRORS, waiting=WaitLimits(timeout))
+    except (WorkerError, *PLAIN_ERRORS) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2
     verdicts = [verdict_lines(repeated, line.values["tolerance"] or 0.0) for repeated in steps]

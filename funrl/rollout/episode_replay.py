@@ -1,4 +1,4 @@
-"""Episodes again: turns of the policy with the logged answers of environments, and environments with logged turns."""
+"""Environments that run again with logged turns of the policy, and requests of these turns."""
 
 from __future__ import annotations
 

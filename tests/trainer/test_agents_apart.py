@@ -18,8 +18,8 @@ from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import sampled_nodes
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo

@@ -152,7 +152,6 @@ TESTED = {  # flag: the test that fails where it does nothing
     "verify_sync": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "probe_sync_every": "trainer/test_verify.py::test_the_flags_say_what_is_compared",
     "run_dir": "cli/test_experiments.py::test_an_experiment_runs_and_leaves_its_files",
-    "overwrite": "cli/test_failed_start.py::test_a_start_that_was_killed_is_overwritten_only_where_that_is_asked_for",
     "keep_checkpoints": "trainer/test_checkpoint.py::test_the_newest_are_kept_and_the_best",
     "save_every": "trainer/test_checkpoint.py::test_a_resumed_run_has_the_same_bits_as_one_that_never_stopped",
     "save_rollouts": "trainer/test_replay.py::test_which_steps_are_kept",

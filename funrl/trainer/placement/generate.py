@@ -284,10 +284,10 @@ def _serve(rank: GeneratingRank, request: object, answers: Answers) -> None:
             value = rank.answer(request, answers.taken - 1)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
-    if not isinstance(request, WITHOUT_REMARKS):
+    if not isinstance(request, PLAIN_REQUESTS):
         value = PoolAnswer(value, tuple(rank.show.take().notes), problem)
     answers.answer(value)
 
 
 # Requests whose answers are values without remarks; nobody reads that of the last one.
-WITHOUT_REMARKS = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)
+PLAIN_REQUESTS = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)

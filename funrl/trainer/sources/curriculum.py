@@ -31,8 +31,8 @@ class CurriculumError(ValueError):
     """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
-PromptMemory = trees.Tree  # of a weighing
-PromptWeights = tuple[np.ndarray | None, PromptMemory, dict[str, float]]  # see `Weighing.weights`
+MemoryTree = trees.Tree  # of a weighing
+PromptWeights = tuple[np.ndarray | None, MemoryTree, dict[str, float]]  # see `Weighing.weights`
 
 
 class Weighing(NamedTuple):
@@ -47,11 +47,11 @@ class Weighing(NamedTuple):
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[PromptMemory, int], PromptWeights] = lambda memory, step: (None, memory, {})
-    measured: Callable[[PromptMemory, np.ndarray, Tensor | None, Tensor | None], PromptMemory] = (
+    weights: Callable[[MemoryTree, int], PromptWeights] = lambda memory, step: (None, memory, {})
+    measured: Callable[[MemoryTree, np.ndarray, Tensor | None, Tensor | None], MemoryTree] = (
         lambda memory, places, scores_RK, failed_R: memory
     )
-    observed: Callable[[PromptMemory, Mapping[str, float]], PromptMemory] = lambda memory, metrics: memory
+    observed: Callable[[MemoryTree, Mapping[str, float]], MemoryTree] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -166,7 +166,7 @@ class _Curriculum(NamedTuple):
         measured = {name: torch.zeros(self.count, dtype=torch.float64) for name in names}
         return measured | ({} if self.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
-    def weights(self, memory: PromptMemory, step: int) -> PromptWeights:
+    def weights(self, memory: MemoryTree, step: int) -> PromptWeights:
         """Weights of a step; see `Weighing`."""
         weight_N = np.ones(self.count)
         metrics = {}
@@ -194,8 +194,8 @@ class _Curriculum(NamedTuple):
         return weight_N, memory, metrics
 
     def measured(
-        self, memory: PromptMemory, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
-    ) -> PromptMemory:
+        self, memory: MemoryTree, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
+    ) -> MemoryTree:
         """Memory after the scores of some prompts; see `Weighing`."""
         if not self.rates or scores_RK is None:
             return memory
@@ -206,7 +206,7 @@ class _Curriculum(NamedTuple):
         scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
         return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
-    def observed(self, memory: PromptMemory, metrics: Mapping[str, float]) -> PromptMemory:
+    def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
         """Memory after the metrics of a step; see `Weighing`."""
         if self.function is None:
             return memory

@@ -53,8 +53,7 @@ from funrl.trainer.sources.episode_totals import (
 )
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import add_totals
-from funrl.trainer.steps.owned_rows import with_owned
-from funrl.trainer.steps.step_rows import Rows, rows_of, take
+from funrl.trainer.steps.step_rows import Rows, rows_of, take, with_owned
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 

@@ -19,7 +19,7 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.rewards.call import RewardError
-from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
+from funrl.rewards.verifiers import PatternError, compile_pattern, matches_in
 from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
