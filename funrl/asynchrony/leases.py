@@ -38,7 +38,7 @@ class Lease(NamedTuple):
     unit: Hashable
 
 
-class Lost(NamedTuple):
+class LostGenerator(NamedTuple):
     """A generator that is out of service.
 
     Attributes:
@@ -180,7 +180,7 @@ class Leases:
             del self._order[unit]
         return unit
 
-    def leave(self, generator: str, reason: str = "it has left") -> Lost | None:
+    def leave(self, generator: str, reason: str = "it has left") -> LostGenerator | None:
         """Take a generator out of service, and give its units to others; None if it was not in service."""
         holder = self._holders.pop(generator, None)
         if holder is None:
@@ -188,9 +188,9 @@ class Leases:
         units = tuple(sorted(holder.leases.values(), key=self._order.__getitem__))
         again = sorted((*units, *self._waiting), key=self._order.__getitem__)
         self._waiting = dict.fromkeys(again)
-        return Lost(generator, reason, units)
+        return LostGenerator(generator, reason, units)
 
-    def expire(self, now: float) -> tuple[Lost, ...]:
+    def expire(self, now: float) -> tuple[LostGenerator, ...]:
         """Take generators out of service that are silent, or hold units and make no progress, for too long."""
         reasons = {}
         for name, holder in self._holders.items():

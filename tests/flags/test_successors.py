@@ -33,6 +33,11 @@ def exit_status(words):
         (["grpo", "--nosundial"], "--nosundial is not a flag any more; use --staleness alone"),
         (["shrink", "runs/a"], "`funrl shrink` is not a command any more; use `funrl export`"),
         (["grpo", "--engine=steam"], "not a value any more; use --engine=native"),
+        (
+            ["rollout_is", "--clock=tokens"],
+            "--clock is not a flag any more; `funrl replay` repeats an asynchronous run",
+        ),
+        (["rollout_is", "--keep_cache"], "--keep_cache is not a flag any more; running sequences compute their keys"),
     ],
 )
 def test_a_removed_name_gives_its_successor(words, expected, capsys):

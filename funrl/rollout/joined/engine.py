@@ -18,7 +18,7 @@ from funrl.processes.heartbeat import beat, entered, left
 from funrl.rollout.certificate import SyncError, complete_greedily
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import EngineCost, WeightSpec
-from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, Collected, LeaseServer
+from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, LeaseNews, LeaseServer
 from funrl.rollout.joined.messages import PROTOCOL, WEIGHTS, Hello
 from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.remote.digests import trained_digests
@@ -271,7 +271,7 @@ class JoinedEngine:
             entered("completions of joined generators" if joined else "a generator to join the run")
             news = self._with_limit(self._lease_server.collect(timeout_s, self._program), self._lease_server)
             left()
-        news = from_first(news, self.mesh, "tensor") or Collected()
+        news = from_first(news, self.mesh, "tensor") or LeaseNews()
         for remark in news.remarks:
             self.note(remark)
         if news.fault:
@@ -281,7 +281,7 @@ class JoinedEngine:
         self._early |= {done.number: done for done in news.completions if done.number in self._pending}
         self._pending -= {done.number for done in news.completions}
 
-    def _with_limit(self, news: Collected, lease_server: LeaseServer) -> Collected | None:
+    def _with_limit(self, news: LeaseNews, lease_server: LeaseServer) -> LeaseNews | None:
         """News with a remark or a fault where no generator is in service; None: there are none."""
         alone_s = lease_server.alone_s()
         if alone_s == 0.0:

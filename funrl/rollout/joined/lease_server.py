@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from funrl.asynchrony.leases import LeaseRule, Leases, Lost
+from funrl.asynchrony.leases import LeaseRule, Leases, LostGenerator
 from funrl.processes.connections import Connection, PeerError
 from funrl.rollout.joined.messages import WORK, Hello, Orders, Report
 from funrl.rollout.joined.weight_server import WeightServer
@@ -23,7 +23,7 @@ CHECKS = 8  # of the generators, in the time after which a silent one is lost
 FAREWELL_S = 3.0  # for generators to hear of the end
 
 
-class Collected(NamedTuple):
+class LeaseNews(NamedTuple):
     """News of a lease server.
 
     Attributes:
@@ -120,7 +120,7 @@ class LeaseServer:
             self._proved = {name: proved for name, proved in self._proved.items() if proved == version}
             self._lock.notify_all()
 
-    def collect(self, timeout_s: float, program: int = 0) -> Collected:
+    def collect(self, timeout_s: float, program: int = 0) -> LeaseNews:
         """News since the last call, waited for if there are none.
 
         Args:
@@ -131,13 +131,13 @@ class LeaseServer:
         with self._lock:
             if program:
                 self._lock.wait_for(lambda: program in completed or self._fault, timeout_s)
-                return Collected(completed.pop(program, ()), fault=self._fault)
+                return LeaseNews(completed.pop(program, ()), fault=self._fault)
             news = lambda: program in completed or self._remarks or self._fault or self._woken  # noqa: E731
             self._lock.wait_for(news, timeout_s)
             self._woken = False
             remarks = tuple(self._remarks)
             self._remarks.clear()
-            return Collected(completed.pop(program, ()), remarks, self._fault)
+            return LeaseNews(completed.pop(program, ()), remarks, self._fault)
 
     def wake(self) -> None:
         """Wake the main program's `collect`."""
@@ -286,7 +286,7 @@ class LeaseServer:
         count = len(self._leases.generators)
         self._remark(f"generator {name} {event}; {count} in service")
 
-    def _lost(self, lost: Lost | None, known: bool = False) -> None:
+    def _lost(self, lost: LostGenerator | None, known: bool = False) -> None:
         """Note that a generator is out of service.
 
         Args:

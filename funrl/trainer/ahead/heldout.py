@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from funrl.data.prompts import Example
 from funrl.environments.run import EpisodeRun, EpisodeRunner, Tickets, episode_groups, run_of_replica
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
@@ -15,10 +12,8 @@ from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion
 from funrl.rollout.resident import ResidentEngine
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import (
-    Rollout,
     collected_rollout,
     pending_rewards,
     raise_everywhere,
@@ -26,10 +21,9 @@ from funrl.trainer.sources.generation import (
     to_rows,
 )
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.prompts import evaluate_heldout
+from funrl.trainer.sources.prompts import for_heldout, heldout_metrics, rescored
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows
 
 
 class WrittenPart(NamedTuple):
@@ -61,7 +55,7 @@ class HeldoutWriter:
           step: number of training steps before the evaluation.
         """
         mesh = generation.engine.mesh
-        self._generation = generation
+        self._generation = for_heldout(generation)
         self._step = step
         self._samples = generation.evaluation.sampling.samples
         self._own = slice(int(mesh.index(mesh.row_axes)), None, mesh.size(mesh.row_axes))
@@ -91,36 +85,22 @@ class HeldoutWriter:
         Raises:
           RewardError: a reward function or the environment has failed; raised on every rank.
         """
-        mesh = self._generation.engine.mesh
-        raise_everywhere(None if part is None else part.problem, (), mesh)
-        if self._generation.episodes is None:
-            written = WrittenPart(from_first(None if part is None else part.completions, mesh, "tensor"))
-        else:
-            written = WrittenPart(episodes=run_of_replica(None if part is None else part.episodes, mesh))
-        collected = functools.partial(self._collected, written)
-        return evaluate_heldout(self._generation, clock, show, self._step, collected)
-
-    def _collected(
-        self,
-        written: WrittenPart,
-        generation: Generation,
-        clock: Clock,
-        examples: Sequence[Example],
-        *,
-        sampling: Sampling,
-        **others: object,
-    ) -> tuple[Rollout, Rows]:
-        """All parts as one rollout, and their rows; see `rewarded_rows`."""
+        generation = self._generation
         engine = generation.engine
-        run = written.episodes
-        if run is not None:
-            setup = generation.setup
-            return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
-        count = len(examples) * sampling.samples
-        with clock.phase("eval"):
-            done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
-        rows = to_rows(examples, done, sampling, generation.form)
-        return done, rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, "eval")
+        heldout, sampling, *_ = generation.evaluation
+        raise_everywhere(None if part is None else part.problem, (), engine.mesh)
+        if generation.episodes is not None:
+            run = run_of_replica(None if part is None else part.episodes, engine.mesh)
+            done, rows = rollout_of_episodes(
+                generation.episodes, engine, run.episodes, heldout, sampling, costs=run.costs
+            )
+        else:
+            own = from_first(None if part is None else part.completions, engine.mesh, "tensor")
+            count = len(heldout) * sampling.samples
+            with clock.phase("eval"):
+                done = collected_rollout(engine, own, self._pending, rows=count, begin=self._begin)
+            rows = rescored(generation, to_rows(heldout, done, sampling, generation.form), heldout, "eval")
+        return heldout_metrics(generation, done, rows, show, self._step)
 
     async def _episodes(self, setup: EpisodeSetup, resident: ResidentEngine) -> WrittenPart:
         heldout, sampling, _, seed, _ = self._generation.evaluation

@@ -26,46 +26,34 @@ from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.step_rows import Rows, with_stale
 
 
-class RowsAhead:
-    """Rows of later steps, until the step that they are for."""
+def write_ahead(job: RLJob, engine: JoinedEngine, episodes: EpisodesAhead | None, consumed: int, step: int) -> None:
+    """Ask generators for the rows of the --staleness steps after `step`, this replica's share.
 
-    def __init__(self, job: RLJob, engine: JoinedEngine, episodes: EpisodesAhead | None) -> None:
-        """Begin with none.
+    Where a filter may take further prompts for a step, only the next one's prompts are known.
 
-        Args:
-          job: the run, with --staleness.
-          engine: of its generators.
-          episodes: those of its prompts; None: a prompt is completed once.
-        """
-        self.job = job
-        self.engine = engine
-        self.episodes = episodes
-
-    def write(self, consumed: int, step: int) -> None:
-        """Ask generators for the rows of the --staleness steps after `step`, this replica's share.
-
-        Where a filter may take further prompts for a step, only the next one's prompts are known.
-
-        Args:
-          consumed: prompts taken up to `step`.
-          step: whose rows are complete.
-        """
-        run = self.job.settings.run
-        staleness = self.job.settings.asynchrony.staleness
-        known = staleness if filter_of(self.job) is None else min(staleness, 1)
-        mesh = self.engine.mesh
-        for _ in range(min(known, run.steps - step)):
-            taken = take_next(self.job.task.prompts, run.batch_prompts, run.seed, position=consumed)
-            examples = [self.job.task.prompts[place] for place in taken.places.tolist()]
-            seed = derived_seed(run.seed, consumed)
-            consumed = taken.end
-            if self.episodes is not None:
-                self.episodes.begin(examples, seed)
-                continue
-            groups = request_groups(examples, self.job.sampling, seed)
-            share = own_range(len(groups), mesh, mesh.row_axes)
-            for group in groups[share.start : share.stop]:
-                self.engine.write_ahead(group)
+    Args:
+      job: the run, with --staleness.
+      engine: of its generators.
+      episodes: those of its prompts; None: a prompt is completed once.
+      consumed: prompts taken up to `step`.
+      step: whose rows are complete.
+    """
+    run = job.settings.run
+    staleness = job.settings.asynchrony.staleness
+    known = staleness if filter_of(job) is None else min(staleness, 1)
+    mesh = engine.mesh
+    for _ in range(min(known, run.steps - step)):
+        taken = take_next(job.task.prompts, run.batch_prompts, run.seed, position=consumed)
+        examples = [job.task.prompts[place] for place in taken.places.tolist()]
+        seed = derived_seed(run.seed, consumed)
+        consumed = taken.end
+        if episodes is not None:
+            episodes.begin(examples, seed)
+            continue
+        groups = request_groups(examples, job.sampling, seed)
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        for group in groups[share.start : share.stop]:
+            engine.write_ahead(group)
 
 
 def source_ahead(
@@ -88,7 +76,7 @@ def source_ahead(
         generation = generation._replace(episodes=generation.episodes._replace(run=episodes.run))
     source = source_of_generation(job, parts, generation, clock, show)
     source = source._replace(begin_evaluation=evaluation, close=thread.close)
-    return _with_rows_ahead(source, RowsAhead(job, engine, episodes))
+    return _with_rows_ahead(source, job, engine, episodes)
 
 
 def evaluation_beside(
@@ -118,8 +106,7 @@ def evaluation_beside(
     return begin
 
 
-def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
-    episodes = ahead.episodes
+def _with_rows_ahead(source: Source, job: RLJob, engine: JoinedEngine, episodes: EpisodesAhead | None) -> Source:
     groups: list[tuple[object, ...]] = []  # of the newest step
 
     def next_rows(state: trees.Tree, step: int) -> StepRows:
@@ -128,13 +115,12 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
             episodes.taken.clear()
         rows, state, metrics = source.next_rows(state, step)
         if episodes is not None:
-            groups[:] = episodes.groups(consumed, ahead.job.settings.run.seed)
-        ahead.write(state["prompts_consumed"], step)
+            groups[:] = episodes.groups(consumed, job.settings.run.seed)
+        write_ahead(job, engine, episodes, state["prompts_consumed"], step)
         return rows, state, metrics
 
     def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        staleness = ahead.job.settings.asynchrony.staleness
-        return with_stale(source.move(rows, to, mesh), ahead.engine.version or 0, staleness)
+        return with_stale(source.move(rows, to, mesh), engine.version or 0, job.settings.asynchrony.staleness)
 
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:

@@ -9,9 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.order import places_in_order
-from funrl.data.prompts import Example
-from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
@@ -131,21 +128,6 @@ class RowWriter(Protocol[HeldT]):
     def close(self) -> None:
         """End all running work."""
         ...
-
-
-def examples_at(schedule: PromptSchedule, places: np.ndarray) -> list[Example]:
-    """The prompts at these positions of the order."""
-    return [schedule.prompts[number] for number in prompt_numbers(schedule, places).tolist()]
-
-
-def prompt_numbers(schedule: PromptSchedule, places: np.ndarray) -> np.ndarray:
-    """Indices of the prompts at these positions of the order."""
-    if not len(places):
-        return places
-    first = int(places.min())
-    return places_in_order(schedule.prompts, int(places.max()) + 1 - first, schedule.seed, position=first)[
-        places - first
-    ]
 
 
 def sample_numbers(prompts: Sequence[int] | np.ndarray, samples: int) -> np.ndarray:

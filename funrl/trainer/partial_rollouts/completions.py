@@ -17,7 +17,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.rollout.requests import Completion, Finish, Request, RequestGroups
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
-from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
+from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, sample_numbers
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, run_requests, to_rows
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
 from funrl.trainer.sources.selection import filter_samples
@@ -92,7 +92,7 @@ class CompletionWriter:
             return held, new.begin
         samples = sampling.samples
         first = len(numbers)
-        old = [example for example in examples_at(schedule, held.places) for _ in range(samples)]
+        old = [example for example in schedule.examples_at(held.places) for _ in range(samples)]
         taken = take_next(schedule.prompts, new.count, schedule.seed, position=new.begin, weights=new.weights)
         selected = [schedule.prompts[place] for place in taken.places.tolist()]
         seed = derived_seed(schedule.seed, new.begin)
@@ -135,7 +135,7 @@ class CompletionWriter:
         device = rows.batch.length.device
         rows = rows.with_fields(group=torch.arange(len(rows.owner), device=device) // self._samples)
         if generation.rewards.rescore is not None:
-            rows = generation.rewards.rescore(rows, examples_at(generation.schedule, held.places), "")
+            rows = generation.rewards.rescore(rows, generation.schedule.examples_at(held.places), "")
         kept_PS = filter_samples(generation, rows, len(held.places))
         return Examined(held.places, rows, kept_PS, rows.batch.get("scores"), rows.batch.get("failed"))
 

@@ -18,7 +18,7 @@ from funrl.rollout.policy import PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
+from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, sample_numbers
 from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import LONGEST_REMARK
 from funrl.trainer.sources.observing import Show
@@ -70,7 +70,9 @@ class EpisodeWriter:
           show: receives remarks.
         """
         sampling = generation.sampling
-        self.longest = trajectory_tokens(setup, sampling.max_new_tokens)
+        limits = setup.limits
+        bounds = (limits.turns * sampling.max_new_tokens, limits.tokens, limits.length)
+        self.longest = min(bound for bound in bounds if bound)
         batches = generation.selection.max_refills if generation.selection.filter else UNFILTERED_BATCHES
         self.most_new: int | None = generation.schedule.batch * batches
         self._most_steps = -(-self.longest // tokens)
@@ -138,7 +140,7 @@ class EpisodeWriter:
         ended = [episode for record in held.records for episode in recorded_episodes(record)]
         episodes = list(zip(numbers, ended, strict=True))
         count = len(held.places)
-        examples = examples_at(generation.schedule, held.places)
+        examples = generation.schedule.examples_at(held.places)
         done, rows = rollout_of_episodes(self._setup, generation.engine, episodes, examples, generation.sampling)
         kept_PS = filter_samples(generation, rows, count)
         totals = {"entries": done.entries, "episodes": done.episodes}
@@ -185,7 +187,7 @@ class EpisodeWriter:
 
     def _round(self, held: BegunEpisodes, going_on: np.ndarray, new: int, tokens: int | None) -> Round:
         """The groups to run; the last `new` ones begin."""
-        examples = examples_at(self._generation.schedule, held.places)
+        examples = self._generation.schedule.examples_at(held.places)
         groups = [
             EpisodeGroup(example, int(place) * self._samples, seeds)
             for example, place, seeds in zip(examples, held.places, held.seeds.tolist(), strict=True)
@@ -227,15 +229,3 @@ class EpisodeWriter:
             records=[records[number] for number in sorted(records)],
             restarted=held.restarted + restarted,
         )
-
-
-def trajectory_tokens(setup: EpisodeSetup, new_tokens: int) -> int:
-    """Bound on the tokens that a trajectory samples.
-
-    Args:
-      setup: of the episodes.
-      new_tokens: bound on those of a turn.
-    """
-    limits = setup.limits
-    bounds = [limits.turns * new_tokens, limits.tokens, limits.length]
-    return min(bound for bound in bounds if bound)

@@ -26,8 +26,6 @@ from funrl.trainer.partial_rollouts.begun import (
     HeldT,
     NewPrompts,
     RowWriter,
-    examples_at,
-    prompt_numbers,
     sample_numbers,
 )
 from funrl.trainer.partial_rollouts.completions import CompletionWriter, first_rollout
@@ -107,7 +105,7 @@ def _written_source(
         filled = _fill(writer, writer.held(state["begun"]), new, schedule.batch, tokens)
         held = filled.held
         seen = _joined_examined(filled.examined)
-        measured = weighing.measured(measured, prompt_numbers(schedule, seen.places), seen.scores, seen.failed)
+        measured = weighing.measured(measured, schedule.numbers_at(seen.places), seen.scores, seen.failed)
         entries = add_totals(held.entries, seen.entries)
         metrics = weighed | _metrics(generation, filled, seen, unfinished=int((~writer.ready(held)).sum()))
         metrics |= entry_metrics(entries) | episode_metrics(seen.episodes)
@@ -119,7 +117,7 @@ def _written_source(
         state, emptiness = count_empty(state, step, unusable, seen.episodes, show)
         metrics |= emptiness
         useful = np.flatnonzero(seen.kept_PS.any(1))[: schedule.batch]
-        examples = examples_at(schedule, seen.places)
+        examples = schedule.examples_at(seen.places)
         chosen = chosen_rows(examples, seen.places, seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))

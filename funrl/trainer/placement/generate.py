@@ -82,8 +82,8 @@ class ShowBuffer:
         """Keep a remark."""
         self.notes.append(text)
 
-    def taken(self) -> ShowBuffer:
-        """Everything that is kept, which is then nothing."""
+    def take(self) -> ShowBuffer:
+        """Everything that is kept, which is then empty."""
         taken = ShowBuffer()
         taken.__dict__, self.__dict__ = self.__dict__, taken.__dict__
         return taken
@@ -285,7 +285,7 @@ def _serve(rank: GeneratingRank, request: object, answers: Answers) -> None:
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
     if not isinstance(request, PLAIN_REQUESTS):
-        value = PoolAnswer(value, tuple(rank.show.taken().notes), problem)
+        value = PoolAnswer(value, tuple(rank.show.take().notes), problem)
     answers.answer(value)
 
 

@@ -15,7 +15,6 @@ import torch
 
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
-from funrl.data.order import places_in_order
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
 from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
@@ -149,7 +148,9 @@ class GroupGenerators(Generators):
         plan = self.plan
         if plan is None:
             count = (steps - step + 1) * self._admission.rule.places
-            overtaking = self.overtaking()
+            # Groups that were taken before this batch or an earlier one began, as numbers counted from it.
+            taken = torch.nonzero(self.overtaken_W).flatten().tolist()
+            overtaking = [1 + place - len(taken) for place in taken]
             again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
             fresh = max(overtaking, default=-1) + 1
             plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
@@ -180,11 +181,6 @@ class GroupGenerators(Generators):
             self.chosen = ChosenPrompts(state["chosen"]["positions"].cpu(), state["chosen"]["end"])
         return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
 
-    def overtaking(self) -> list[int]:
-        """Groups that were taken before their batch or an earlier one began, as numbers counted from it."""
-        oldest = -int(self.overtaken_W.sum())
-        return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
-
     def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
         """Rows of a step, with metrics of its groups; see `Generators`. Collective."""
         state, chosen = self.choose(self.restored(state), step, steps)
@@ -213,7 +209,6 @@ class GroupGenerators(Generators):
                 raise RewardError(group.problem)
         assert len(self._taken) == len(places)
         self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
-        prompts, _, seed, _ = self._schedule
         positions = [group.prompt.position for _, group in self._taken if group.prompt is not None]
         if self.replaces:
             used = [*positions, *(prompt.position for prompt in self.dropped())]
@@ -221,7 +216,7 @@ class GroupGenerators(Generators):
             self._consumed += len(used)
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
-        places = np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
+        places = self._schedule.numbers_at(np.array(positions))
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:

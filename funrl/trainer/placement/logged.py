@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funrl import trees
-from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
 from funrl.kinds import joined_lines
@@ -177,8 +176,7 @@ class LoggedWriter:
         self._batch, self._left = self._left[: len(places)], self._left[len(places) :]
         assert len(self._batch) == len(places)
         done, rows = self._written(self._batch, sampling, first=0)
-        prompts, _, order_seed, _ = self.generation.schedule
-        places = np.concatenate([places_in_order(prompts, 1, order_seed, group.position) for group in self._batch])
+        places = self.generation.schedule.numbers_at(np.array([group.position for group in self._batch]))
         return RemoteRows(places, done, with_stale(rows, self.generation.engine.engine.version or 0))
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
@@ -325,8 +323,7 @@ class LoggedWriter:
         return group.position % mesh.size(mesh.row_axes) == int(mesh.index(mesh.row_axes))
 
     def _example(self, position: int) -> Example:
-        prompts, _, seed, _ = self.generation.schedule
-        return prompts[int(places_in_order(prompts, 1, seed, position)[0])]
+        return self.generation.schedule.examples_at([position])[0]
 
 
 def sampled_nodes(episode: Episode) -> dict[Node, str]:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value
@@ -218,13 +217,6 @@ class WrittenRows(NamedTuple):
     further: Mapping[str, Field]
 
 
-def group_fields(rows: Rows, own: bool) -> GroupFields:
-    """The fields of rows, on the CPU unless only their `own` rank needs them."""
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
-    fields = as_dict(rows.batch)
-    return GroupFields(fields if own else trees.map(lambda x: x.cpu(), fields), further)
-
-
 def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
     """Completions and their rows as far as every rank knows them."""
     facts = done._asdict()
@@ -232,9 +224,13 @@ def written_rows(done: Rollout, rows: Rows) -> WrittenRows:
         del facts[name]
     known = {name: x.cpu() for name, x in as_dict(rows.batch).items() if kind_of(rows.batch, name).everywhere}
     forms = line_forms(*own_fields(rows.batch))
-    further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS}
     facts = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in facts.items()}
-    return WrittenRows(facts, rows.owner, known, forms, further)
+    return WrittenRows(facts, rows.owner, known, forms, further_fields(rows.batch))
+
+
+def further_fields(batch: Batch) -> dict[str, Field]:
+    """Declarations of fields that are not among `FIELDS`."""
+    return {name: field for name, field in schema_of(batch).items() if name not in FIELDS}
 
 
 def own_fields(batch: Batch) -> tuple[dict[str, Value], dict[str, FieldKind]]:

@@ -64,12 +64,12 @@ class RewardingSide(NamedTuple):
             with heartbeat.phase("reward"):
                 rows = self.scorer(rows, request.examples)
         except RewardError as error:  # on every rank of the model
-            self.answers.answer(RewardProblem(self.show.taken().notes, str(error)))
+            self.answers.answer(RewardProblem(self.show.take().notes, str(error)))
             return
         batch = rows.batch
         written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *kinds, "score", "scores"}}
         kinds = row_field_kinds(FIELDS, written)
-        notes = self.show.taken().notes
+        notes = self.show.take().notes
         self.answers.answer(
             RewardedRows(batch.scores.cpu(), batch.score.cpu(), rows.owner, line_forms(written, kinds), notes)
         )

@@ -15,8 +15,7 @@ import numpy as np
 
 from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.batch import FIELDS, Batch
-from funrl.data.order import places_in_order
+from funrl.batch import FIELDS, Batch, as_dict
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
@@ -38,7 +37,7 @@ from funrl.trainer.placement.messages import (
     GroupFields,
     SendGroupsRequest,
     WrittenGroup,
-    group_fields,
+    further_fields,
     own_fields,
     split_origins,
     versions_of,
@@ -338,7 +337,10 @@ class GroupWriter:
                 continue
             rescored = self._generation.rewards.rescore is not None
             held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
-            kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
+            fields = as_dict(held.batch)
+            if self.mesh.size("tensor") > 1:
+                fields = trees.map(lambda x: x.cpu(), fields)
+            kept[number] = GroupFields(fields, further_fields(held.batch))
             tokens, switches = versions_of(rows)
             group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
@@ -367,8 +369,7 @@ class GroupWriter:
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
 
     def _example(self, prompt: GroupPrompt) -> Example:
-        prompts, _, seed, _ = self._generation.schedule
-        return prompts[int(places_in_order(prompts, 1, seed, prompt.position)[0])]
+        return self._generation.schedule.examples_at([prompt.position])[0]
 
     async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
+from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.loading import user_trace
 from funrl.mesh.collectives import from_first_rank
@@ -31,9 +32,7 @@ class CurriculumError(ValueError):
 
 
 MemoryTree = trees.Tree  # of a weighing
-PromptWeights = tuple[
-    np.ndarray | None, MemoryTree, dict[str, float]
-]  # [N] of all prompts (None: all equal), memory, metrics
+PromptWeights = tuple[np.ndarray | None, MemoryTree, dict[str, float]]  # see `Weighing.weights`
 
 
 class Weighing(NamedTuple):
@@ -72,6 +71,18 @@ class PromptSchedule(NamedTuple):
     batch: int = 128
     seed: int = 0
     weighing: Weighing = UNWEIGHTED
+
+    def numbers_at(self, positions: np.ndarray) -> np.ndarray:
+        """Indices of the prompts at some positions of the order."""
+        if not len(positions):
+            return positions
+        first = int(positions.min())
+        count = int(positions.max()) + 1 - first
+        return places_in_order(self.prompts, count, self.seed, position=first)[positions - first]
+
+    def examples_at(self, positions: Sequence[int] | np.ndarray) -> list[Example]:
+        """The prompts at some positions of the order."""
+        return [self.prompts[number] for number in self.numbers_at(np.asarray(positions)).tolist()]
 
 
 def as_chosen(schedule: PromptSchedule) -> PromptSchedule:
@@ -183,9 +194,9 @@ class _Curriculum(NamedTuple):
         return weight_N, memory, metrics
 
     def measured(
-        self, memory: MemoryTree, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None
+        self, memory: MemoryTree, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
     ) -> MemoryTree:
-        """MemoryTree after the scores of some prompts; see `Weighing`."""
+        """Memory after the scores of some prompts; see `Weighing`."""
         if not self.rates or scores_RK is None:
             return memory
         own_RK = scores_RK[:, : len(self.reward_weights)].double().cpu()
@@ -196,7 +207,7 @@ class _Curriculum(NamedTuple):
         return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
     def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
-        """MemoryTree after the metrics of a step; see `Weighing`."""
+        """Memory after the metrics of a step; see `Weighing`."""
         if self.function is None:
             return memory
         before = _unpacked(memory["curriculum"])

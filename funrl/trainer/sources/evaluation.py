@@ -142,19 +142,14 @@ def _votes(
     if not counts:
         return {}
     verdict_PK = np.zeros((len(examples), len(counts)))
-    answers = _answers(examples, done, samples, decode=decode)
+    before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
+    answers = [final_answer(text) for text in completion_texts(done.completions, decode, before)]
     for first in range(0, len(done.completions), samples):
         prompt = done.completions[first].number // samples
         own = answers[first : first + samples]
         verdict_PK[prompt] = [majority_at(own, correct_PN[prompt], k) for k in counts]
     summed = collectives.psum(torch.from_numpy(verdict_PK).to(done.mesh.device), done.mesh, done.mesh.row_axes)
     return dict(zip(counts, summed.cpu().numpy().T, strict=True))
-
-
-def _answers(examples: Sequence[Example], done: Rollout, samples: int, decode: Callable[[list[int]], str]) -> list[str]:
-    """The answer of each of this rank's completions."""
-    before = [examples[completion.number // samples].tokens[-1] for completion in done.completions]
-    return [final_answer(text) for text in completion_texts(done.completions, decode, before)]
 
 
 def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, float]:

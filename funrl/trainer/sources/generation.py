@@ -33,7 +33,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.sources.own_texts import text_after
-from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
+from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
@@ -216,26 +216,32 @@ def collected_rollout(
     """
     mesh = engine.mesh
     generated = time.perf_counter()
+    rewards = Rewarded([], [], "")
+    error = None
     with heartbeat.phase("reward"):
-        collected = _collect(engine, completions, pending)
+        try:
+            rewards = rewards if pending is None else pending.collect(engine.on_error)
+        except RewardError as problem:
+            error = str(problem)
     rewarded = generated if pending is None else time.perf_counter()
-    times = (generated - begin, rewarded - begin, float(bool(collected.entries)))
-    last_generated, last_rewarded, has_entries = raise_everywhere(collected.error, times, mesh)
-    entries = add_totals(*collectives.gather_objects(collected.entries, mesh)) if has_entries else {}
+    times = (generated - begin, rewarded - begin, float(bool(rewards.entries)))
+    last_generated, last_rewarded, has_entries = raise_everywhere(error, times, mesh)
+    entries = add_totals(*collectives.gather_objects(rewards.entries, mesh)) if has_entries else {}
     own_s = time.perf_counter() - generated  # ranks begin at nearly the same time
     reward_s = min(last_rewarded - last_generated, own_s)
     columns = {
         "lengths": torch.tensor([len(x.tokens) for x in completions], dtype=torch.int64, device=mesh.device),
         "finished": torch.tensor([x.finished for x in completions], dtype=torch.bool, device=mesh.device),
-        "scores": collectives.psum(torch.from_numpy(collected.scores).to(mesh.device), mesh, "tensor"),
+        "scores": _on_tensor_ranks(rewards.scores, completions, (len(engine.weights),), mesh),
     }
     if engine.on_error != "stop":
-        failed = torch.from_numpy(collected.failed).to(mesh.device)
-        columns["failed"] = collectives.psum(failed, mesh, "tensor") > 0
-    owner = _owners(completions, rows, mesh)
+        columns["failed"] = _on_tensor_ranks(rewards.failed, completions, (), mesh) > 0
+    owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
+    owner_R[[x.number for x in completions]] = int(mesh.index(mesh.row_axes))
+    owner = collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
     table = gather_table(columns, owner, mesh, axes=mesh.row_axes)
     if "failed" in table and table["failed"].any():
-        problem = next(filter(None, collectives.gather_objects(collected.problem, mesh)))[:LONGEST_REMARK]
+        problem = next(filter(None, collectives.gather_objects(rewards.problem, mesh)))[:LONGEST_REMARK]
         count = int(table["failed"].sum())
         engine.note(f"a reward function failed on {count} of {rows} completions, such as: {problem}")
     scores_RK = table["scores"]
@@ -254,45 +260,14 @@ def collected_rollout(
     )
 
 
-class _Collected(NamedTuple):
-    """Rewards of a rank's completions.
-
-    Attributes:
-      scores: [r, K].
-      failed: [r], 1 where a function failed.
-      problem: message of the first failure; "" where there is none.
-      entries: totals of further numbers that functions returned.
-      error: message of the failure that ends the run; None without one.
-    """
-
-    scores: np.ndarray
-    failed: np.ndarray
-    problem: str = ""
-    entries: Totals = {}  # noqa: RUF012  (never mutated)
-    error: str | None = None
-
-
-def _collect(engine: RewardedEngine, completions: Sequence[Completion], pending: PendingRewards | None) -> _Collected:
-    """Wait for the rewards of all completions that are not paused; paused ones get zeros."""
-    count = len(engine.weights)
-    collected = _Collected(np.zeros((len(completions), count)), np.zeros(len(completions)))
-    if pending is None:
-        return collected
-    try:
-        rewards = pending.collect(engine.on_error)
-    except RewardError as error:
-        return collected._replace(error=str(error))
-    ended = np.array([x.finish != "paused" for x in completions], dtype=bool)
-    collected.scores[ended] = np.array(rewards.scores, dtype=np.float64).reshape(-1, count)
-    collected.failed[ended] = rewards.failed
-    return collected._replace(problem=rewards.problem, entries=rewards.entries)
-
-
-def _owners(completions: Sequence[Completion], rows: int, mesh: Mesh) -> np.ndarray:
-    """Rank of each row, [rows]. Collective."""
-    owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
-    owner_R[[x.number for x in completions]] = int(mesh.index(mesh.row_axes))
-    return collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
+def _on_tensor_ranks(
+    values: Sequence[object], completions: Sequence[Completion], shape: tuple[int, ...], mesh: Mesh
+) -> Tensor:
+    """[r, *shape] float64, values of the completions that have ended, on all tensor ranks; paused ones get zeros."""
+    whole = np.zeros((len(completions), *shape))
+    if values:  # on the rank that asks for rewards
+        whole[[x.finish != "paused" for x in completions]] = np.array(values, dtype=np.float64).reshape(-1, *shape)
+    return collectives.psum(torch.from_numpy(whole).to(mesh.device), mesh, "tensor")
 
 
 def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards | None:

@@ -199,10 +199,11 @@ def with_verdicts(
     owner = generating_ranks(len(examples), len(rows.owner) // len(examples), mesh.size(mesh.row_axes))
     rows = moved(rows, owner, mesh)
     written = own_completions(rows, examples)
-    prompts = [
-        judge_tokens(fill_template(job.template, completion.example, text), job.tokenizer)
-        for completion, text in zip(written, written_texts(written, decode), strict=True)
-    ]
+    prompts = []
+    for completion, completed in zip(written, written_texts(written, decode), strict=True):
+        text = fill_template(job.template, completion.example, completed)
+        prompt = text if job.tokenizer.chat_template is None else [{"role": "user", "content": text}]
+        prompts.append(encode_prompt(job.tokenizer, prompt)[0])
     lengths = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64, device=mesh.device)
     _check_lengths(gather_table({"length": lengths}, rows.owner, mesh, axes=mesh.row_axes)["length"], job, examples)
     requests = [Request(n, ids, job.sampling, seed=n) for n, ids in zip(rows.own.tolist(), prompts, strict=True)]
@@ -215,12 +216,6 @@ def with_verdicts(
         note(f"the judge's first verdict is {verdicts[0]!r}, {read}")
     score_B = gather_table({"score": own.to(mesh.device)}, rows.owner, mesh, axes=mesh.row_axes)["score"]
     return with_column(rows, score_B, weight)
-
-
-def judge_tokens(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of a judge's prompt: a user's message if its tokenizer has a chat template, else the text."""
-    prompt = text if tokenizer.chat_template is None else [{"role": "user", "content": text}]
-    return encode_prompt(tokenizer, prompt)[0]
 
 
 def _check_lengths(lengths_B: torch.Tensor, job: JudgeJob, examples: Sequence[Example]) -> None:

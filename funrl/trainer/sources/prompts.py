@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +37,6 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.roles import RoleState
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, take
 
-WriteRows = Callable[..., tuple[Rollout, Rows]]
 BASELINE_SEED = 1 << 41  # of greedy completions and episodes; neither a training step nor an evaluation has it
 
 
@@ -217,19 +216,28 @@ def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skip
     return metrics
 
 
-def evaluate_heldout(
-    generation: Generation, clock: Clock, show: Show, step: int, write: WriteRows | None = None
-) -> dict[str, float]:
-    """Complete the held-out prompts, by `write` or `rewarded_rows`, show some completions, and return their metrics."""
+def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
+    """Complete the held-out prompts, show some completions, and return their metrics."""
     if generation.remote is not None:
         with clock.phase("eval"):
             return generation.remote.evaluate(step, show)
-    heldout, sampling, solved, seed, table_prompts = generation.evaluation
-    if generation.episodes is not None:
-        episodes = generation.episodes._replace(log=None, source_of=source_of(heldout))
-        generation = generation._replace(episodes=episodes)
-    write = write or rewarded_rows
-    done, rows = write(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    heldout, sampling, _, seed, _ = generation.evaluation
+    generation = for_heldout(generation)
+    done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
+    return heldout_metrics(generation, done, rows, show, step)
+
+
+def for_heldout(generation: Generation) -> Generation:
+    """The settings whose episodes are not logged, and counted by the sources of the held-out prompts."""
+    if generation.episodes is None:
+        return generation
+    sources = source_of(generation.evaluation.heldout)
+    return generation._replace(episodes=generation.episodes._replace(log=None, source_of=sources))
+
+
+def heldout_metrics(generation: Generation, done: Rollout, rows: Rows, show: Show, step: int) -> dict[str, float]:
+    """Metrics of completions or episodes of the held-out prompts, of which some are shown. Collective."""
+    heldout, sampling, solved, _, table_prompts = generation.evaluation
     show.samples(step, first_samples(generation, heldout, done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
