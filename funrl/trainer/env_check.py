@@ -49,7 +49,11 @@ def check_first_episode(job: Job) -> None:
     limits = setup.limits._replace(turns=min(setup.limits.turns, TRIAL_TURNS))
     examples = job.task.prompts or job.task.heldout
     own = environment.environment if isinstance(environment, HostedEnvironment) else environment
-    reply = trial_reply(job)
+    try:
+        text = encode_text(job.tokenizer, TRIAL_REPLY)
+    except Exception:  # a tokenizer that has no such character
+        text = []
+    reply = [*text, *job.stop[:1]] or [0]
     for _ in range(1 + limits.retries):
         begin = time.monotonic()
         problem = episode_failure(own, examples[0], reply, policy_setup(setup, job.sampling), limits)
@@ -63,15 +67,6 @@ def check_first_episode(job: Job) -> None:
         f"{name}: a trial episode with the first example and the reply {TRIAL_REPLY!r} failed: {problem}; "
         "--env_check=off begins the run without it"
     )
-
-
-def trial_reply(job: RLJob) -> list[int]:
-    """Token ids of the reply, with a stop token if there is one."""
-    try:
-        text = encode_text(job.tokenizer, TRIAL_REPLY)
-    except Exception:  # a tokenizer that has no such character
-        text = []
-    return [*text, *job.stop[:1]] or [0]
 
 
 def episode_failure(

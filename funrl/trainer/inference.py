@@ -48,7 +48,7 @@ from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.parts import GeneratingParts, Parts
+from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.roles import RoleState, State
 from funrl.trainer.steps.sync import sync
 
@@ -148,7 +148,11 @@ def run_inference(
     """
     parts = dataclasses.replace(build_with_weights(job, stored, mesh, show.note), pool=pool)
     clock = Clock(mesh.device)
-    generation = generation_of(job, parts, _frozen(job, parts), clock, show)
+    frozen = {}  # weights of the other models, such as a reward model's
+    for name, folder in job.directories.items():
+        placed = parts.roles[name].placed
+        _, frozen[name] = hf.load(folder, job.dtype, parts.mesh, layouts=placed.stored, model=placed.model)
+    generation = generation_of(job, parts, frozen, clock, show)
     evaluation = generation.evaluation._replace(table_prompts=None, seed=(EVAL_SEED + seed) % seeds.LIMIT)
     with onload_engine(generation.engine.engine):
         return evaluate_heldout(generation._replace(evaluation=evaluation), clock, show, 0)
@@ -183,12 +187,3 @@ def stored_weights(
         return hf.load(stored.directory, dtype, mesh, layouts=layouts, model=model)[1]
     weights = dict(lead_weights(stored.checkpoint, model, dtype, layouts=dict(trees.named(layouts)), mesh=mesh))
     return trees.map_named(lambda name, _: weights[name], model.shapes)
-
-
-def _frozen(job: RLJob, parts: Parts) -> dict[str, trees.Tree]:
-    """This rank's shards of the weights of the other models, such as a reward model's."""
-    weights = {}
-    for name, folder in job.directories.items():
-        placed = parts.roles[name].placed
-        _, weights[name] = hf.load(folder, job.dtype, parts.mesh, layouts=placed.stored, model=placed.model)
-    return weights

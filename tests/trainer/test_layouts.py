@@ -146,7 +146,7 @@ def test_a_reference_in_bfloat16_says_what_float32_weights_say(layout):
         ),
         (
             {"mesh": "dp2", "fsdp": True, "fsdp_models": "reference", "grad_reduce_dtype": "bfloat16"},
-            "--grad_reduce_dtype=bfloat16 does nothing: --fsdp_models=reference shards no model that learns; leave",
+            "--grad_reduce_dtype=bfloat16 does nothing: --fsdp_models=reference shards no learning model; leave",
         ),
         ({"mesh": "dp2", "sequence_parallel": "ring"}, "--sequence_parallel=ring does nothing: --mesh=dp2 has no sp"),
         (

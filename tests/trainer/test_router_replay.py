@@ -79,7 +79,7 @@ def test_replay_narrows_the_gap(speculate, monkeypatch):
     "how,message",
     [
         ({"compose": GRPO}, "--router_replay: no model of this run has experts"),
-        ({**MOE, "new_tokens_per_step": 3}, "--router_replay: with --new_tokens_per_step=3 the engine computes"),
+        ({**MOE, "new_tokens_per_step": 3}, "--router_replay with --new_tokens_per_step=3: earlier choices"),
     ],
 )
 def test_replay_is_refused_where_it_cannot_be(how, message):

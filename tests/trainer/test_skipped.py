@@ -15,7 +15,7 @@ from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
 from funrl.trainer.loop import train_loop
-from funrl.trainer.steps.skipped import Suspects, cause_in
+from funrl.trainer.steps.skipped import cause_in
 from funrl.trainer.steps.step_rows import rows_of
 
 SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 3, "queue": "fixed"}
@@ -77,7 +77,7 @@ def rows_with(**fields):
 )
 def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, says):
     made = {name: torch.tensor(x) if isinstance(x, list) else torch.full((3, 4), x) for name, x in fields.items()}
-    cause = cause_in(rows_with(**made), np.arange(3), Suspects(suspects), 0)
+    cause = cause_in(rows_with(**made), np.arange(3), suspects, 0)
     assert says in cause.text
 
 

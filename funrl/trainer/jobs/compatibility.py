@@ -60,10 +60,7 @@ def check_algorithm(
     _check_needs(algorithm, settings)
     _check_roles(algorithm)
     if is_given(settings, "grad_reduce_dtype") and not learns_sharded(settings, algorithm.losses):
-        raise settings.refusal(
-            "{grad_reduce_dtype} does nothing: {fsdp_models} shards no model that learns; leave it out, or shard "
-            f"{', '.join(algorithm.losses)}"
-        )
+        raise settings.refusal("{grad_reduce_dtype} does nothing: {fsdp_models} shards no learning model; leave it out")
     _check_staleness(algorithm, settings)
     check_scoring_pools(algorithm, settings)
 

@@ -129,9 +129,7 @@ def learns_from_demonstrations(algorithm: Algorithm) -> bool:
 def check_demonstrations(prompts: Sequence[Example], field: str, new_tokens_per_step: int | None) -> None:
     """Raise SettingsError where a prompt has no demonstration, or rows are written a part at a time."""
     if new_tokens_per_step is not None:
-        raise SettingsError(
-            f"--new_tokens_per_step={new_tokens_per_step}: demonstrations need whole completions; leave it out"
-        )
+        raise SettingsError("--new_tokens_per_step: demonstrations need whole completions; leave it out")
     for example in prompts:
         text = example.fields.get(field)
         if isinstance(text, str) and text:

@@ -18,7 +18,7 @@ from funrl.mesh.pools.channel import Requests
 from funrl.models import Model, Placed
 from funrl.models.errors import ModelError
 from funrl.models.lora import added_adapters, trained_part
-from funrl.models.model import Layer, Lora
+from funrl.models.model import Layer
 from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
@@ -200,7 +200,10 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
         return _remote_generator(job, mesh, placed, policy)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
     if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
-        return _adapted_generator(job, engine, placed, policy, lora)
+        base = AdaptedBase(engine, _plan_to(engine.weights, placed.stored, placed.mesh, job))
+        adapted = AdapterEngine(engine, job.main_role, lora)
+        to_engine = _plan_to(adapted.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
+        return Generator(adapted, engine.weights.mesh, to_engine, proof=SyncProof(), base=base)
     return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
 
 
@@ -300,14 +303,6 @@ def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
     engine = JoinedEngine(placed.model.config, mesh, weight_server, weights, lease_server, limit_s=limit_s)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
     return Generator(engine, mesh, to_engine, proof=LateProof())
-
-
-def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed, lora: Lora) -> Generator:
-    """A generator whose engine adds the policy's adapters to the base."""
-    engine = AdapterEngine(base, job.main_role, lora)
-    to_engine = _plan_to(engine.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
-    to_base = AdaptedBase(base, _plan_to(base.weights, placed.stored, placed.mesh, job))
-    return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
 
 
 def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Plan:

@@ -195,10 +195,7 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
         return None
     if model.abilities.code:
         code = " with {model_code}" if settings.models.model_code == "hf" else ""
-        raise settings.refusal(
-            f"{{lora_rank}}{code}: the model is {model.abilities.code}, transformers' own code, which takes no "
-            "adapters here; leave it out"
-        )
+        raise settings.refusal(f"{{lora_rank}}{code}: {model.abilities.code} takes no adapters here; leave it out")
     with blaming(f"lora_targets={settings.adapters.lora_targets}"):
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):

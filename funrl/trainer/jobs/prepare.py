@@ -339,9 +339,7 @@ def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: Mod
     if idle:
         raise settings.refusal(f"{{eval_{idle[0]}}} does nothing: evaluation is greedy; give --eval_temperature too")
     if greedy and settings.evaluation.eval_samples > 1:
-        raise settings.refusal(
-            "{eval_samples}: evaluation is greedy, so all would be the same; give --eval_temperature too"
-        )
+        raise settings.refusal("{eval_samples}: evaluation is greedy, so all are the same; give --eval_temperature too")
     try:
         numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0} | shared
         return train, Sampling(**numbers, greedy=greedy, samples=settings.evaluation.eval_samples)

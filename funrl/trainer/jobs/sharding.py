@@ -56,15 +56,9 @@ def check_experts(settings: Settings, models: Collection[Model]) -> None:
     if settings.routers.router_bias_rate and not any(
         model.abilities.routers is not None and model.abilities.routers.biased for model in models
     ):
-        raise settings.refusal(
-            "{router_bias_rate}: the experts of this run are chosen without a bias, which deepseek_v3 has; "
-            "--router_aux_coef balances them by a loss"
-        )
+        raise settings.refusal("{router_bias_rate}: experts are chosen without a bias; --router_aux_coef balances them")
     if settings.routers.router_replay and settings.sampling.new_tokens_per_step is not None:
-        raise settings.refusal(
-            "--router_replay: with {new_tokens_per_step} the engine computes what is begun again, with other weights, "
-            "and its choices are lost; leave one out"
-        )
+        raise settings.refusal("--router_replay with {new_tokens_per_step}: earlier choices are lost; leave one out")
     if experts and not settings.engines.abilities.routes:
         engines = engines_that("routes")
         raise settings.refusal("{engine}: the policy has experts; give --engine={engines}", engines=engines)

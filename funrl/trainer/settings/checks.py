@@ -326,10 +326,7 @@ def check_placement(s: Settings) -> None:
         raise s.refusal("{mesh} does nothing: {place} gives the mesh to train on")
     abilities = s.engines.abilities
     if s.asynchrony.staleness and abilities.whole_only and not s.devices.joined:
-        raise s.refusal(
-            "{engine} and {staleness} with {place}: it completes whole requests, and takes no weights meanwhile; leave "
-            "--staleness out, or give another --engine"
-        )
+        raise s.refusal("{engine} and {staleness} with {place}: it takes no weights during a request; leave one out")
     if s.devices.joined:
         _check_joined(s)
     if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:

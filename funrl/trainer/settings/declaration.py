@@ -100,22 +100,18 @@ def one_of(*choices: str) -> Bound:
 
 def some_of(*choices: str) -> Bound:
     """Bound: a comma-separated list of one or more distinct choices."""
-
-    def holds(value: str) -> bool:
-        named = parts(value)
-        return bool(named) and set(named) <= set(choices) and len(set(named)) == len(named)
-
-    return Bound(f"some of {','.join(choices)}", holds)
+    return Bound(f"some of {','.join(choices)}", lambda x: are_distinct(parts(x)) and set(parts(x)) <= set(choices))
 
 
 def names_like(*examples: str) -> Bound:
     """Bound: a comma-separated list of distinct names such as the examples."""
+    text = f"names such as {','.join(examples)}"
+    return Bound(text, lambda x: are_distinct(parts(x)) and all(map(str.isidentifier, parts(x))))
 
-    def holds(value: str) -> bool:
-        named = parts(value)
-        return bool(named) and all(name.isidentifier() for name in named) and len(set(named)) == len(named)
 
-    return Bound(f"names such as {','.join(examples)}", holds)
+def are_distinct(names: tuple[str, ...]) -> bool:
+    """True of one or more names that all differ."""
+    return 0 < len(set(names)) == len(names)
 
 
 class Flag(NamedTuple):

@@ -17,7 +17,7 @@ from funrl.mesh.collectives import psum
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
-from funrl.trainer.steps.skipped import Skips, Suspects, odd_term
+from funrl.trainer.steps.skipped import Skips, odd_term
 from funrl.trainer.steps.step import ENGINE_GAPS, LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import (
     SINGLE_ROWS,
@@ -184,7 +184,7 @@ def _updated(
             term = odd_term(role, state.params, update.batches(), frozen)
             own = own_places(update.packing, update.rows)
             numbers = [number for i in error.suspects for number in update.part[own[i]].tolist()]
-            monitor.skips.add(error, update.name, update.rows, update.part, Suspects(numbers, term))
+            monitor.skips.add(error, update.name, update.rows, update.part, term or numbers)
             return state, {}
     forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:

@@ -115,23 +115,12 @@ class Cause(NamedTuple):
     text: str
 
 
-class Suspects(NamedTuple):
-    """Causes on this rank, beside the fields of the rows.
-
-    Attributes:
-      rows: numbers of the rows whose micro-batch has a loss that is not finite.
-      term: words for a term of the loss that gives a number that is not finite; None: none was found.
-    """
-
-    rows: Sequence[int]
-    term: str | None = None
-
-
-def cause_in(rows: Rows, part: np.ndarray, suspects: Suspects, rank: int) -> Cause:
+def cause_in(rows: Rows, part: np.ndarray, suspects: Sequence[int] | str, rank: int) -> Cause:
     """The cause that this rank sees.
 
     Args:
       part: numbers of the rows of the update.
+      suspects: words for an odd term of the loss, or numbers of rows whose micro-batch has a loss that is not finite.
     """
     own = np.sort(part[rows.owner[part] == rows.index])
     fields = as_dict(rows.batch)
@@ -146,10 +135,10 @@ def cause_in(rows: Rows, part: np.ndarray, suspects: Suspects, rank: int) -> Cau
             row = own[int(odd.any(1).nonzero()[0])]
             advice = ADVICE.get(field.writer, f"the {field.writer} gave it; its weights may be damaged")
             return Cause(order, rank, f"{name} of row {row}, on rank {rank}, is {values[odd][0].item():.3g}: {advice}")
-    if suspects.term is not None:
-        return Cause(len(schema), rank, suspects.term)
-    if suspects.rows:
-        some = ", ".join(map(str, suspects.rows[:4]))
+    if isinstance(suspects, str):
+        return Cause(len(schema), rank, suspects)
+    if suspects:
+        some = ", ".join(map(str, suspects[:4]))
         return Cause(len(schema) + 1, rank, f"the loss on rows {some} of rank {rank} is not finite; {STEEP}")
     return Cause(len(schema) + 2, rank, STEEP)
 
@@ -189,7 +178,9 @@ class Skips:
         """Take note of an update of a role that was made."""
         self.in_a_row[name] = 0
 
-    def add(self, error: NotFiniteError, name: str, rows: Rows, part: np.ndarray, suspects: Suspects) -> None:
+    def add(
+        self, error: NotFiniteError, name: str, rows: Rows, part: np.ndarray, suspects: Sequence[int] | str
+    ) -> None:
         """Take note of an update that was not made. Collective.
 
         Args:
