@@ -8,11 +8,11 @@ its own. `check_chat` says whether a template allows it, `template_limits` what 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.conversations import CALL_ID, REPLY, encode_prompt
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import normal_messages
 from funrl.data.tokenizer import (
     THINK,
@@ -241,7 +241,7 @@ class TemplateChat:
         return self._closings[key][1]
 
     def _new_closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:
-        reply: dict[str, Any] = {"role": "assistant", "content": REPLY}
+        reply: JsonObject = {"role": "assistant", "content": REPLY}
         if calls:
             functions = [{"name": name, "arguments": {}} for name in calls]
             reply["tool_calls"] = [{"type": "function", "id": CALL_ID, "function": call} for call in functions]
@@ -395,7 +395,7 @@ def _append_limit(chat: TemplateChat, what: str, message: Message, way_out: str)
     return ""
 
 
-def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) -> str:
+def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
     """Text of some tokens as they continue others. Many tokenizers drop the space at the start of a text."""
     opening = decode(list(before[-1:]))
     joined = decode([*before[-1:], *tokens])

@@ -158,7 +158,7 @@ def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterato
             # In a thread: the signal may have come in the middle of a line that is being printed.
             threading.Thread(target=stall_monitor.say, args=(STOPPING,)).start()
 
-    handlers: dict[int, Callable[..., None]] = {}
+    handlers: dict[int, Callable[..., object]] = {}
     if always or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         handlers[signal.SIGTERM] = lambda *_: ask_to_stop()
     if not _supervised and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script

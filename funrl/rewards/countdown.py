@@ -60,12 +60,12 @@ def countdown(
     return float(value == wanted and Counter(used) == Counter(given))
 
 
-def check_countdown(fields: Mapping[str, Any]) -> None:
+def check_countdown(fields: Mapping[str, object]) -> None:
     """Check the fields of a record before anything is computed. Raises: ValueError, as `countdown`."""
     _game(fields.get("target"), fields.get("nums"), fields.get("numbers"))
 
 
-def _game(target: Any, nums: Sequence[Any] | None, numbers: Sequence[Any] | None) -> tuple[Fraction, list[Fraction]]:
+def _game(target: object, nums: Any, numbers: Any) -> tuple[Fraction, list[Fraction]]:
     """The target and the numbers. Raises: ValueError."""
     given = numbers if nums is None or not len(nums) else nums
     if given is None or isinstance(given, str) or not len(given):

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.serve.asks import (
     LONGEST_HISTORY,
     MOST_TOKENS,
@@ -74,10 +75,10 @@ def read_counted(body: Body) -> Ask:
     return read_messages(Body({"max_tokens": 1} | body.values))
 
 
-def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/v1/messages`."""
     (exchange,) = exchanges
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     if ask.reasoning and exchange.thoughts:
         blocks.append({"type": "thinking", "thinking": exchange.thoughts, "signature": ""})
     if exchange.content or not exchange.calls:
@@ -92,7 +93,7 @@ def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any]
 class MessageEvents:
     """The events of a stream of `/v1/messages`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+    def __init__(self, ask: Ask, head: JsonObject, decode: DecodeIds):
         self._ask = ask
         self._head = head
         self._open = False
@@ -144,11 +145,11 @@ def _event(kind: str, **fields: object) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
-def _opening(head: dict[str, Any]) -> dict[str, Any]:
+def _opening(head: JsonObject) -> JsonObject:
     return {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
 
 
-def _ending(exchange: Exchange) -> dict[str, Any]:
+def _ending(exchange: Exchange) -> JsonObject:
     reasons = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
     reason = "stop_sequence" if exchange.stop is not None else reasons[exchange.finish]
     return {"stop_reason": reason, "stop_sequence": exchange.stop}
@@ -158,11 +159,11 @@ def _usage(exchange: Exchange) -> dict[str, int]:
     return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.tokens)}
 
 
-def _system(value: object) -> dict[str, Any]:
+def _system(value: object) -> JsonObject:
     return {"role": "system", "content": plain_content(value, "system")}
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any) -> list[JsonObject]:
     """A message as chat templates take it, after the results of tools that it has."""
     role = value.get("role") if isinstance(value, dict) else None
     if role not in ("user", "assistant"):
@@ -196,7 +197,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return [*results, *([{"role": "user", "content": content}] if content or not results else [])]
 
 
-def _tool(value: object) -> dict[str, Any]:
+def _tool(value: object) -> JsonObject:
     if isinstance(value, dict) and value.get("type", "custom") != "custom":
         raise BadRequest(
             f"a tool of type {value['type']!r} is not served; give functions with an input_schema", "tools"

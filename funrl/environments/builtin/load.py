@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.prompt_format import template_arguments
 from funrl.environments.adapters import GYM, function_environment, message_environment, tool_environment
 from funrl.environments.answer_rewards import answer_reward
@@ -21,11 +21,11 @@ from funrl.rewards.call import Reward
 
 FLAG = "env"
 ARGUMENTS = "env_args"
-NO_ARGUMENTS: Mapping[str, Any] = {}
+NO_ARGUMENTS: Mapping[str, object] = {}
 SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 
 
-def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+def load_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
     """The environment that "FILE.py:NAME" names, see `environment_from`.
 
     Raises:
@@ -38,7 +38,7 @@ def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> 
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def environment_arguments(text: str | None) -> dict[str, Any]:
+def environment_arguments(text: str | None) -> JsonObject:
     """Arguments of an environment: a JSON object, or NAME:VALUE pairs as of --template_arguments.
 
     >>> environment_arguments("attempts:3,reward:math")
@@ -62,8 +62,8 @@ def environment_arguments(text: str | None) -> dict[str, Any]:
 
 
 def environment_from(
-    given: Environment | Callable[..., Any] | Sequence[Callable[..., Any]],
-    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    given: Environment | Callable[..., object] | Sequence[Callable[..., object]],
+    arguments: Mapping[str, object] = NO_ARGUMENTS,
 ) -> Environment:
     """An environment of an object, a class, a function or a list of tools.
 
@@ -101,7 +101,7 @@ def environment_from(
     return environment
 
 
-def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
+def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
     missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
         raise TypeError(
@@ -130,7 +130,7 @@ def _check_takes(kind: Any, name: str, given: str) -> None:
         raise TypeError(f"{kind.__name__}.{name} takes {signature}; it is called as ({wanted}){_gym(kind)}") from None
 
 
-def _gym(kind: Any) -> str:
+def _gym(kind: object) -> str:
     """Advice for a class whose `reset` has the parameters of gymnasium's; ""."""
     reset = getattr(kind, "reset", None)
     names = inspect.signature(reset).parameters if inspect.isfunction(reset) else ()
@@ -149,7 +149,7 @@ def made(make: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], arguments: JsonObject, what: str, first: int = 0) -> Callable[..., Any]:
     """A function with its arguments by name.
 
     Args:
@@ -183,7 +183,7 @@ def _advice(given: object) -> str:
 
 
 def rewarded_tools(
-    tools: Sequence[Callable[..., Any]], reward: str | Reward = "exact", system: str | None = None
+    tools: Sequence[Callable[..., object]], reward: str | Reward = "exact", system: str | None = None
 ) -> Environment:
     """An environment in which the policy calls tools until it replies without a call; that reply is rewarded.
 
@@ -199,7 +199,7 @@ def rewarded_tools(
     """
     of_answer = answer_reward(reward)
 
-    def score(messages: Sequence[Mapping[str, Any]], **fields: Any) -> float:
+    def score(messages: Sequence[Mapping[str, Any]], **fields: object) -> float:
         question = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
         last = messages[-1]
         answered = last["role"] == "assistant" and not last.get("tool_calls")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from typing import Any
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.pictures import expand_placeholders, inner_pictures, one_placeholder_each, picture_form_of
 from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Message, Node
@@ -71,7 +70,7 @@ def collapsed_tokens(node: Node, tokenizer: object) -> Sequence[int]:
     return node.tokens if form is None or node.owned is None else one_placeholder_each(node.tokens, node.owned, form)
 
 
-def picture_content(value: object) -> list[dict[str, Any]] | None:
+def picture_content(value: object) -> list[JsonObject] | None:
     """Content of a message for what a tool returned, if that is a picture of Pillow or a list with one; else None."""
     pillow = sys.modules.get("PIL.Image")
     values = list(value) if isinstance(value, list | tuple) else [value]
