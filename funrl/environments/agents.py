@@ -84,8 +84,12 @@ def parse_agents(text: str | None) -> AgentMap:
             models[agent] = ""
             continue
         if (second := re.fullmatch(rf"{POLICY}:(.*)", role)) is not None:
-            models[agent] = _policy_name(item, second[1])
-            policies[models[agent]] = None
+            if not second[1].isidentifier() or second[1] == POLICY:
+                raise ValueError(
+                    f"{item!r}: {second[1]!r} cannot name a second policy; give a name such as {POLICY}:other"
+                )
+            models[agent] = second[1]
+            policies[second[1]] = None
             continue
         model = _frozen_model(item, role)
         name = next((name for name, known in frozen.items() if known == model), agent)
@@ -112,12 +116,6 @@ def with_environment(agents: AgentMap, environment: object) -> AgentMap:
     if not whole.trained_by(""):
         raise ValueError(f"no agent of {', '.join(declared)} is the policy, so it does not learn; map one to {POLICY}")
     return whole
-
-
-def _policy_name(item: str, name: str) -> str:
-    if not name.isidentifier() or name == POLICY:
-        raise ValueError(f"{item!r}: {name!r} cannot name a second policy; give a name such as {POLICY}:other")
-    return name
 
 
 def _frozen_model(item: str, role: str) -> FrozenModel:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funrl.data.conversations import CALL_ID, REPLY, encode_prompt
+from funrl.data.conversations import CALL_ID, REPLY, ChatTemplate, encode_prompt
 from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import normal_messages
 from funrl.data.tokenizer import (
@@ -21,7 +21,6 @@ from funrl.data.tokenizer import (
     chat_text,
     encode_as_text,
     encode_rendered,
-    render_chat,
 )
 from funrl.environments.forms.drift import SAME, NodeText, drift_cause
 from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens, without_pictures
@@ -253,19 +252,15 @@ class TemplateChat:
         text = whole[_after_mark(whole, ordinal) :]
         if not calls:
             return _Closing(conversation, ordinal, text, text)
-        plain = self._closing((), tools).end
-        end = plain if text.endswith(plain) else self._last_mark(text)
+        end = self._closing((), tools).end
+        if not text.endswith(end):  # the special token that it ends with, and space behind it
+            last = list(self._special().finditer(text))[-1:]
+            end = text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
         return _Closing(conversation, ordinal, text, end)
 
     def _render(self, conversation: Sequence[Message], tools: Tools, opens: bool = True) -> RenderedChat:
         """Render a conversation. `opens`: up to the start of the policy's turn."""
-        if self.tokenizer.chat_template is None:
-            raise TokenizerError("the tokenizer has no chat template; give --chat_template=FILE.jinja")
-        try:
-            return render_chat(self.tokenizer, conversation, tools, self.arguments, add_generation_prompt=opens)
-        except Exception as error:  # templates may raise anything
-            new = list(conversation[2:])
-            raise TokenizerError(f"the chat template refuses the messages {new!r:.2000}: {error}") from error
+        return ChatTemplate(self.tokenizer, tools, self.arguments).render(conversation, opens)
 
     def _opened(self, tools: Tools) -> str:
         """A question, up to the start of the policy's turn."""
@@ -287,11 +282,6 @@ class TemplateChat:
         """The special token that a text begins with; ""."""
         match = self._special().match(text)
         return match[0] if match else ""
-
-    def _last_mark(self, text: str) -> str:
-        """The special token that a text ends with, and space behind it; ""."""
-        last = list(self._special().finditer(text))[-1:]
-        return text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
 
     def _special(self) -> re.Pattern[str]:
         words = sorted(map(str, self.tokenizer.all_special_tokens), key=len, reverse=True)

@@ -102,7 +102,8 @@ def read_chat(body: Body) -> Ask:
     modalities = body.array("modalities", 8)
     if modalities not in ([], ["text"]):
         raise BadRequest(f"modalities={modalities} is not served; only text is", "modalities")
-    _allow_text_format(body)
+    if body.values.get("response_format") == {"type": "text"}:
+        del body.values["response_format"]
     body.check(CHAT_FIELDS)
     messages = [_message(message) for message in body.array("messages", LONGEST_HISTORY)]
     if not messages:
@@ -220,8 +221,11 @@ class ChatEvents:
 
     def _event(self, index: int, delta: JsonObject, **further: object) -> str:
         ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
-        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **further}
+        choice = {"index": index, **self._new(delta), "finish_reason": None, "logprobs": None, **further}
         return event({**self._head, **ids, "choices": [choice]})
+
+    def _new(self, delta: JsonObject) -> JsonObject:
+        return {"delta": delta}
 
 
 class TextEvents(ChatEvents):
@@ -235,11 +239,8 @@ class TextEvents(ChatEvents):
         """Nothing: there is no message to open."""
         return []
 
-    def _event(self, index: int, delta: JsonObject, **further: object) -> str:
-        ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
-        text = delta.get("content", "")
-        choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **further}
-        return event({**self._head, **ids, "choices": [choice]})
+    def _new(self, delta: JsonObject) -> JsonObject:
+        return {"text": delta.get("content", "")}
 
 
 def event(value: JsonObject) -> str:
@@ -269,11 +270,6 @@ def _shared(body: Body) -> Ask:
         token_ids=body.flag("return_token_ids"),
         ids_as_text=body.flag("return_tokens_as_token_ids"),
     )
-
-
-def _allow_text_format(body: Body) -> None:
-    if body.values.get("response_format") == {"type": "text"}:
-        del body.values["response_format"]
 
 
 def _message(value: Any) -> JsonObject:

@@ -50,7 +50,8 @@ def read_messages(body: Body) -> Ask:
     thinking = body.values.get("thinking")
     if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in THINKING):
         raise BadRequest(f"thinking must have one of the types {', '.join(THINKING)}", "thinking")
-    messages = [] if not body.values.get("system") else [_system(body.values["system"])]
+    system = plain_content(body.values.get("system"), "system")
+    messages: list[JsonObject] = [{"role": "system", "content": system}] if body.values.get("system") else []
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)
     if not messages or messages[-1]["role"] in ("assistant", "system"):
@@ -122,9 +123,7 @@ class MessageEvents:
         if self._ask.reasoning and exchange.thoughts:  # before any text, as such a reply is not streamed
             block = {"type": "thinking", "thinking": "", "signature": ""}
             delta = {"type": "thinking_delta", "thinking": exchange.thoughts}
-            events.append(_event("content_block_start", index=0, content_block=block))
-            events.append(_event("content_block_delta", index=0, delta=delta))
-            events.append(_event("content_block_stop", index=0))
+            events += _block_events(0, block, delta)
             self._place = 1
         events += self.text(0, rest) if rest or not (self._open or exchange.calls) else []
         number = self._place
@@ -134,15 +133,18 @@ class MessageEvents:
         for place, call in enumerate(exchange.calls, number):
             block = {"type": "tool_use", "id": call.number, "name": call.name, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments)}
-            events.append(_event("content_block_start", index=place, content_block=block))
-            events.append(_event("content_block_delta", index=place, delta=delta))
-            events.append(_event("content_block_stop", index=place))
+            events += _block_events(place, block, delta)
         events.append(_event("message_delta", delta=_ending(exchange), usage=_usage(exchange)))
         return [*events, _event("message_stop")]
 
 
 def _event(kind: str, **fields: object) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
+
+
+def _block_events(place: int, block: JsonObject, delta: JsonObject) -> list[str]:
+    fields = {"start": {"content_block": block}, "delta": {"delta": delta}, "stop": {}}
+    return [_event(f"content_block_{kind}", index=place, **more) for kind, more in fields.items()]
 
 
 def _opening(head: JsonObject) -> JsonObject:
@@ -157,10 +159,6 @@ def _ending(exchange: Exchange) -> JsonObject:
 
 def _usage(exchange: Exchange) -> dict[str, int]:
     return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.tokens)}
-
-
-def _system(value: object) -> JsonObject:
-    return {"role": "system", "content": plain_content(value, "system")}
 
 
 def _messages(value: Any) -> list[JsonObject]:

@@ -20,6 +20,7 @@ from funrl.serve.asks import (
     named_choice,
     plain_content,
 )
+from funrl.serve.chat_completions import OPENAI_IGNORED
 from funrl.serve.pictures import message_content
 from funrl.serve.session import DecodeIds, Exchange
 
@@ -35,21 +36,7 @@ RESPONSES_FIELDS = KnownFields(
         "temperature",
         "top_p",
     ),
-    ignored=(
-        "model",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "truncation",
-        "include",
-        "reasoning",
-        "prompt_cache_retention",
-        "stream_options",
-        "text",
-    ),
+    ignored=(*OPENAI_IGNORED, "truncation", "include", "reasoning", "stream_options", "text"),
     unserved={
         "previous_response_id": "send the whole history as input",
         "conversation": "send the whole history as input",

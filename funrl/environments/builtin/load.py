@@ -88,8 +88,11 @@ def environment_from(
             names = ", ".join(arguments)
             raise TypeError(f"{type(given).__name__} is an object, which takes no {ARGUMENTS}: {names}; give its class")
         return cast(Environment, given)
+    if not callable(given) and hasattr(given, "reset"):
+        name = type(given).__name__
+        raise TypeError(f"each episode has its own; give the class {name}, or message_environment(make)")
     if not callable(given):
-        raise TypeError(_advice(given))
+        raise TypeError("an object with run, a class, a function or a list of functions is needed")
     name = getattr(given, "__name__", repr(given))
     parameters = inspect.signature(given).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -173,13 +176,6 @@ def bound(function: Callable[..., Any], arguments: JsonObject, what: str, first:
     if missing and not first:
         raise TypeError(f"{what} needs {', '.join(missing)}; give --{ARGUMENTS}={missing[0]}:VALUE")
     return functools.partial(function, **arguments) if arguments else function
-
-
-def _advice(given: object) -> str:
-    """Advice on what to write instead of an object that is no environment."""
-    if hasattr(given, "reset"):
-        return f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
-    return "an object with run, a class, a function or a list of functions is needed"
 
 
 def rewarded_tools(
