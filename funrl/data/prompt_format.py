@@ -81,7 +81,7 @@ def format_messages(prompt: str | Sequence[Mapping[str, object]], form: PromptFo
     return first + turns[own:]
 
 
-def tools_of(own: object, form: PromptFormat) -> list[object]:
+def tools_of(own: object, form: PromptFormat) -> list[Any]:
     """A record's own tools, else those of the format. Raises: DataError."""
     return normal_tools(own) or list(form.tools)
 

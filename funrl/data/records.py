@@ -119,7 +119,7 @@ def source_problem(path: str | Path) -> str:
     return "no such file" + (", and no such dataset in the local cache" if looks_like_name(str(path)) else "")
 
 
-def read_records(path: str | Path) -> Iterator[tuple[str, object]]:
+def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield each record of a file with its source: the file, and the line or row.
 
     Raises:

@@ -24,8 +24,8 @@ from funrl.data.pictures import inner_pictures
 from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
+from funrl.environments.chat import picture_content
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment, ReturnError
-from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
 from funrl.rewards.call import CompletedRow, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore

@@ -152,7 +152,7 @@ def made(make: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., Any], arguments: JsonObject, what: str, first: int = 0) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], arguments: Mapping[str, object], what: str, first: int = 0) -> Any:
     """A function with its arguments by name.
 
     Args:
