@@ -41,7 +41,7 @@ class JsonLines(NamedTuple):
             lengths = np.fromiter(map(len, file), dtype=np.int64)
         return JsonLines(self.path, np.append(0, np.cumsum(lengths)), stamp)
 
-    def scan(self) -> Iterator[tuple[int, object]]:
+    def scan(self) -> Iterator[tuple[int, Any]]:
         """Parse the whole file: yields the index and record of each line that is not blank.
 
         Raises:
