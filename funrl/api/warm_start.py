@@ -140,12 +140,12 @@ def _run(words: Sequence[str], folder: Path) -> None:
     environment["OMP_NUM_THREADS"] = "1"
     lines: list[str] = []
     command = [sys.executable, "-m", PROGRAM, *words]
-    reader, writer = os.pipe()
-    with open(reader, errors="replace") as output:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer)
-        os.close(writer)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as process:
         try:
-            for line in output:
+            for line in process.stdout or ():
                 lines = [*lines[-20:], line.rstrip()]
                 step = re.match(r"\s*(\d+)/(\d+)\s+(\S+)", line)
                 if step and int(step[1]) % max(1, int(step[2]) // PROGRESS_LINES) == 0:
@@ -153,9 +153,7 @@ def _run(words: Sequence[str], folder: Path) -> None:
         except BaseException:
             process.kill()
             raise
-        finally:
-            status = process.wait()
-    if status:
+    if process.returncode:
         raise SettingsError("the warm start failed: " + "\n".join(lines))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 
 Fields = Mapping[str, str]
 
@@ -44,7 +44,7 @@ def rename_columns(record: object, fields: Fields) -> Any:
     return {name: value for name, value in record.items() if name not in fields.values()} | taken
 
 
-def prompt_columns(record: Mapping[str, object]) -> dict[str, Any]:
+def prompt_columns(record: Mapping[str, object]) -> JsonObject:
     """Normalise a record for reinforcement learning.
 
     Without a `prompt`, the `question` becomes the prompt. The `ground_truth` in verl's `reward_model` becomes a field.
@@ -82,7 +82,7 @@ def text_columns(record: object, kind: str) -> Any:
     return _with_prompt(columns) if kind in ("preferences", "triples") else columns
 
 
-def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
+def _with_prompt(record: JsonObject) -> JsonObject:
     """Move the common prefix of a pair's conversations into its prompt."""
     chosen, rejected = (record.get(name) for name in ("chosen", "rejected"))
     if not (isinstance(chosen, list) and isinstance(rejected, list)):
@@ -103,14 +103,14 @@ def _with_prompt(record: dict[str, Any]) -> dict[str, Any]:
     return record | {"prompt": common, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
-def _common(first: Sequence[object], second: Sequence[object]) -> list[Any]:
+def _common(first: Sequence[object], second: Sequence[object]) -> list[object]:
     """Common prefix of two lists of messages; of equal ones, all but the last message."""
     pairs = enumerate(zip(first, second, strict=False))
     return list(first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)) - (first == second))])
 
 
-def _column(record: Mapping[str, object], name: str, column: str) -> Any:
-    value: Any = record
+def _column(record: Mapping[str, object], name: str, column: str) -> object:
+    value: object = record
     for part in [column] if column in record else column.split("."):
         if not isinstance(value, Mapping) or part not in value:
             raise DataError(
@@ -120,7 +120,7 @@ def _column(record: Mapping[str, object], name: str, column: str) -> Any:
     return value
 
 
-def _number(text: str) -> Any:
+def _number(text: str) -> object:
     try:
         return float(text) if text else None
     except ValueError:

@@ -22,12 +22,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import TRAIN_FIELD
 from funrl.data.tokenizer import (
     END_THINK,
     THINK,
     RenderedChat,
+    TextTokenizer,
     TokenizerError,
     encode_after,
     encode_rendered,
@@ -75,9 +76,9 @@ class ChatTemplate(NamedTuple):
       arguments: further arguments of the template, by name.
     """
 
-    tokenizer: Any
-    tools: Sequence[Any] = ()
-    arguments: Mapping[str, Any] | None = None
+    tokenizer: TextTokenizer
+    tools: Sequence[object] = ()
+    arguments: Mapping[str, object] | None = None
 
     def prompt(self, messages: Conversation) -> RenderedChat:
         """Render messages up to the start of the policy's turn; words of the assistant at the end are continued.
@@ -264,7 +265,7 @@ class ChatTemplate(NamedTuple):
         if closing is None or end:
             return {}
         call = {"type": "function", "id": CALL_ID, "function": {"name": "f", "arguments": {}}}
-        replies: dict[str, dict[str, Any]] = {"user": {}, "tool": {"tool_calls": [call]}}
+        replies: dict[str, JsonObject] = {"user": {}, "tool": {"tool_calls": [call]}}
         marks: dict[str, str] = {}
         for role, calls in replies.items():
             answered = [*ANY_QUESTION, {"role": "assistant", "content": REPLY, **calls}]
@@ -276,11 +277,11 @@ class ChatTemplate(NamedTuple):
         return marks
 
 
-_SYNTHETIC: weakref.WeakKeyDictionary[Any, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
+_SYNTHETIC: weakref.WeakKeyDictionary[TextTokenizer, dict[tuple[str, str], str]] = weakref.WeakKeyDictionary()
 
 
 def encode_prompt(
-    tokenizer: Any, prompt: str | Conversation, tools: Sequence[Any] = (), arguments: Any = None
+    tokenizer: TextTokenizer, prompt: str | Conversation, tools: Sequence[object] = (), arguments: Any = None
 ) -> tuple[list[int], str]:
     """Tokenize a prompt so that a completion can follow.
 
@@ -362,7 +363,7 @@ def continued_texts(prompt: Conversation, completion: Conversation, template: Ch
     return [row.finished(), *texts] if continues else texts
 
 
-def completed_text(prompt: list[int], name: str, completion: str, tokenizer: object, before: str = "") -> Text:
+def completed_text(prompt: list[int], name: str, completion: str, tokenizer: TextTokenizer, before: str = "") -> Text:
     """Tokens of a text prompt and its completion, which is trained and ends with the end-of-text token.
 
     Args:
@@ -379,7 +380,7 @@ def completed_text(prompt: list[int], name: str, completion: str, tokenizer: obj
     return Text([*prompt, *ids], [False] * len(prompt) + [True] * len(ids))
 
 
-def whole_text(text: str, tokenizer: Any) -> Text:
+def whole_text(text: str, tokenizer: TextTokenizer) -> Text:
     """Tokens of a text that ends with the end-of-text token; all but the first are trained. Raises: DataError."""
     ids = with_end(tokenizer, encode_text_prompt(tokenizer, text))
     if len(ids) < 2:
@@ -387,7 +388,7 @@ def whole_text(text: str, tokenizer: Any) -> Text:
     return Text(ids, [False] + [True] * (len(ids) - 1))
 
 
-def with_end(tokenizer: Any, ids: list[int]) -> list[int]:
+def with_end(tokenizer: TextTokenizer, ids: list[int]) -> list[int]:
     """Token ids that end with the end-of-text token, if the tokenizer has one."""
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
@@ -396,7 +397,7 @@ def with_end(tokenizer: Any, ids: list[int]) -> list[int]:
 class _Row:
     """A row that grows by turns."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
         self.text = ""
         self.ended = True
@@ -447,7 +448,7 @@ class _Row:
         return match[0] if match and len(match[0]) > 1 else ""
 
 
-def _without_thoughts(message: Mapping[str, object]) -> dict[str, Any]:
+def _without_thoughts(message: Mapping[str, object]) -> JsonObject:
     content = message.get("content")
     rest = content.rpartition(END_THINK)[2].lstrip("\n") if isinstance(content, str) else content
     return {name: value for name, value in message.items() if name != "reasoning_content"} | {"content": rest}

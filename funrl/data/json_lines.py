@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+JsonObject = dict[str, Any]
 Stamp = tuple[int, int]  # size and time of change of a file
 
 
@@ -95,7 +96,7 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"not valid JSON: {error.msg} at {line}column {error.colno}") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> JsonObject:
     """Build a JSON object. Raises: ValueError, a key occurs twice, so that a value would be lost."""
     record = dict(pairs)
     if len(record) < len(pairs):

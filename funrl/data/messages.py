@@ -26,7 +26,7 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 
 ChatMessage = dict[str, Any]
 CHAT_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -46,7 +46,7 @@ def are_messages(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-def normal_messages(messages: Sequence[Any]) -> list[ChatMessage]:
+def normal_messages(messages: Sequence[object]) -> list[ChatMessage]:
     """Messages in the normal form of this module.
 
     >>> call = {"name": "add", "arguments": '{"a": 2}'}
@@ -137,7 +137,7 @@ def normal_calls(calls: object) -> list[ChatMessage]:
     return [_call(call) for call in calls]
 
 
-def decoded_arguments(given: object) -> dict[str, Any]:
+def decoded_arguments(given: object) -> JsonObject:
     """Arguments of a call as an object, from an object or its JSON text. Raises: DataError."""
     if isinstance(given, str):
         try:
@@ -224,7 +224,7 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
-def text_of_parts(parts: Sequence[Any]) -> str | None:
+def text_of_parts(parts: Sequence[JsonObject]) -> str | None:
     """The texts of parts joined; None if one is not a part of text."""
     texts = [part["text"] for part in parts if _is_text_part(part)]
     return "".join(texts) if len(texts) == len(parts) else None
@@ -335,7 +335,7 @@ class RecordRemarks:
       lines = remarks.lines(lambda number: f"record {number + 1}")
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: object):
         self.template = getattr(tokenizer, "chat_template", None)
         self.begin = getattr(tokenizer, "bos_token", None)
         self.known = known_fields(self.template)  # and further names that have been looked at

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import ChatMessage, are_messages, normal_messages, normal_tools
 from funrl.data.processors.form import framed
 from funrl.data.records import read_records, source_problem
@@ -53,8 +53,8 @@ class PromptFormat(NamedTuple):
     system: str | None = None
     text: str = PROMPT_PLACE
     shots: tuple[Shot, ...] = ()
-    tools: tuple[Any, ...] = ()
-    arguments: Mapping[str, Any] = {}
+    tools: tuple[object, ...] = ()
+    arguments: Mapping[str, object] = {}
     step_separator: str = SEPARATOR
 
 
@@ -118,7 +118,7 @@ def text_of_flag(value: str) -> str:
     return text_of_file(value) if value.endswith(TEXT_FILES) else value
 
 
-def template_arguments(text: str) -> dict[str, Any]:
+def template_arguments(text: str) -> JsonObject:
     """Parse arguments such as "enable_thinking:false,level:3,style:plain".
 
     >>> template_arguments("enable_thinking:false,level:3,style:plain")
@@ -134,7 +134,7 @@ def template_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-def read_tools(path: str) -> tuple[Any, ...]:
+def read_tools(path: str) -> tuple[object, ...]:
     """Read tools from a JSON file, a list of schemas with names. Raises: DataError."""
     text = text_of_file(path)
     try:
@@ -191,7 +191,7 @@ def _in_template(prompt: object, form: PromptFormat) -> str:
     return form.text.replace(PROMPT_PLACE, prompt)
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:
@@ -214,7 +214,7 @@ def marked(prompt: Any, tokenizer: Any) -> Any:
     return [{**message, "content": _parts(message.get("content"))} for message in prompt]
 
 
-def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> list[dict[str, Any]]:
+def with_own_pictures(content: str | Sequence[Mapping[str, Any]], pictures: Sequence[object]) -> list[JsonObject]:
     """Messages whose parts hold their pictures.
 
     Args:

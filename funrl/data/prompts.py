@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from funrl.data.columns import Fields, prompt_columns, rename_columns
 from funrl.data.conversations import encode_prompt
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import are_messages, check_chat_roles, normal_messages
 from funrl.data.order import places_in_order
 from funrl.data.pictures import expand_placeholders, picture_form_of, pictures_of, reading_of
 from funrl.data.processors.reading import ReadPatches, read_ahead
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_prompt, marked, tools_of, with_own_pictures
 from funrl.data.records import FORMATS, read_records, rows_in_memory, source_problem
-from funrl.data.tokenizer import TokenizerError
+from funrl.data.tokenizer import TextTokenizer, TokenizerError
 
 if TYPE_CHECKING:  # it imports torch
     from funrl.kinds import OwnedLines
@@ -38,8 +38,8 @@ class Prompt(NamedTuple):
       source: its file, and line or row.
     """
 
-    prompt: str | list[dict[str, Any]]
-    fields: dict[str, Any]
+    prompt: str | list[JsonObject]
+    fields: JsonObject
     source: str = ""
 
 
@@ -59,7 +59,7 @@ class Example(NamedTuple):
 
     tokens: list[int]
     text: str
-    fields: dict[str, Any]
+    fields: JsonObject
     source: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
     conversational: bool = False
@@ -103,7 +103,7 @@ def check_prompts(records: Sequence[object], fields: Fields | None = None) -> li
     ]
 
 
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: object, form: PromptFormat) -> list[Example]:
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: TextTokenizer, form: PromptFormat) -> list[Example]:
     """Tokenize prompts, except the few-shot examples. Raises: PromptError, as in `encode`."""
     shown = [shot.prompt for shot in form.shots]
     wanted = [prompt for prompt in prompts if prompt.prompt not in shown]
@@ -115,7 +115,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: object, form: PromptFor
 
 
 def encode(
-    prompt: Prompt, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+    prompt: Prompt, tokenizer: TextTokenizer, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
 ) -> Example:
     """Format and tokenize a prompt.
 
@@ -159,7 +159,7 @@ def encode(
     )
 
 
-def _pictures(prompt: Prompt, tokenizer: object) -> list[Any]:
+def _pictures(prompt: Prompt, tokenizer: TextTokenizer) -> list[Any]:
     return pictures_of({**prompt.fields, "prompt": prompt.prompt}, tokenizer)
 
 
@@ -192,7 +192,7 @@ def prompt_of_record(where: str, record: object, fields: Fields) -> Prompt:
     return Prompt(_check_prompt(where, record["prompt"]), others, where)
 
 
-def _check_prompt(where: str, prompt: Any) -> str | list[dict[str, Any]]:
+def _check_prompt(where: str, prompt: Any) -> str | list[JsonObject]:
     if isinstance(prompt, str) and prompt:
         return prompt
     if are_messages(prompt):

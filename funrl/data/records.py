@@ -81,14 +81,14 @@ class TableRows(NamedTuple):
     """
 
     name: str
-    rows: Sequence[Any]
+    rows: Sequence[object]
     is_arrow: bool = False
 
     def indexed(self) -> TableRows:
         """Itself: rows have random access."""
         return self
 
-    def scan(self) -> Iterator[tuple[int, Any]]:
+    def scan(self) -> Iterator[tuple[int, object]]:
         """Yield each row with its index, as it is in the table."""
         return enumerate(self.rows)
 
@@ -131,13 +131,13 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Any]]:
         yield table.where(place), without_arrow_nulls(record) if is_arrow else record
 
 
-def rows_in_memory(records: Sequence[object]) -> Sequence[Any]:
+def rows_in_memory(records: Sequence[object]) -> Sequence[object]:
     """Records in memory; those of a data set of `datasets` without the nulls that Arrow adds."""
     is_arrow = type(records).__module__.partition(".")[0] == "datasets"
     return [without_arrow_nulls(row) for row in records] if is_arrow else records
 
 
-def open_records(source: str | Path | TableRows, check: Callable[[Any], None]) -> Records:
+def open_records(source: str | Path | TableRows, check: Callable[[object], None]) -> Records:
     """Open a file and check every record once. Records are held in memory only if the format needs it.
 
     Args:

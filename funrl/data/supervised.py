@@ -43,7 +43,7 @@ from funrl.data.conversations import (
     encode_prompt,
     whole_text,
 )
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import (
     THOUGHT_FIELDS,
     ChatMessage,
@@ -60,7 +60,7 @@ from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
 from funrl.data.records import FORMATS, Records, TableRows, open_records
-from funrl.data.tokenizer import TokenizerError, encode_after, encode_text_prompt
+from funrl.data.tokenizer import TextTokenizer, TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
 
 TEXT_FIELDS = {
@@ -131,7 +131,7 @@ class TextFile(Sequence[TextExample]):
 
     records: Records
     kind: str
-    tokenizer: Any
+    tokenizer: TextTokenizer
     has_margin: bool
     fields: Fields
     form: PromptFormat = PLAIN_PROMPTS
@@ -184,7 +184,7 @@ class TextFile(Sequence[TextExample]):
 def load_examples(
     source: str | Path | TableRows,
     kind: str,
-    tokenizer: object,
+    tokenizer: Any,
     fields: Fields | None = None,
     form: PromptFormat = PLAIN_PROMPTS,
 ) -> TextFile:
@@ -237,7 +237,7 @@ def join_files(files: Sequence[TextFile], shares: Sequence[int] | None) -> Seque
     return parts[0] if len(parts) == 1 else Mixture(parts, shares)
 
 
-def normal_record(record: object, kind: str) -> dict[str, Any]:
+def normal_record(record: object, kind: str) -> JsonObject:
     """Check a record after `text_columns`; messages that are not as usual come out in their normal form.
 
     Raises:
@@ -245,7 +245,7 @@ def normal_record(record: object, kind: str) -> dict[str, Any]:
     """
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON object is needed, this is {type(record).__name__}")
-    normal: dict[str, Any] = record if type(record) is dict else dict(record)
+    normal: JsonObject = record if type(record) is dict else dict(record)
     for name in ("prompt",) if kind == "steps" else ("prompt", "messages", *TEXT_FIELDS[kind]):
         value = normal.get(name)
         if type(value) is list and value and not are_usual(value):
@@ -301,7 +301,7 @@ def _check_completion(completion: Any, name: str, kind: str) -> None:
 
 
 def text_example(
-    record: object, kind: str, tokenizer: object, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
+    record: object, kind: str, tokenizer: Any, form: PromptFormat = PLAIN_PROMPTS, read: ReadPatches | None = None
 ) -> TextExample:
     """Tokenize a record.
 
@@ -331,7 +331,7 @@ def text_example(
     return example._replace(texts=texts, owned=tuple(new.owned for new in seen))
 
 
-def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm, record: Mapping[str, Any]) -> list[int]:
+def _shares(texts: Sequence[Text], pictures: Sequence[object], form: PictureForm, record: JsonObject) -> list[int]:
     """For each text the number of pictures that it has, the first ones of its record: a row ends with its last turn."""
     counts = [text.tokens.count(form.tower.placeholder) for text in texts]
     contents = [message.get("content") for message in record.get("messages", ())]
@@ -339,7 +339,7 @@ def _shares(texts: Sequence[Text], pictures: Sequence[Any], form: PictureForm, r
     return counts if places == len(pictures) else [len(pictures) for _ in texts]
 
 
-def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: PromptFormat) -> TextExample:
+def _text_example(record: Mapping[str, Any], kind: str, tokenizer: TextTokenizer, form: PromptFormat) -> TextExample:
     template = ChatTemplate(tokenizer, tools_of(record.get("tools"), form), form.arguments)
     if kind == "demonstrations" and "messages" in record:
         messages = format_messages(record["messages"], form)
@@ -364,7 +364,7 @@ def _text_example(record: Mapping[str, Any], kind: str, tokenizer: Any, form: Pr
 def _check_alike(chosen: Any, rejected: Any) -> None:
     """Raise DataError where texts of the same tokens say different things, apart from white space and ids of calls."""
 
-    def said(given: Any) -> dict[str, Any]:
+    def said(given: Any) -> JsonObject:
         message: ChatMessage
         (message,) = [{"content": given}] if isinstance(given, str) else normal_messages(given)
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -403,7 +403,7 @@ def _completed(prompt: Any, name: str, completion: Any, template: ChatTemplate) 
     return [completed_text(ids, name, completion, template.tokenizer, before=prompt)]
 
 
-def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: Any, before: str) -> Text:
+def steps_text(prompt: list[int], steps: Sequence[str], separator: str, tokenizer: TextTokenizer, before: str) -> Text:
     """Tokens of a prompt and the steps of its solution; the last token of each step is trained.
 
     Args:
@@ -517,7 +517,7 @@ def is_pair(record: object) -> bool:
     return isinstance(record, Mapping) and set(SIDES) <= set(record) and "completion" not in record
 
 
-def half_of(record: Mapping[str, object], rejected: bool) -> dict[str, Any]:
+def half_of(record: Mapping[str, object], rejected: bool) -> JsonObject:
     """One text of a pair with its label.
 
     Args:
@@ -551,7 +551,7 @@ class PairHalves(NamedTuple):
     pairs: Records
     fields: Fields
 
-    def read(self, place: int) -> dict[str, Any]:
+    def read(self, place: int) -> JsonObject:
         """Read a text with its label."""
         return half_of(rename_columns(self.pairs[place // 2], self.fields), bool(place % 2))
 

@@ -17,6 +17,7 @@ from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example
 from funrl.data.supervised import TEXT_FIELDS, TextExample, TextFile, shortened
+from funrl.data.tokenizer import TextTokenizer
 
 MOST_SOURCES = 10  # lines that a remark names
 FitExample = TypeVar("FitExample", Example, TextExample)
@@ -78,7 +79,7 @@ def _unread_pictures(located: tuple[Sequence[object], int]) -> list[Any]:
     return pictures_of(rename_columns(file.records[index], file.fields), file.tokenizer)
 
 
-def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, reason: str = "") -> None:
+def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: TextTokenizer, reason: str = "") -> None:
     """Check that no example has more than `most` tokens.
 
     Args:
@@ -112,7 +113,7 @@ def check_lengths(examples: Sequence[FitExample], most: int, tokenizer: Any, rea
     )
 
 
-def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: object) -> Fitting:
+def fit_examples(examples: Sequence[FitExample], most: int, long: str, reason: str, tokenizer: Any) -> Fitting:
     """Select or shorten examples to at most `most` tokens.
 
     Args:

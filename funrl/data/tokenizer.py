@@ -12,7 +12,7 @@ import re
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from funrl.data.messages import END_THINK, THOUGHT_FIELDS, TRAIN_FIELD, mentions
 from funrl.data.processors.form import framed
@@ -25,6 +25,22 @@ TRUSTED = ("system", "developer", "assistant")  # roles whose text may contain m
 STAND_INS = "\U000f0000-\U000ffffd"  # private characters, each instead of a marker that is text
 LONGEST_MARKER = 200  # characters
 _PLACE = re.compile(f"[{STAND_INS}]")
+
+
+class TextTokenizer(Protocol):
+    """The part of a tokenizer of Hugging Face that is used here; weak references to it are kept."""
+
+    chat_template: str | None
+    eos_token: str | None
+    eos_token_id: int | None
+    bos_token_id: int | None
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str: ...
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...
+    def apply_chat_template(self, conversation: list[Any], **options: object) -> str: ...
 
 
 class TokenizerError(ValueError):
@@ -118,7 +134,7 @@ def encode_text(tokenizer: Any, text: str, special: bool = False) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=special)
 
 
-def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
+def encode_text_prompt(tokenizer: TextTokenizer, text: str) -> list[int]:
     """Token ids of a text with the tokenizer's special tokens, so that a completion can follow.
 
     A text that begins with the begin-of-text token gets no second one, and none gets the end-of-text token that some
@@ -130,7 +146,7 @@ def encode_text_prompt(tokenizer: Any, text: str) -> list[int]:
     return _without_end(tokenizer, ids, text)
 
 
-def has_own_begin(tokenizer: object, text: str) -> bool:
+def has_own_begin(tokenizer: TextTokenizer, text: str) -> bool:
     """True if a text begins with the begin-of-text token, as a rendered chat does."""
     begin = getattr(tokenizer, "bos_token", None)
     return bool(begin) and text.startswith(begin)
@@ -150,7 +166,7 @@ class RenderedChat(NamedTuple):
 
 
 def render_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
+    tokenizer: Any, messages: Sequence[Any], tools: Sequence[object] = (), arguments: Any = None, **more: object
 ) -> RenderedChat:
     """Render messages in the normal form by a tokenizer's chat template, which may raise anything.
 
@@ -225,10 +241,10 @@ def present(message: Mapping[str, object], template: str) -> Mapping[str, Any]:
     )
 
 
-_PARTS: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+_PARTS: weakref.WeakKeyDictionary[TextTokenizer, tuple[str | None, bool]] = weakref.WeakKeyDictionary()
 
 
-def _reads_parts_only(tokenizer: Any) -> bool:
+def _reads_parts_only(tokenizer: TextTokenizer) -> bool:
     """True of a template that leaves out contents that are texts, and reads those in parts, as LLaVA's do."""
     template, known = _PARTS.get(tokenizer, (None, False))
     if template is None or template != tokenizer.chat_template:
@@ -269,7 +285,7 @@ def inline_thoughts(message: Mapping[str, Any]) -> str:
     return content.rpartition(END_THINK)[0].split(THINK)[-1].strip("\n")
 
 
-def encode_rendered(tokenizer: object, rendered: RenderedChat, begin: int = 0, before: str | None = None) -> list[int]:
+def encode_rendered(tokenizer: Any, rendered: RenderedChat, begin: int = 0, before: str | None = None) -> list[int]:
     """Tokens of a rendered chat from a place in its text on.
 
     Args:
@@ -284,13 +300,13 @@ def encode_rendered(tokenizer: object, rendered: RenderedChat, begin: int = 0, b
     return ids
 
 
-def encode_as_text(tokenizer: object, text: str) -> list[int]:
+def encode_as_text(tokenizer: TextTokenizer, text: str) -> list[int]:
     """Tokens of a text in which no marker is a special token."""
     cuts = [match.start() + 1 for match in markers_of(tokenizer).finditer(text) if len(match[0]) > 1]
     return encode_rendered(tokenizer, RenderedChat(text, cuts))
 
 
-def encode_after(tokenizer: object, before: str, text: str) -> list[int]:
+def encode_after(tokenizer: TextTokenizer, before: str, text: str) -> list[int]:
     """Tokens of a text as it continues another one, which has its tokens already.
 
     Some tokenizers begin every text with a space. Behind a marker it is put where the tokenizer puts it; nothing is put
@@ -312,16 +328,16 @@ def encode_after(tokenizer: object, before: str, text: str) -> list[int]:
     return [*library.encode(text[:end], add_special_tokens=False).ids, *rest]
 
 
-def last_marker(tokenizer: object, text: str) -> str:
+def last_marker(tokenizer: TextTokenizer, text: str) -> str:
     """The marker that a text ends with; ""."""
     match = _final(markers_of(tokenizer)).search(text, max(0, len(text) - LONGEST_MARKER))
     return match[0] if match and len(match[0]) > 1 else ""
 
 
-_LIBRARIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_LIBRARIES: weakref.WeakKeyDictionary[TextTokenizer, Any] = weakref.WeakKeyDictionary()
 
 
-def _without_begin(tokenizer: object) -> Any:
+def _without_begin(tokenizer: TextTokenizer) -> Any:
     """The library of a tokenizer that puts a space before a text, made to put none; None: it puts none, or is slow."""
     if tokenizer not in _LIBRARIES:
         library = getattr(tokenizer, "backend_tokenizer", None)
@@ -353,7 +369,7 @@ def _library_without_begin(library: Any) -> Any:
 
 
 def chat_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), arguments: Any = None, **more: Any
+    tokenizer: Any, messages: Sequence[Any], tools: Sequence[object] = (), arguments: Any = None, **more: object
 ) -> str:
     """Render messages by a tokenizer's chat template as they are; the template may raise anything."""
     return tokenizer.apply_chat_template(
@@ -361,10 +377,10 @@ def chat_text(
     )
 
 
-_PATTERNS: weakref.WeakKeyDictionary[Any, tuple[Any, re.Pattern[str]]] = weakref.WeakKeyDictionary()
+_PATTERNS: weakref.WeakKeyDictionary[TextTokenizer, tuple[str | None, re.Pattern[str]]] = weakref.WeakKeyDictionary()
 
 
-def markers_of(tokenizer: Any) -> re.Pattern[str]:
+def markers_of(tokenizer: TextTokenizer) -> re.Pattern[str]:
     """Pattern of the markers of a tokenizer and its template, and of characters that stand for them."""
     template = tokenizer.chat_template
     key, pattern = _PATTERNS.get(tokenizer, (None, None))
@@ -387,7 +403,7 @@ def _final(pattern: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(f"(?:{pattern.pattern})\\Z")
 
 
-def _without_end(tokenizer: Any, ids: list[int], text: str) -> list[int]:
+def _without_end(tokenizer: TextTokenizer, ids: list[int], text: str) -> list[int]:
     """Remove the end-of-text token that some tokenizers append to every text."""
     added = bool(ids) and ids[-1] == tokenizer.eos_token_id and not text.endswith(str(tokenizer.eos_token))
     return ids[:-1] if added else ids

@@ -19,12 +19,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from funrl.data.json_lines import JsonObject
 from funrl.data.pictures import inner_pictures
 from funrl.data.prompts import Example
 from funrl.environments.agents import POLICY
 from funrl.environments.calls import call
+from funrl.environments.chat import picture_content
 from funrl.environments.environment import Environment, MessageEnvironment, PlainEnvironment, ReturnError
-from funrl.environments.forms.picture_parts import picture_content
 from funrl.environments.forms.tool_calls import argument_problem
 from funrl.rewards.call import CompletedRow, Failure, Reward, RewardError, awaited_outcomes, outcomes, reward_functions
 from funrl.rewards.call import Score as RewardScore
@@ -88,7 +89,7 @@ def single_turn(reward: Reward | None = None) -> Environment:
     return _SingleTurn(reward)
 
 
-def tool_schema(tool: Callable[..., object]) -> dict[str, Any]:
+def tool_schema(tool: Callable[..., object]) -> JsonObject:
     """JSON schema of a function, from its types and its docstring. Raises ValueError if it lacks them."""
     from transformers.utils import get_json_schema
 
@@ -123,7 +124,7 @@ class ToolOutput(NamedTuple):
     succeeded: bool = True
     reward: float | None = None
     ends: bool = False
-    content: Sequence[Mapping[str, Any]] | None = None
+    content: Sequence[Mapping[str, object]] | None = None
 
 
 class ToolConversation(NamedTuple):
@@ -232,7 +233,7 @@ class _Tools:
 
     agents = (POLICY,)
 
-    def __init__(self, tools: Sequence[Callable[..., Any]], score: Callable[..., Any], system: str | None):
+    def __init__(self, tools: Sequence[Callable[..., object]], score: Callable[..., object], system: str | None):
         self.tools = [tool_schema(tool) for tool in tools]
         self._tools = {tool["function"]["name"]: function for tool, function in zip(self.tools, tools, strict=True)}
         self._score = score
@@ -262,7 +263,7 @@ class _Tools:
 class _Answers:
     agents = (POLICY,)
 
-    def __init__(self, answer: Callable[..., Any]):
+    def __init__(self, answer: Callable[..., object]):
         self._answer = answer
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
@@ -308,7 +309,7 @@ class _SingleTurn:
         return Episode([trajectory], {trajectory.agent: float(outcome)}, parts=parts)
 
 
-def seen_fields(function: Callable[..., object], example: Example, messages: Sequence[Message]) -> dict[str, Any]:
+def seen_fields(function: Callable[..., object], example: Example, messages: Sequence[Message]) -> JsonObject:
     """The fields of an example; where the function takes `images`, all pictures of the messages, if they have any."""
     pictures = inner_pictures([*messages])
     parameters = inspect.signature(function).parameters.values() if pictures else ()

@@ -12,7 +12,7 @@ from funrl.rewards.load import load_rewards
 from funrl.rewards.views import ANSWER, MARKS, TEXT
 
 # (prompt, answer, fields, messages of the prompt or None) -> reward
-AnswerReward = Callable[[str, str, Mapping[str, Any], Sequence[Mapping[str, Any]] | None], float]
+AnswerReward = Callable[[str, str, Mapping[str, object], Sequence[Mapping[str, object]] | None], float]
 
 
 def answer_reward(reward: str | Reward) -> AnswerReward:

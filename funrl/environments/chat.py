@@ -7,13 +7,16 @@ its own. `check_chat` says whether a template allows it, `template_limits` what 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funrl.data.conversations import CALL_ID, REPLY, encode_prompt
-from funrl.data.json_lines import DataError
+from funrl.data.conversations import CALL_ID, REPLY, ChatTemplate, encode_prompt
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import normal_messages
+from funrl.data.pictures import expand_placeholders, inner_pictures, one_placeholder_each, picture_form_of
 from funrl.data.tokenizer import (
     THINK,
     RenderedChat,
@@ -21,15 +24,83 @@ from funrl.data.tokenizer import (
     chat_text,
     encode_as_text,
     encode_rendered,
-    render_chat,
 )
 from funrl.environments.forms.drift import SAME, NodeText, drift_cause
-from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens, without_pictures
 from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, checked_form, form_of
 from funrl.environments.forms.tool_calls import read_message, read_reply
 from funrl.kinds import OwnedLines
 from funrl.rollout.episodes import Message, Node
 from funrl.rollout.policy import ReadReply, RunEndingError, Tools
+
+
+class UnseenPicturesError(DataError, RunEndingError):
+    """Messages have pictures, which the model or its chat template cannot take."""
+
+
+def without_pictures(message: Message) -> Message:
+    """The message with parts that say where pictures are, and hold none."""
+    content = message.get("content")
+    if not isinstance(content, list) or not inner_pictures([message]):
+        return message
+    return {**message, "content": [{"type": "image"} if part.get("type") == "image" else part for part in content]}
+
+
+def expanded_tokens(
+    tokens: list[int], messages: Sequence[Message], tokenizer: object
+) -> tuple[list[int], OwnedLines | None]:
+    """Rendered tokens of messages with those of their pictures, and the values of these; None: they have none.
+
+    Args:
+      tokens: with one placeholder for each picture.
+      messages: that they are of.
+      tokenizer: with the form in which its model takes pictures.
+
+    Raises:
+      UnseenPicturesError: the model reads text only, or the template has no place for pictures.
+      DataError: a picture cannot be used, or there are other places than pictures.
+    """
+    form = picture_form_of(tokenizer)
+    pictures = inner_pictures(list(messages))
+    if form is None:
+        if pictures:
+            raise UnseenPicturesError("messages have pictures, and the model reads text only; give another model")
+        return tokens, None
+    if pictures and form.tower.placeholder not in tokens:
+        shown = [dict(without_pictures(message)) for message in messages]
+        raise UnseenPicturesError(
+            f"the chat template has no place for the pictures of {shown!r:.200}; give one that has "
+            "(--chat_template=FILE)"
+        )
+    ids, owned = expand_placeholders(tokens, pictures, form, together=_together(messages))
+    return ids, None if owned.empty else owned
+
+
+def _together(messages: Sequence[Message]) -> list[int]:
+    """For each picture the number of those between the same replies: so many come at once in a conversation."""
+    counts = []
+    for _, run in itertools.groupby(messages, lambda message: message.get("role") == "assistant"):
+        count = len(inner_pictures(list(run)))
+        counts += [count] * count
+    return counts
+
+
+def collapsed_tokens(node: Node, tokenizer: object) -> Sequence[int]:
+    """Tokens of a node with one placeholder for each picture, as the chat template has them."""
+    form = picture_form_of(tokenizer)
+    return node.tokens if form is None or node.owned is None else one_placeholder_each(node.tokens, node.owned, form)
+
+
+def picture_content(value: object) -> list[JsonObject] | None:
+    """Content of a message for what a tool returned, if that is a picture of Pillow or a list with one; else None."""
+    pillow = sys.modules.get("PIL.Image")
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if pillow is None or not any(isinstance(x, pillow.Image) for x in values):
+        return None
+    return [
+        {"type": "image", "image": x} if isinstance(x, pillow.Image) else {"type": "text", "text": str(x)}
+        for x in values
+    ]
+
 
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
 TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
@@ -241,7 +312,7 @@ class TemplateChat:
         return self._closings[key][1]
 
     def _new_closing(self, calls: tuple[str, ...], tools: Tools) -> _Closing:
-        reply: dict[str, Any] = {"role": "assistant", "content": REPLY}
+        reply: JsonObject = {"role": "assistant", "content": REPLY}
         if calls:
             functions = [{"name": name, "arguments": {}} for name in calls]
             reply["tool_calls"] = [{"type": "function", "id": CALL_ID, "function": call} for call in functions]
@@ -253,19 +324,15 @@ class TemplateChat:
         text = whole[_after_mark(whole, ordinal) :]
         if not calls:
             return _Closing(conversation, ordinal, text, text)
-        plain = self._closing((), tools).end
-        end = plain if text.endswith(plain) else self._last_mark(text)
+        end = self._closing((), tools).end
+        if not text.endswith(end):  # the special token that it ends with, and space behind it
+            last = list(self._special().finditer(text))[-1:]
+            end = text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
         return _Closing(conversation, ordinal, text, end)
 
     def _render(self, conversation: Sequence[Message], tools: Tools, opens: bool = True) -> RenderedChat:
         """Render a conversation. `opens`: up to the start of the policy's turn."""
-        if self.tokenizer.chat_template is None:
-            raise TokenizerError("the tokenizer has no chat template; give --chat_template=FILE.jinja")
-        try:
-            return render_chat(self.tokenizer, conversation, tools, self.arguments, add_generation_prompt=opens)
-        except Exception as error:  # templates may raise anything
-            new = list(conversation[2:])
-            raise TokenizerError(f"the chat template refuses the messages {new!r:.2000}: {error}") from error
+        return ChatTemplate(self.tokenizer, tools, self.arguments).render(conversation, opens)
 
     def _opened(self, tools: Tools) -> str:
         """A question, up to the start of the policy's turn."""
@@ -287,11 +354,6 @@ class TemplateChat:
         """The special token that a text begins with; ""."""
         match = self._special().match(text)
         return match[0] if match else ""
-
-    def _last_mark(self, text: str) -> str:
-        """The special token that a text ends with, and space behind it; ""."""
-        last = list(self._special().finditer(text))[-1:]
-        return text[last[0].start() :] if last and not text[last[0].end() :].strip() else ""
 
     def _special(self) -> re.Pattern[str]:
         words = sorted(map(str, self.tokenizer.all_special_tokens), key=len, reverse=True)
@@ -395,7 +457,7 @@ def _append_limit(chat: TemplateChat, what: str, message: Message, way_out: str)
     return ""
 
 
-def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) -> str:
+def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Callable[[list[int]], str]) -> str:
     """Text of some tokens as they continue others. Many tokenizers drop the space at the start of a text."""
     opening = decode(list(before[-1:]))
     joined = decode([*before[-1:], *tokens])

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.thumbnails import thumbnails
 from funrl.rollout.episodes import Episode, Message, Node
@@ -17,7 +18,7 @@ MOST_SEEN = 12  # pictures of an episode
 
 def conversation_of(
     episode: Episode, decode: Callable[[list[int]], str], form: PictureForm | None = None
-) -> dict[str, Any]:
+) -> JsonObject:
     """An episode as a JSON value.
 
     Its "branches" are trajectories, each with an "agent", its "reward" and "says": entries with a "role", a "text"
@@ -34,7 +35,7 @@ def conversation_of(
     left = MOST_SEEN
     branches = []
     for end in episode.ends:
-        says: list[dict[str, Any]] = []
+        says: list[JsonObject] = []
         for node in end.leaf.path():
             shared = {"before": True} if node in seen else {}
             entries = [entry | shared for entry in _entries(node, episode, decode)]
@@ -57,7 +58,7 @@ def short_text(conversation: Mapping[str, Any]) -> list[tuple[bool, str]]:
     return [(bool(entry.get("sampled")), str(entry.get("text", ""))) for entry in says]
 
 
-def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> Iterator[dict[str, Any]]:
+def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> Iterator[JsonObject]:
     """Entries of a node: one for each of its messages, or one for all of its tokens."""
     if node.sampled:
         yield _sampled(node, episode, decode)
@@ -70,7 +71,7 @@ def _entries(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -
         yield {"role": "context", "text": _cut(decode(list(node.tokens)))}
 
 
-def _with_pictures(entries: list[dict[str, Any]], node: Node, pictures: list[dict[str, str]]) -> list[dict[str, Any]]:
+def _with_pictures(entries: list[JsonObject], node: Node, pictures: list[dict[str, str]]) -> list[JsonObject]:
     """Entries of a node with its pictures, each in that of the message which has it."""
     contents = [message.get("content") for message in node.messages] or [[{"type": "image"}] * len(pictures)]
     counts = [sum(part.get("type") == "image" for part in x) if isinstance(x, list) else 0 for x in contents]
@@ -79,9 +80,9 @@ def _with_pictures(entries: list[dict[str, Any]], node: Node, pictures: list[dic
     return [entry | ({"pictures": x} if x else {}) for entry, x in zip(entries, own, strict=True)]
 
 
-def _sampled(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def _sampled(node: Node, episode: Episode, decode: Callable[[list[int]], str]) -> JsonObject:
     message: Message = node.messages[0] if node.messages else {}
-    entry: dict[str, Any] = {"role": str(message.get("role", "assistant")), "text": _cut(decode(list(node.tokens)))}
+    entry: JsonObject = {"role": str(message.get("role", "assistant")), "text": _cut(decode(list(node.tokens)))}
     entry["sampled"] = True
     functions = [call.get("function", call) for call in message.get("tool_calls") or ()]
     if functions:

@@ -16,7 +16,10 @@ import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports torch
+    from torch.distributed import Store
 
 
 class LauncherError(ValueError):
@@ -151,7 +154,7 @@ def new_attempt() -> str:
     return uuid.uuid4().hex
 
 
-def lead_attempt(client: Any, attempt: str, world: int, timeout: timedelta) -> None:
+def lead_attempt(client: Store, attempt: str, world: int, timeout: timedelta) -> None:
     """Name an attempt, and wait until all other ranks have joined it; called by the first rank.
 
     Args:
@@ -169,7 +172,7 @@ def lead_attempt(client: Any, attempt: str, world: int, timeout: timedelta) -> N
     while missing:
         arrived = [rank for rank in missing if client.check([_key(attempt, rank)])]
         for rank in arrived:
-            client.set(f"{_key(attempt, rank)}/joined", client.get(_key(attempt, rank)))
+            client.set(f"{_key(attempt, rank)}/joined", client.get(_key(attempt, rank)).decode())
         missing = [rank for rank in missing if rank not in arrived]
         if missing and time.monotonic() > end:
             names = ", ".join(map(str, missing[:NAMED_RANKS])) + ", ..." * (len(missing) > NAMED_RANKS)
@@ -181,7 +184,7 @@ def lead_attempt(client: Any, attempt: str, world: int, timeout: timedelta) -> N
             time.sleep(ATTEMPT_LOOK_S)
 
 
-def join_attempt(client: Any, rank: int, timeout: timedelta) -> str:
+def join_attempt(client: Store, rank: int, timeout: timedelta) -> str:
     """Join the attempt that the first rank leads now; returns its name.
 
     Args:

@@ -13,7 +13,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from funrl.processes.output import flush_output
 
@@ -48,7 +47,7 @@ def fork(live: Callable[[], None]) -> int:
     return pid
 
 
-def take_signals(handler: Any) -> None:
+def take_signals(handler: Callable[..., object] | int) -> None:
     """Set a forked process's own handler for the signals that end programs, instead of the rank's."""
     for sign in _ENDING:
         signal.signal(sign, handler)

@@ -9,8 +9,8 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TextIO
 
 GONE = (errno.EPIPE, errno.EBADF)  # nobody will read it again
 
@@ -18,7 +18,7 @@ GONE = (errno.EPIPE, errno.EBADF)  # nobody will read it again
 class LastingStream:
     """A text stream that drops what cannot be written. Everything else is the stream's own."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
@@ -28,7 +28,7 @@ class LastingStream:
             self._drop(error)
             return len(text)
 
-    def writelines(self, lines: Any) -> None:
+    def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 

@@ -49,14 +49,14 @@ def listen(port: int | None = None) -> socket.socket:
     return socket.create_server(("", port), backlog=QUEUE)
 
 
-def keep_store(listener: socket.socket) -> Any:
+def keep_store(listener: socket.socket) -> dist.Store:
     """Run the store in this process, on a listening socket, until nothing refers to it any more."""
     port = listener.getsockname()[1]
     descriptor = listener.detach()
     return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def connect(port: int, host: str = LOOPBACK, timeout: timedelta = CONNECT) -> Any:
+def connect(port: int, host: str = LOOPBACK, timeout: timedelta = CONNECT) -> dist.Store:
     """Connect to the store of the run. Raises: RuntimeError: nothing has answered there in time."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
@@ -71,7 +71,7 @@ def own_attempt() -> str | None:
     return environment.new_attempt() if int(os.environ["RANK"]) == 0 else None
 
 
-def join_store(attempt: str | None, timeout: timedelta = CONNECT) -> Any:
+def join_store(attempt: str | None, timeout: timedelta = CONNECT) -> dist.Store:
     """Connect to the store of ranks that torchrun or srun has started; each of torchrun's restarts has its own keys.
 
     Args:
@@ -104,12 +104,12 @@ def kept_by_agent() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def report_first(client: Any, rank: int, text: str) -> None:
+def report_first(client: dist.Store, rank: int, text: str) -> None:
     """Leave the notice of a failure, if it is the first one."""
     client.compare_set(FAILURE, "", f"{rank} {text}")
 
 
-def report_failure(client: object, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
+def report_failure(client: Any, rank: int, error: BaseException, plain: tuple[type[Exception], ...]) -> None:
     """Leave the explanation of a failure for the launcher."""
     try:
         trace = "".join(traceback.format_exception(error))
@@ -124,6 +124,6 @@ def report_failure(client: object, rank: int, error: BaseException, plain: tuple
         stall_monitor.say(text)
 
 
-def add_line(client: Any, key: str, content: Any) -> None:
+def add_line(client: Any, key: str, content: object) -> None:
     """Append a line of JSON to a text in the store. Raises: RuntimeError: it is gone."""
     client.append(key, json.dumps(content) + "\n")

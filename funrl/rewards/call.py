@@ -42,7 +42,7 @@ class RewardError(ValueError):
       prompt, completion, value: what it failed on and what it returned; None if the error is another.
     """
 
-    def __init__(self, message: str, prompt: str | None = None, completion: str | None = None, value: Any = None):
+    def __init__(self, message: str, prompt: str | None = None, completion: str | None = None, value: object = None):
         super().__init__(message)
         self.prompt = prompt
         self.completion = completion
@@ -63,9 +63,9 @@ class CompletedRow(NamedTuple):
 
     prompt: str
     completion: str
-    fields: Mapping[str, Any] = {}
+    fields: Mapping[str, object] = {}
     completion_ids: Sequence[int] = ()
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, object]] | None = None
     views: Mapping[str, str] = {}
 
     def seen_by(self, reward: RewardFunction) -> CompletedRow:
@@ -83,7 +83,7 @@ class Failure(NamedTuple):
     message: str
     prompt: str | None = None
     completion: str | None = None
-    value: Any = None
+    value: object = None
 
 
 class Score(float):
@@ -127,11 +127,11 @@ class RewardFunction(NamedTuple):
     takes: frozenset[str] = frozenset()
     keywords: bool = True
     needs: tuple[tuple[str, ...], ...] = ()
-    check: Callable[[Mapping[str, Any]], None] | None = None
+    check: Callable[[Mapping[str, object]], None] | None = None
     alone: bool = True
     view: TextView = TextView(TEXT)
 
-    def __call__(self, *args: Any, **fields: Any) -> Any:
+    def __call__(self, *args: object, **fields: object) -> Any:
         return self.function(*args, **fields)
 
 
@@ -236,12 +236,12 @@ def _called(reward: RewardFunction, row: CompletedRow) -> Any:
     return reward.function(row.prompt, row.completion, **row.fields)
 
 
-def columns_of(reward: RewardFunction, rows: Sequence[CompletedRow]) -> dict[str, list[Any]]:
+def columns_of(reward: RewardFunction, rows: Sequence[CompletedRow]) -> dict[str, list[object]]:
     """Arguments of a batched function: for each column that it takes, a list with one item per row.
 
     The item is None if the row lacks the field.
     """
-    own: dict[str, list[Any]] = {
+    own: dict[str, list[object]] = {
         "prompts": [row.prompt if row.messages is None else list(row.messages) for row in rows],
         "completions": [
             row.completion if row.messages is None else [{"role": "assistant", "content": row.completion}]
@@ -354,7 +354,7 @@ def _checked(reward: RewardFunction, row: CompletedRow, value: object) -> Reward
     return Score(number, entries) if entries else number
 
 
-async def _awaited(call: Callable[[], Awaitable[object]], timeout_s: float | None) -> Callable[[], Any]:
+async def _awaited(call: Callable[[], Awaitable[object]], timeout_s: float | None) -> Callable[[], object]:
     """Await a call; returns a function that returns its value or raises its error."""
     limit = asyncio.timeout(timeout_s)
     try:

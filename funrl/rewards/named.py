@@ -55,7 +55,7 @@ VERIFIERS: Mapping[str, Verifier] = {
     ),
     "repetition": Verifier(f"{_HERE}.style:repetition"),
     "countdown": Verifier(
-        f"{_HERE}.countdown:countdown", (("target",), ("nums", "numbers")), check=f"{_HERE}.countdown:check_countdown"
+        f"{_HERE}.verifiers:countdown", (("target",), ("nums", "numbers")), check=f"{_HERE}.verifiers:check_countdown"
     ),
     "code": Verifier(f"{_HERE}.unit_tests:code_tests", (TESTS,), check=f"{_HERE}.unit_tests:check_tests"),
 }

@@ -70,7 +70,12 @@ class Pool:
         future: Future[list[RewardOutcome]] = Future()
         reward = self.functions[function]
         if self.client is None:
-            future.set_result(_now(reward, rows))
+            results = outcomes(reward, rows) if not reward.awaited else []
+            if reward.awaited:  # in a thread, as this one may already run an event loop, as in a notebook
+                thread = threading.Thread(target=lambda: results.extend(asyncio.run(awaited_outcomes(reward, rows))))
+                thread.start()
+                thread.join()
+            future.set_result(results)
             return future
         try:
             payload = _dumps((function, rows))
@@ -167,17 +172,6 @@ class RowRewards(NamedTuple):
             if isinstance(outcome, Failure):
                 raise RewardError(*outcome)
         return [outcome for outcome in results if not isinstance(outcome, Failure)]
-
-
-def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOutcome]:
-    """Compute outcomes in this process."""
-    if not reward.awaited:
-        return outcomes(reward, rows)
-    results: list[RewardOutcome] = []
-    thread = threading.Thread(target=lambda: results.extend(asyncio.run(awaited_outcomes(reward, rows))))
-    thread.start()  # this thread may already run an event loop, as in a notebook
-    thread.join()
-    return results
 
 
 def _answer(functions: Sequence[RewardFunction], payload: bytes) -> list[RewardOutcome]:

@@ -155,7 +155,7 @@ def json_schema(prompt: str, completion: str, *, schema: object = None, **fields
         return 0.0
 
 
-def check_schema(fields: Mapping[str, Any]) -> None:
+def check_schema(fields: Mapping[str, object]) -> None:
     """Check the field "schema" of a record before anything is computed. Raises: ValueError, it is not a schema."""
     if fields.get("schema") is not None:
         _validator(fields["schema"])

@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from starlette.applications import Starlette
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from funrl.data.json_lines import JsonObject
 from funrl.environments.forms.response_templates import OPEN
 from funrl.serve import chat_completions, connections, messages, responses
 from funrl.serve.asks import Ask, BadRequest, Body
@@ -24,6 +25,9 @@ from funrl.serve.session import DecodeIds, Exchange, RequestThread, Session, dec
 
 LARGEST_BODY = 64 << 20  # bytes
 CHUNK_S = 0.05  # between two chunks of a stream: those of single tokens would cost as much as a small model's tokens
+
+
+RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class Events(Protocol):
@@ -45,8 +49,8 @@ class Dialect(NamedTuple):
     """
 
     read: Callable[[Body], Ask]
-    answer: Callable[[Ask, Sequence[Exchange], dict[str, Any], DecodeIds], dict[str, Any]]
-    events: Callable[[Ask, dict[str, Any], DecodeIds], Events] | None
+    answer: Callable[[Ask, Sequence[Exchange], JsonObject, DecodeIds], JsonObject]
+    events: Callable[[Ask, JsonObject, DecodeIds], Events] | None
     prefix: str
 
 
@@ -125,7 +129,7 @@ class _Server:
         self._aside = RequestThread()
         self._began = int(time.time())
 
-    def guarded(self, endpoint: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def guarded(self, endpoint: RequestHandler) -> RequestHandler:
         """An endpoint whose errors are answers."""
 
         async def serve(request: Request) -> Response:
@@ -138,7 +142,7 @@ class _Server:
 
         return serve
 
-    def replies(self, path: str, dialect: Dialect) -> Callable[[Request], Any]:
+    def replies(self, path: str, dialect: Dialect) -> RequestHandler:
         """The endpoint of a dialect."""
 
         async def serve(request: Request) -> Response:
@@ -295,7 +299,7 @@ def _problem(request: Request, error: BadRequest) -> Response:
     return _Answer(value, status_code=error.status, headers=headers)
 
 
-def _error_value(path: str, error: BadRequest) -> dict[str, Any]:
+def _error_value(path: str, error: BadRequest) -> JsonObject:
     """An error as the clients of an endpoint read it."""
     if not path.startswith("/v1/messages"):
         return _error(error)
@@ -313,7 +317,7 @@ def _error_event(path: str, error: BadRequest) -> str:
     return f"{name}data: {json.dumps(value)}\n\n"
 
 
-def _error(error: BadRequest) -> dict[str, Any]:
+def _error(error: BadRequest) -> JsonObject:
     kinds = {401: "authentication_error", 500: "server_error"}
     kind = kinds.get(error.status, "invalid_request_error")
     return {"error": {"message": str(error), "type": kind, "param": error.field or None, "code": error.code}}

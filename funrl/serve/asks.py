@@ -7,7 +7,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.messages import decoded_arguments
 from funrl.rollout.episodes import Message
 from funrl.rollout.sampling_parameters import SMALLEST_TEMPERATURE
@@ -106,7 +106,7 @@ class Body:
     def __init__(self, values: Any):
         if not isinstance(values, dict):
             raise BadRequest(f"the body is {_short(values)}, it must be a JSON object")
-        self.values: dict[str, Any] = values
+        self.values: JsonObject = values
 
     def check(self, fields: KnownFields) -> None:
         """Refuse fields that would change the answer and are not served."""
@@ -172,7 +172,7 @@ class Body:
                 raise BadRequest(f"{name} has {_short(text)}, a text of 1 to {LONGEST_STOP} characters is needed", name)
         return tuple(texts)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> JsonObject:
         """The fields of `Sampling` that are given, by its names."""
         temperature = self.number("temperature", 0, 100)
         chosen = {
@@ -216,14 +216,14 @@ def plain_content(content: object, field: str, kinds: Collection[str] = ("text",
     return "".join(texts)
 
 
-def call_message(content: str, calls: Sequence[tuple[str, str, object]], field: str) -> dict[str, Any]:
+def call_message(content: str, calls: Sequence[tuple[str, str, object]], field: str) -> JsonObject:
     """A message of the assistant.
 
     Args:
       calls: (id, name, arguments) of each call; arguments are an object, or its JSON text.
       field: that they stand in, for errors.
     """
-    message: dict[str, Any] = {"role": "assistant", "content": content}
+    message: JsonObject = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
             {"type": "function", "id": number, "function": {"name": name, "arguments": _arguments(given, field)}}
@@ -232,7 +232,7 @@ def call_message(content: str, calls: Sequence[tuple[str, str, object]], field: 
     return message
 
 
-def function_tool(value: object, field: str) -> dict[str, Any]:
+def function_tool(value: object, field: str) -> JsonObject:
     """A tool as chat templates take it, of an object with a name, a description and parameters."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         raise BadRequest(f"{field} is {_short(value)}, it must be a function with a name", field)
@@ -281,7 +281,7 @@ def checked_choice(choice: str, tools: Sequence[Mapping[str, Any]]) -> str:
     return choice
 
 
-def _arguments(given: object, field: str) -> dict[str, Any]:
+def _arguments(given: object, field: str) -> JsonObject:
     try:
         return decoded_arguments(given)
     except DataError as error:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.serve.asks import (
     LONGEST_HISTORY,
     MOST_CHOICES,
@@ -101,7 +102,8 @@ def read_chat(body: Body) -> Ask:
     modalities = body.array("modalities", 8)
     if modalities not in ([], ["text"]):
         raise BadRequest(f"modalities={modalities} is not served; only text is", "modalities")
-    _allow_text_format(body)
+    if body.values.get("response_format") == {"type": "text"}:
+        del body.values["response_format"]
     body.check(CHAT_FIELDS)
     messages = [_message(message) for message in body.array("messages", LONGEST_HISTORY)]
     if not messages:
@@ -140,7 +142,7 @@ def read_text(body: Body) -> Ask:
     )
 
 
-def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/v1/chat/completions`.
 
     Args:
@@ -149,7 +151,7 @@ def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
     """
     choices = []
     for index, exchange in enumerate(exchanges):
-        message: dict[str, Any] = {"role": "assistant", "content": exchange.content or None, "refusal": None}
+        message: JsonObject = {"role": "assistant", "content": exchange.content or None, "refusal": None}
         message |= _thoughts(exchange)
         if exchange.calls:
             message["tool_calls"] = _calls(exchange)
@@ -162,11 +164,11 @@ def chat_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
     return whole | _prompt_ids(ask, exchanges)
 
 
-def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/v1/completions`; see `chat_answer`."""
     choices = []
     for index, exchange in enumerate(exchanges):
-        choice: dict[str, Any] = {"index": index, "text": exchange.content, **_ending(exchange), "logprobs": None}
+        choice: JsonObject = {"index": index, "text": exchange.content, **_ending(exchange), "logprobs": None}
         if ask.logprobs:
             entries = _logprobs(ask, exchange, decode)
             tokens = [entry["token"] for entry in entries]
@@ -180,7 +182,7 @@ def text_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], d
 class ChatEvents:
     """The events of a stream of `/v1/chat/completions`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+    def __init__(self, ask: Ask, head: JsonObject, decode: DecodeIds):
         self._ask = ask
         self._head = {**head, "object": "chat.completion.chunk"}
         self._decode = decode
@@ -217,16 +219,19 @@ class ChatEvents:
             events.append(event({**self._head, "choices": [], "usage": usage(exchanges)}))
         return [*events, "data: [DONE]\n\n"]
 
-    def _event(self, index: int, delta: dict[str, Any], **further: object) -> str:
+    def _event(self, index: int, delta: JsonObject, **further: object) -> str:
         ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
-        choice = {"index": index, "delta": delta, "finish_reason": None, "logprobs": None, **further}
+        choice = {"index": index, **self._new(delta), "finish_reason": None, "logprobs": None, **further}
         return event({**self._head, **ids, "choices": [choice]})
+
+    def _new(self, delta: JsonObject) -> JsonObject:
+        return {"delta": delta}
 
 
 class TextEvents(ChatEvents):
     """The events of a stream of `/v1/completions`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+    def __init__(self, ask: Ask, head: JsonObject, decode: DecodeIds):
         super().__init__(ask, head, decode)
         self._head["object"] = "text_completion"
 
@@ -234,19 +239,16 @@ class TextEvents(ChatEvents):
         """Nothing: there is no message to open."""
         return []
 
-    def _event(self, index: int, delta: dict[str, Any], **further: object) -> str:
-        ids = {"prompt_token_ids": further.pop("prompt_token_ids")} if "prompt_token_ids" in further else {}
-        text = delta.get("content", "")
-        choice = {"index": index, "text": text, "finish_reason": None, "logprobs": None, **further}
-        return event({**self._head, **ids, "choices": [choice]})
+    def _new(self, delta: JsonObject) -> JsonObject:
+        return {"text": delta.get("content", "")}
 
 
-def event(value: dict[str, Any]) -> str:
+def event(value: JsonObject) -> str:
     """A server-sent event."""
     return f"data: {json.dumps(value)}\n\n"
 
 
-def usage(exchanges: Sequence[Exchange]) -> dict[str, Any]:
+def usage(exchanges: Sequence[Exchange]) -> JsonObject:
     """Token counts; a prompt counts once."""
     prompt = len(exchanges[0].prompt)
     written = sum(len(exchange.tokens) for exchange in exchanges)
@@ -270,12 +272,7 @@ def _shared(body: Body) -> Ask:
     )
 
 
-def _allow_text_format(body: Body) -> None:
-    if body.values.get("response_format") == {"type": "text"}:
-        del body.values["response_format"]
-
-
-def _message(value: Any) -> dict[str, Any]:
+def _message(value: Any) -> JsonObject:
     """A message as chat templates take it."""
     role = value.get("role") if isinstance(value, dict) else None
     if role not in ("system", "developer", "user", "assistant", "tool"):
@@ -305,7 +302,7 @@ def _given_call(call: Any) -> tuple[str, str, Any]:
     return str(call.get("id", "")), function["name"], function.get("arguments")
 
 
-def _tool(value: object) -> dict[str, Any]:
+def _tool(value: object) -> JsonObject:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'function': {...}}", "tools")
     return function_tool(value.get("function"), "tools")
@@ -316,7 +313,7 @@ def _thoughts(exchange: Exchange) -> dict[str, str]:
     return dict.fromkeys(("reasoning", "reasoning_content"), exchange.thoughts) if exchange.thoughts else {}
 
 
-def _calls(exchange: Exchange) -> list[dict[str, Any]]:
+def _calls(exchange: Exchange) -> list[JsonObject]:
     return [
         {
             "id": call.number,
@@ -327,19 +324,19 @@ def _calls(exchange: Exchange) -> list[dict[str, Any]]:
     ]
 
 
-def _ending(exchange: Exchange) -> dict[str, Any]:
+def _ending(exchange: Exchange) -> JsonObject:
     return {"finish_reason": FINISH[exchange.finish], "stop_reason": exchange.stop}
 
 
-def _ids(ask: Ask, exchange: Exchange) -> dict[str, Any]:
+def _ids(ask: Ask, exchange: Exchange) -> JsonObject:
     return {"token_ids": exchange.tokens} if ask.token_ids else {}
 
 
-def _prompt_ids(ask: Ask, exchanges: Sequence[Exchange]) -> dict[str, Any]:
+def _prompt_ids(ask: Ask, exchanges: Sequence[Exchange]) -> JsonObject:
     return {"prompt_token_ids": exchanges[0].prompt} if ask.token_ids else {}
 
 
-def _logprobs(ask: Ask, exchange: Exchange, decode: DecodeIds) -> list[dict[str, Any]]:
+def _logprobs(ask: Ask, exchange: Exchange, decode: DecodeIds) -> list[JsonObject]:
     """Log-probabilities in nats, under the distribution that was sampled from."""
     entries = []
     for token, logp in zip(exchange.tokens, exchange.logp.tolist(), strict=True):
@@ -399,7 +396,7 @@ def read_generate(body: Body) -> Ask:
     )
 
 
-def generate_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def generate_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/inference/v1/generate`."""
     choices = []
     for index, exchange in enumerate(exchanges):

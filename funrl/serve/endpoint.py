@@ -114,7 +114,7 @@ class _Shared(NamedTuple):
     sessions: Any
 
 
-_LONGEST: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_LONGEST: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 _SERVERS: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
 
 

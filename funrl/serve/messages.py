@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.serve.asks import (
     LONGEST_HISTORY,
     MOST_TOKENS,
@@ -49,7 +50,8 @@ def read_messages(body: Body) -> Ask:
     thinking = body.values.get("thinking")
     if thinking is not None and (not isinstance(thinking, dict) or thinking.get("type") not in THINKING):
         raise BadRequest(f"thinking must have one of the types {', '.join(THINKING)}", "thinking")
-    messages = [] if not body.values.get("system") else [_system(body.values["system"])]
+    system = plain_content(body.values.get("system"), "system")
+    messages: list[JsonObject] = [{"role": "system", "content": system}] if body.values.get("system") else []
     for message in body.array("messages", LONGEST_HISTORY):
         messages += _messages(message)
     if not messages or messages[-1]["role"] in ("assistant", "system"):
@@ -74,10 +76,10 @@ def read_counted(body: Body) -> Ask:
     return read_messages(Body({"max_tokens": 1} | body.values))
 
 
-def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/v1/messages`."""
     (exchange,) = exchanges
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     if ask.reasoning and exchange.thoughts:
         blocks.append({"type": "thinking", "thinking": exchange.thoughts, "signature": ""})
     if exchange.content or not exchange.calls:
@@ -92,7 +94,7 @@ def message_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any]
 class MessageEvents:
     """The events of a stream of `/v1/messages`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+    def __init__(self, ask: Ask, head: JsonObject, decode: DecodeIds):
         self._ask = ask
         self._head = head
         self._open = False
@@ -121,9 +123,7 @@ class MessageEvents:
         if self._ask.reasoning and exchange.thoughts:  # before any text, as such a reply is not streamed
             block = {"type": "thinking", "thinking": "", "signature": ""}
             delta = {"type": "thinking_delta", "thinking": exchange.thoughts}
-            events.append(_event("content_block_start", index=0, content_block=block))
-            events.append(_event("content_block_delta", index=0, delta=delta))
-            events.append(_event("content_block_stop", index=0))
+            events += _block_events(0, block, delta)
             self._place = 1
         events += self.text(0, rest) if rest or not (self._open or exchange.calls) else []
         number = self._place
@@ -133,9 +133,7 @@ class MessageEvents:
         for place, call in enumerate(exchange.calls, number):
             block = {"type": "tool_use", "id": call.number, "name": call.name, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(call.arguments)}
-            events.append(_event("content_block_start", index=place, content_block=block))
-            events.append(_event("content_block_delta", index=place, delta=delta))
-            events.append(_event("content_block_stop", index=place))
+            events += _block_events(place, block, delta)
         events.append(_event("message_delta", delta=_ending(exchange), usage=_usage(exchange)))
         return [*events, _event("message_stop")]
 
@@ -144,11 +142,16 @@ def _event(kind: str, **fields: object) -> str:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n"
 
 
-def _opening(head: dict[str, Any]) -> dict[str, Any]:
+def _block_events(place: int, block: JsonObject, delta: JsonObject) -> list[str]:
+    fields = {"start": {"content_block": block}, "delta": {"delta": delta}, "stop": {}}
+    return [_event(f"content_block_{kind}", index=place, **more) for kind, more in fields.items()]
+
+
+def _opening(head: JsonObject) -> JsonObject:
     return {"id": head["id"], "type": "message", "role": "assistant", "model": head["model"]}
 
 
-def _ending(exchange: Exchange) -> dict[str, Any]:
+def _ending(exchange: Exchange) -> JsonObject:
     reasons = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use"}
     reason = "stop_sequence" if exchange.stop is not None else reasons[exchange.finish]
     return {"stop_reason": reason, "stop_sequence": exchange.stop}
@@ -158,11 +161,7 @@ def _usage(exchange: Exchange) -> dict[str, int]:
     return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.tokens)}
 
 
-def _system(value: object) -> dict[str, Any]:
-    return {"role": "system", "content": plain_content(value, "system")}
-
-
-def _messages(value: Any) -> list[dict[str, Any]]:
+def _messages(value: Any) -> list[JsonObject]:
     """A message as chat templates take it, after the results of tools that it has."""
     role = value.get("role") if isinstance(value, dict) else None
     if role not in ("user", "assistant"):
@@ -196,7 +195,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     return [*results, *([{"role": "user", "content": content}] if content or not results else [])]
 
 
-def _tool(value: object) -> dict[str, Any]:
+def _tool(value: object) -> JsonObject:
     if isinstance(value, dict) and value.get("type", "custom") != "custom":
         raise BadRequest(
             f"a tool of type {value['type']!r} is not served; give functions with an input_schema", "tools"

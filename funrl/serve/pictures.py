@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 from weakref import WeakKeyDictionary
 
+from funrl.data.json_lines import JsonObject
 from funrl.data.pictures import inner_pictures, read_picture, stored_pixels
 from funrl.data.processors.form import PictureForm, fitted
 from funrl.rollout.episodes import Message
@@ -31,7 +31,7 @@ READERS = 2  # threads of an event loop
 _READERS: WeakKeyDictionary[asyncio.AbstractEventLoop, ThreadPoolExecutor] = WeakKeyDictionary()
 
 
-def message_content(content: object, field: str, kinds: Collection[str] = ("text",)) -> str | list[dict[str, Any]]:
+def message_content(content: object, field: str, kinds: Collection[str] = ("text",)) -> str | list[JsonObject]:
     """The content of a message: its text, or parts of text and pictures where it has a picture.
 
     Args:
@@ -57,7 +57,7 @@ def is_picture(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in PICTURE_KINDS
 
 
-def _data_url(part: dict[str, Any], field: str) -> str:
+def _data_url(part: JsonObject, field: str) -> str:
     """The picture of a part in base64. Nothing else is read: neither files of this machine nor addresses."""
     source = part.get("source") if part["type"] == "image" else part.get("image_url")
     given = source.get("url") if isinstance(source, dict) else source

@@ -11,7 +11,6 @@ environment = endpoint_environment(agent)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
@@ -41,7 +40,7 @@ def endpoint_environment(program: Callable[..., object]) -> Environment:
 
 
 class _Program:
-    def __init__(self, program: Callable[..., Any]):
+    def __init__(self, program: Callable[..., object]):
         self._program = program
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.serve.asks import (
     LONGEST_HISTORY,
     MOST_TOKENS,
@@ -20,6 +20,7 @@ from funrl.serve.asks import (
     named_choice,
     plain_content,
 )
+from funrl.serve.chat_completions import OPENAI_IGNORED
 from funrl.serve.pictures import message_content
 from funrl.serve.session import DecodeIds, Exchange
 
@@ -35,21 +36,7 @@ RESPONSES_FIELDS = KnownFields(
         "temperature",
         "top_p",
     ),
-    ignored=(
-        "model",
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "truncation",
-        "include",
-        "reasoning",
-        "prompt_cache_retention",
-        "stream_options",
-        "text",
-    ),
+    ignored=(*OPENAI_IGNORED, "truncation", "include", "reasoning", "stream_options", "text"),
     unserved={
         "previous_response_id": "send the whole history as input",
         "conversation": "send the whole history as input",
@@ -90,7 +77,7 @@ def read_responses(body: Body) -> Ask:
     )
 
 
-def response_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any], decode: DecodeIds) -> dict[str, Any]:
+def response_answer(ask: Ask, exchanges: Sequence[Exchange], head: JsonObject, decode: DecodeIds) -> JsonObject:
     """The answer of `/v1/responses`."""
     (exchange,) = exchanges
     incomplete = {"reason": "max_output_tokens"} if exchange.finish == "length" else None
@@ -111,7 +98,7 @@ def response_answer(ask: Ask, exchanges: Sequence[Exchange], head: dict[str, Any
 class ResponseEvents:
     """The events of a stream of `/v1/responses`."""
 
-    def __init__(self, ask: Ask, head: dict[str, Any], decode: DecodeIds):
+    def __init__(self, ask: Ask, head: JsonObject, decode: DecodeIds):
         self._ask = ask
         self._head = head
         self._decode = decode
@@ -155,7 +142,7 @@ class ResponseEvents:
         kind = "response.incomplete" if whole["status"] == "incomplete" else "response.completed"
         return [*events, self._event(kind, response=whole)]
 
-    def _call(self, place: int, item: dict[str, Any]) -> list[str]:
+    def _call(self, place: int, item: JsonObject) -> list[str]:
         where = {"output_index": place, "item_id": item["id"]}
         opened = item | {"arguments": "", "status": "in_progress"}
         arguments = item["arguments"]
@@ -166,7 +153,7 @@ class ResponseEvents:
             self._event("response.output_item.done", output_index=place, item=item),
         ]
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> JsonObject:
         return {"item_id": "msg_" + self._head["id"], "output_index": 0, "content_index": 0}
 
     def _event(self, kind: str, **fields: object) -> str:
@@ -175,7 +162,7 @@ class ResponseEvents:
         return f"event: {kind}\ndata: {json.dumps(numbered)}\n\n"
 
 
-def _response(ask: Ask, head: dict[str, Any], status: str) -> dict[str, Any]:
+def _response(ask: Ask, head: JsonObject, status: str) -> JsonObject:
     return {
         "id": "resp_" + head["id"],
         "object": "response",
@@ -195,7 +182,7 @@ def _response(ask: Ask, head: dict[str, Any], status: str) -> dict[str, Any]:
     }
 
 
-def _output(exchange: Exchange, head: dict[str, Any]) -> list[dict[str, Any]]:
+def _output(exchange: Exchange, head: JsonObject) -> list[JsonObject]:
     items = []
     if exchange.content or not exchange.calls:
         items.append(_text_item(head, exchange.content, "incomplete" if exchange.finish == "length" else "completed"))
@@ -205,12 +192,12 @@ def _output(exchange: Exchange, head: dict[str, Any]) -> list[dict[str, Any]]:
     return items
 
 
-def _text_item(head: dict[str, Any], text: str, status: str) -> dict[str, Any]:
+def _text_item(head: JsonObject, text: str, status: str) -> JsonObject:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "message", "id": "msg_" + head["id"], "role": "assistant", "status": status, "content": [part]}
 
 
-def _add(messages: list[dict[str, Any]], item: object) -> None:
+def _add(messages: list[JsonObject], item: object) -> None:
     """Add an item of the input to the messages."""
     if not isinstance(item, dict):
         raise BadRequest("the input must be a text or a list of items", "input")
@@ -236,7 +223,7 @@ def _add(messages: list[dict[str, Any]], item: object) -> None:
         raise BadRequest(f"an item of type {kind!r} is not served; messages and functions are", "input")
 
 
-def _tool(value: object) -> dict[str, Any]:
+def _tool(value: object) -> JsonObject:
     if not isinstance(value, dict) or value.get("type") != "function":
         raise BadRequest("tools must be functions: {'type': 'function', 'name': ..., 'parameters': ...}", "tools")
     return function_tool(value, "tools")

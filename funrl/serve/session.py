@@ -26,7 +26,7 @@ from funrl.environments.calls import call
 from funrl.environments.chat import continued_text
 from funrl.environments.forms.response_templates import END_THINK, THINK
 from funrl.rollout.episodes import Message, Node, Reply, Status, Trajectory
-from funrl.rollout.policy import Chat, LimitReached
+from funrl.rollout.policy import Chat, LimitReached, Tools
 from funrl.rollout.requests import LogitsError
 from funrl.rollout.resident import tokens_heard
 from funrl.rollout.sampling_parameters import Sampling
@@ -194,7 +194,7 @@ class Sampler(Protocol):
     @property
     def sampling(self) -> Sampling: ...
 
-    def start(self, content: Any, tools: Any = (), agent: str = "policy") -> Trajectory: ...
+    def start(self, content: Any, tools: Tools = (), agent: str = "policy") -> Trajectory: ...
     def extend(self, trajectory: Trajectory, content: Any) -> Trajectory: ...
     async def sample(
         self,
@@ -551,7 +551,7 @@ def _number(end: Trajectory, index: int) -> str:
     return "call_" + hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
-def _bound(kept: OrderedDict[bytes, Any], most: int | None) -> None:
+def _bound(kept: OrderedDict[bytes, _T], most: int | None) -> None:
     while most is not None and len(kept) > most:
         kept.popitem(last=False)
 
@@ -583,7 +583,7 @@ def replies_again(headers: Mapping[str, str]) -> bool:
     return count.isdecimal() and int(count) > 0
 
 
-def choices_of(sampling: Mapping[str, Any], base: Any) -> Any:
+def choices_of(sampling: Mapping[str, object], base: Sampling) -> Sampling:
     """The sampling parameters of a request: those of the server with the client's choices. Raises BadRequest."""
     try:
         return dataclasses.replace(base, **sampling)

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from funrl.compiled_kernels.varlen_attention import segment_offsets
-from funrl.data.micro_batch import pack_tokens, slots, unpack_tokens
-from funrl.data.packing import pack, packed_sizes
+from funrl.data.packing import pack, pack_tokens, packed_sizes, slots, unpack_tokens
 
 
 @pytest.mark.parametrize("K", [None, 3])

@@ -19,7 +19,7 @@ from funrl.data.pictures import (
 from funrl.data.prompts import Prompt, encode
 from funrl.data.supervised import text_example
 from funrl.data.tokenizer import character_tokenizer
-from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens
+from funrl.environments.chat import collapsed_tokens, expanded_tokens
 from funrl.models import decoder_config
 from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm, with_tower
 from funrl.models.vision.tower import normalized

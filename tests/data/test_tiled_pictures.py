@@ -18,7 +18,7 @@ from funrl.data.pictures import (
 )
 from funrl.data.prompts import Prompt, encode
 from funrl.data.tokenizer import character_tokenizer
-from funrl.environments.forms.picture_parts import expanded_tokens
+from funrl.environments.chat import expanded_tokens
 from funrl.models import decoder_config
 from funrl.models.errors import ModelError
 from funrl.models.vision.config import PictureLayout, TowerConfig, TowerForm, with_tower

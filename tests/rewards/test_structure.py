@@ -2,8 +2,8 @@
 
 import pytest
 
-from funrl.rewards.countdown import countdown
 from funrl.rewards.style import json_schema, repetition, think_then_answer, within_length
+from funrl.rewards.verifiers import countdown
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from test_replay import replayed, unlike
 
 from funrl.data.pictures import picture_url
 from funrl.environments.adapters import message_environment, single_turn
-from funrl.environments.chat import TemplateChat
-from funrl.environments.forms.picture_parts import UnseenPicturesError
+from funrl.environments.chat import TemplateChat, UnseenPicturesError
 from funrl.environments.logged import LoggedEnvironment
 from funrl.environments.run import EpisodeLimits
 from funrl.kinds import joined_lines

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from funrl.data.json_lines import DataError
+from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.prompt_format import template_arguments
 from funrl.environments.adapters import GYM, function_environment, message_environment, tool_environment
 from funrl.environments.answer_rewards import answer_reward
@@ -21,10 +21,11 @@ from funrl.rewards.call import Reward
 
 FLAG = "env"
 ARGUMENTS = "env_args"
-NO_ARGUMENTS: Mapping[str, Any] = {}
+NO_ARGUMENTS: Mapping[str, object] = {}
+SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 
 
-def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+def load_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
     """The environment that "FILE.py:NAME" names, see `environment_from`.
 
     Raises:
@@ -37,7 +38,7 @@ def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> 
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def environment_arguments(text: str | None) -> dict[str, Any]:
+def environment_arguments(text: str | None) -> JsonObject:
     """Arguments of an environment: a JSON object, or NAME:VALUE pairs as of --template_arguments.
 
     >>> environment_arguments("attempts:3,reward:math")
@@ -61,8 +62,8 @@ def environment_arguments(text: str | None) -> dict[str, Any]:
 
 
 def environment_from(
-    given: Environment | Callable[..., Any] | Sequence[Callable[..., Any]],
-    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    given: Environment | Callable[..., object] | Sequence[Callable[..., object]],
+    arguments: Mapping[str, object] = NO_ARGUMENTS,
 ) -> Environment:
     """An environment of an object, a class, a function or a list of tools.
 
@@ -87,11 +88,11 @@ def environment_from(
             names = ", ".join(arguments)
             raise TypeError(f"{type(given).__name__} is an object, which takes no {ARGUMENTS}: {names}; give its class")
         return cast(Environment, given)
+    if not callable(given) and hasattr(given, "reset"):
+        name = type(given).__name__
+        raise TypeError(f"each episode has its own; give the class {name}, or message_environment(make)")
     if not callable(given):
-        advice = "an object with run, a class, a function or a list of functions is needed"
-        if hasattr(given, "reset"):
-            advice = f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
-        raise TypeError(advice)
+        raise TypeError("an object with run, a class, a function or a list of functions is needed")
     name = getattr(given, "__name__", repr(given))
     parameters = inspect.signature(given).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -103,14 +104,40 @@ def environment_from(
     return environment
 
 
-def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
-    what = f"class {kind.__name__}"
-    missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
+def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
+    missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
-        gym = GYM if hasattr(kind, "reset") else ""
-        raise TypeError(f"{what} lacks {', '.join(missing)}; it needs run, or reset, step and close{gym}")
-    make = bound(kind, arguments, what)
-    return made(make, what) if hasattr(kind, "run") else message_environment(make)
+        raise TypeError(
+            f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close{_gym(kind)}"
+        )
+    make = bound(kind, arguments, f"class {kind.__name__}")
+    if hasattr(kind, "run"):
+        return made(make, f"class {kind.__name__}")
+    for name, given in SIDE_METHODS.items():
+        _check_takes(kind, name, given)
+    return message_environment(make)
+
+
+def _check_takes(kind: Any, name: str, given: str) -> None:
+    """Raise TypeError where a method of a class does not take what an episode gives it, such as "example, seed"."""
+    function = inspect.getattr_static(kind, name)
+    try:
+        signature = inspect.signature(getattr(kind, name))
+    except (TypeError, ValueError):  # of a builtin, or no function
+        return
+    first = () if isinstance(function, staticmethod | classmethod) else (None,)
+    try:
+        signature.bind(*first, *(x for x in given.split(", ") if x))
+    except TypeError:
+        wanted = ", ".join(["self", *([given] if given else [])])
+        raise TypeError(f"{kind.__name__}.{name} takes {signature}; it is called as ({wanted}){_gym(kind)}") from None
+
+
+def _gym(kind: object) -> str:
+    """Advice for a class whose `reset` has the parameters of gymnasium's; ""."""
+    reset = getattr(kind, "reset", None)
+    names = inspect.signature(reset).parameters if inspect.isfunction(reset) else ()
+    return GYM if "options" in names else ""
 
 
 def made(make: Callable[[], Any], what: str) -> Any:
@@ -125,7 +152,7 @@ def made(make: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
+def bound(function: Callable[..., Any], arguments: Mapping[str, object], what: str, first: int = 0) -> Any:
     """A function with its arguments by name.
 
     Args:
@@ -152,7 +179,7 @@ def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str,
 
 
 def rewarded_tools(
-    tools: Sequence[Callable[..., Any]], reward: str | Reward = "exact", system: str | None = None
+    tools: Sequence[Callable[..., object]], reward: str | Reward = "exact", system: str | None = None
 ) -> Environment:
     """An environment in which the policy calls tools until it replies without a call; that reply is rewarded.
 
@@ -168,7 +195,7 @@ def rewarded_tools(
     """
     of_answer = answer_reward(reward)
 
-    def score(messages: Sequence[Mapping[str, Any]], **fields: Any) -> float:
+    def score(messages: Sequence[Mapping[str, Any]], **fields: object) -> float:
         question = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
         last = messages[-1]
         answered = last["role"] == "assistant" and not last.get("tool_calls")

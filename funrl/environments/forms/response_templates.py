@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from funrl.data.json_lines import JsonObject
 from funrl.data.tokenizer import END_THINK, THINK, TokenizerError
 from funrl.rollout.policy import Tools
 
@@ -75,7 +76,7 @@ def checked_form(name: str) -> str:
     return name
 
 
-def split_reply(name: str, text: str, thinking: bool) -> dict[str, Any]:
+def split_reply(name: str, text: str, thinking: bool) -> JsonObject:
     """Take a reply apart by transformers' parser.
 
     Args:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from funrl.data.json_lines import JsonObject
 from funrl.data.tokenizer import END_THINK
 from funrl.environments.forms.response_templates import (
     REPLY_FORMS,
@@ -148,8 +149,8 @@ def _pairs(calls: Sequence[Call]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(call.name, call.arguments) for call in calls]
 
 
-def _message(content: str, calls: Sequence[Call] = (), **more: str) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": content, **more}
+def _message(content: str, calls: Sequence[Call] = (), **more: str) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": content, **more}
     if calls:
         message["tool_calls"] = [
             {

@@ -147,14 +147,13 @@ def _table_entry(name: str) -> tuple[str, Fraction] | None:
 
 LONGEST_READ_ANSWER = 500  # characters; a longer one is only compared as a text
 _LETTERS = {
-    "\u2212": "-",
-    "\u2013": "-",
-    "\u2215": "/",
-    "\u2044": "/",
+    **dict.fromkeys("\u2212\u2013", "-"),
+    **dict.fromkeys("\u2215\u2044", "/"),
+    **dict.fromkeys("\u2019\u2032", "'"),
+    **dict.fromkeys("\u00b7\u22c5", r"\cdot "),
+    **dict.fromkeys("\u00a0\u2002\u2003\u2007\u2009\u202f", " "),
     "\u00d7": r"\times ",
     "\u00f7": r"\div ",
-    "\u00b7": r"\cdot ",
-    "\u22c5": r"\cdot ",
     "\u03c0": r"\pi ",
     "\u221e": r"\infty ",
     "\u2264": r"\le ",
@@ -174,16 +173,8 @@ _LETTERS = {
     "\u00bd": r"\frac{1}{2}",
     "\u00bc": r"\frac{1}{4}",
     "\u00be": r"\frac{3}{4}",
-    "\u2019": "'",
-    "\u2032": "'",
     "\uff0c": ",",
     "\u2248": r"\approx ",
-    "\u00a0": " ",
-    "\u2002": " ",
-    "\u2003": " ",
-    "\u2007": " ",
-    "\u2009": " ",
-    "\u202f": " ",
 }
 _RULES = [
     (re.compile(pattern), new)
@@ -304,14 +295,7 @@ def read_answer(text: str) -> ReadAnswer:
     text = re.sub(r"^\s*(?:=|\\approx|\\Rightarrow)\s*", "", text).strip()
     if "\\Rightarrow" in text:
         text = text.rpartition("\\Rightarrow")[2].strip()
-    if text.lower() in (
-        "no solution",
-        "no solutions",
-        "\\text{no solution}",
-        "\\text{no solutions}",
-        "\\emptyset",
-        "\\{\\}",
-    ):
+    if re.fullmatch(r"no solutions?|\\text\{no solutions?\}|\\emptyset|\\\{\\\}", text.lower()):
         return ReadAnswer("set")
     if re.fullmatch(r"(?:\\text\{)?(?:all )?(?:real numbers|reals)\}?", text.lower()) or text == "\\mathbb{R}":
         return _interval("()", "-\\infty", "\\infty")

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from funrl.environments.forms.picture_parts import without_pictures
+from funrl.environments.chat import without_pictures
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.episode_records import EpisodeRecord, from_record, record_from_json, to_json, to_record

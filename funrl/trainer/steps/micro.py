@@ -15,8 +15,17 @@ from funrl import trees
 from funrl.algos.masks import first_of_equal
 from funrl.batch import Batch, as_dict, schema_of
 from funrl.compiled_kernels.varlen_attention import SegmentBounds, bound_segments, segment_offsets
-from funrl.data.micro_batch import Slots, pack_tokens, shortest_first, slots
-from funrl.data.packing import Packing, RowCost, pack, pack_owned, packed_sizes
+from funrl.data.packing import (
+    Packing,
+    RowCost,
+    Slots,
+    pack,
+    pack_owned,
+    pack_tokens,
+    packed_sizes,
+    shortest_first,
+    slots,
+)
 from funrl.kinds import line_places
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models import Placed

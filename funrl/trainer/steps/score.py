@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
-from funrl.data.micro_batch import Slots, unpack_tokens
+from funrl.data.packing import Slots, unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost

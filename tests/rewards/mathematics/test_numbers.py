@@ -6,10 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from funrl.rewards.countdown import check_countdown, countdown
 from funrl.rewards.formulas import math_answer
 from funrl.rewards.mathematics.numbers import decimal_of, right_answer_text
-from funrl.rewards.verifiers import exact_match, gsm8k, multiple_choice
+from funrl.rewards.verifiers import check_countdown, countdown, exact_match, gsm8k, multiple_choice
 
 HUGE = 10**5000 + 7  # more digits than Python converts to text
 
