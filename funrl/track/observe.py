@@ -6,7 +6,6 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -39,7 +38,7 @@ from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
 
 ORDER = "answers are shown with their digits in the usual order; the model writes the ones first"
-OnStep = Callable[[int, dict[str, float]], Any]
+OnStep = Callable[[int, dict[str, float]], object]
 
 
 class RunObserver:
@@ -83,7 +82,7 @@ class RunObserver:
         self.progress = Progress(self.job.settings.run.steps)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close all of them."""
         # An error of closing files would hide the exception that ended the run.
         with contextlib.suppress(OSError) if exception[0] else _writing(self.run):

@@ -8,7 +8,7 @@ import inspect
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import template_arguments
@@ -19,10 +19,11 @@ from funrl.loading import LoadError, load_object, user_frames
 
 FLAG = "env"
 ARGUMENTS = "env_args"
-NO_ARGUMENTS: Mapping[str, Any] = {}
+T = TypeVar("T")
+NO_ARGUMENTS: Mapping[str, object] = {}
 
 
-def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+def load_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
     """The environment that "FILE.py:NAME" names, see `environment_from`.
 
     Raises:
@@ -35,7 +36,7 @@ def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> 
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def environment_arguments(text: str | None) -> dict[str, Any]:
+def environment_arguments(text: str | None) -> dict[str, object]:
     """Arguments of an environment: a JSON object, or NAME:VALUE pairs as of --template_arguments.
 
     >>> environment_arguments("attempts:3,reward:math")
@@ -59,8 +60,8 @@ def environment_arguments(text: str | None) -> dict[str, Any]:
 
 
 def environment_from(
-    given: Environment | Callable[..., Any] | Sequence[Callable[..., Any]],
-    arguments: Mapping[str, Any] = NO_ARGUMENTS,
+    given: Environment | Callable[..., object] | Sequence[Callable[..., object]],
+    arguments: Mapping[str, object] = NO_ARGUMENTS,
 ) -> Environment:
     """An environment of an object, a class, a function or a list of tools.
 
@@ -98,10 +99,10 @@ def environment_from(
     environment = made(bound(given, arguments, f"{name}()"), f"{name}()")
     if not hasattr(environment, "run"):
         raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
-    return environment
+    return cast(Environment, environment)
 
 
-def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
+def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
     what = f"class {kind.__name__}"
     missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
@@ -111,7 +112,7 @@ def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
     return made(make, what) if hasattr(kind, "run") else message_environment(make)
 
 
-def made(make: Callable[[], Any], what: str) -> Any:
+def made(make: Callable[[], T], what: str) -> T:
     """The result of a user's function or class. Raises ValueError that names it where it raises."""
     try:
         return make()
@@ -123,7 +124,7 @@ def made(make: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str, first: int = 0) -> Callable[..., Any]:
+def bound(function: Callable[..., T], arguments: Mapping[str, object], what: str, first: int = 0) -> Callable[..., T]:
     """A function with its arguments by name.
 
     Args:

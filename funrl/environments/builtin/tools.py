@@ -13,7 +13,7 @@ from funrl.rewards.call import Reward
 
 
 def rewarded_tools(
-    tools: Sequence[Callable[..., Any]], reward: str | Reward = "exact", system: str | None = None
+    tools: Sequence[Callable[..., object]], reward: str | Reward = "exact", system: str | None = None
 ) -> Environment:
     """An environment in which the policy calls tools until it replies without a call; that reply is rewarded.
 
@@ -29,7 +29,7 @@ def rewarded_tools(
     """
     of_answer = answer_reward(reward)
 
-    def score(messages: Sequence[Mapping[str, Any]], **fields: Any) -> float:
+    def score(messages: Sequence[Mapping[str, Any]], **fields: object) -> float:
         question = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
         last = messages[-1]
         answered = last["role"] == "assistant" and not last.get("tool_calls")
