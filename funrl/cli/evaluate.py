@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
 RESULT = "evaluation.json"
-T = TypeVar("T")
+RankResult = TypeVar("RankResult")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -298,7 +298,7 @@ def _own_names(data: str) -> Iterator[None]:
         raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
 
-def launched(program: Callable[..., T], job: RLJob) -> T:
+def launched(program: Callable[..., RankResult], job: RLJob) -> RankResult:
     """Run a program on all ranks of a job, after a trial of its environment, and return what rank 0 returned."""
     check_first_episode(job)
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)

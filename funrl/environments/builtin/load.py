@@ -19,7 +19,7 @@ from funrl.loading import LoadError, load_object, user_frames
 
 FLAG = "env"
 ARGUMENTS = "env_args"
-T = TypeVar("T")
+UserObject = TypeVar("UserObject")
 NO_ARGUMENTS: Mapping[str, object] = {}
 
 
@@ -112,7 +112,7 @@ def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
     return made(make, what) if hasattr(kind, "run") else message_environment(make)
 
 
-def made(make: Callable[[], T], what: str) -> T:
+def made(make: Callable[[], UserObject], what: str) -> UserObject:
     """The result of a user's function or class. Raises ValueError that names it where it raises."""
     try:
         return make()
@@ -124,7 +124,9 @@ def made(make: Callable[[], T], what: str) -> T:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., T], arguments: Mapping[str, object], what: str, first: int = 0) -> Callable[..., T]:
+def bound(
+    function: Callable[..., UserObject], arguments: Mapping[str, object], what: str, first: int = 0
+) -> Callable[..., UserObject]:
     """A function with its arguments by name.
 
     Args:
