@@ -31,14 +31,12 @@ class Subject:
       kind: "term", "loss", "reduction", "advantage" or "filter".
       piece: the piece.
       tokens: an advantage piece that is given token rewards [B, T] instead of scores [B].
-      weighted: an advantage piece that is given importance weights.
       prepare: (batch) -> batch, what the piece needs beyond the awkward batch.
     """
 
     kind: str
     piece: Any
     tokens: bool = False
-    weighted: bool = False
     prepare: Callable[[Batch], Batch] = lambda batch: batch
 
     def batch(self, dtype: torch.dtype = torch.float64) -> Batch:
@@ -48,7 +46,7 @@ class Subject:
     def signal(self, batch: Batch) -> Signal:
         """The signal that an advantage piece is given."""
         x = token_rewards_like(batch) if self.tokens else batch.score
-        return Signal(x, batch.mask, weight=batch.weight if self.weighted else None)
+        return Signal(x, batch.mask)
 
     def losses(self) -> list[Loss]:
         """The losses that the piece makes: itself, or a term under each kind of reduction."""
