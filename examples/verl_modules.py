@@ -252,7 +252,7 @@ VERL_MODULES: Mapping[str, Sequence[Any]] = {
 
 
 def provide_verl() -> None:
-    """Let `import verl.tools.base_tool` and the like work where verl is not installed; verl itself comes first."""
+    """Make `import verl.tools.base_tool` and the like work where verl is not installed; verl itself comes first."""
     if importlib.util.find_spec("verl") is not None:
         return
     for name, members in VERL_MODULES.items():
@@ -262,7 +262,7 @@ def provide_verl() -> None:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of a name, with those that it is in."""
+    """A module of a name, with its parent packages."""
     if name not in sys.modules:
         module = ModuleType(name, "Of funrl, for environments of verl.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)

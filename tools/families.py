@@ -110,7 +110,7 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
 
     Args:
       compared: configurations that tests compare with transformers.
-      meshes: those that tests compare with one device, by the names of families.
+      meshes: by the names of families, the ones that tests compare with one device.
     """
     rows = []
     for family in (*NOTES, *(name for name in FAMILIES if name not in NOTES)):

@@ -1,4 +1,4 @@
-"""Several files of prompts: shares, orders, and where a run goes on."""
+"""Several files of prompts: shares, orders, and where a resumed run continues."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The order of training with weights: which items are passed over, and where a run goes on."""
+"""The order of training with weights: which items are passed over, and where a resumed run continues."""
 
 from collections import Counter
 

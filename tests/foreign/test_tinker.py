@@ -56,7 +56,9 @@ class Builder:
         return [Guessing(self.secret, **self.more) for _ in range(self.size)]
 
     async def compute_group_rewards(self, trajectory_group, env_group):
-        longest = max(trajectory_group, key=lambda one: sum(len(step.ac.tokens) for step in one.transitions))
+        longest = max(
+            trajectory_group, key=lambda trajectory: sum(len(step.ac.tokens) for step in trajectory.transitions)
+        )
         assert [env.turns for env in env_group] == [len(element.transitions) for element in trajectory_group]
         return [(0.5 if item is longest else 0.0, {}) for item in trajectory_group]
 

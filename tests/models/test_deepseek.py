@@ -99,9 +99,9 @@ FURTHER = ("eh_proj", "enorm", "hnorm", "shared_head.norm", "shared_head.head", 
 
 
 @pytest.mark.parametrize(
-    "further, said", [((3,), "1 multi-token-prediction layer of"), ((3, 4), "2 multi-token-prediction layers of")]
+    "further, message", [((3,), "1 multi-token-prediction layer of"), ((3, 4), "2 multi-token-prediction layers of")]
 )
-def test_layers_that_predict_further_tokens_are_left_out(further, said, tmp_path):
+def test_layers_that_predict_further_tokens_are_left_out(further, message, tmp_path):
     peer_of(CONFIGS["deepseek_v3"], tmp_path)
     model, params = hf.load(tmp_path)
     assert not remarks_on_files(tmp_path, model)
@@ -112,7 +112,7 @@ def test_layers_that_predict_further_tokens_are_left_out(further, said, tmp_path
     again, read = hf.load(tmp_path)
     assert again.config == model.config
     assert all(torch.equal(x, y) for x, y in zip(trees.leaves(read), trees.leaves(params), strict=True))
-    assert [remark.startswith(said) for remark in remarks_on_files(tmp_path, again)] == [True]
+    assert [remark.startswith(message) for remark in remarks_on_files(tmp_path, again)] == [True]
     hf.save(tmp_path / "saved", again, read)
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
     save_file(tensors | {"model.layers.2.eh_proj.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")

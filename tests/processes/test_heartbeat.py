@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_
 
 
 def test_time_in_which_the_watcher_itself_is_stopped_stalls_nobody():
-    """As after Ctrl-Z and fg: the launcher goes on before its ranks have given a sign."""
+    """As after Ctrl-Z and fg: the launcher runs again before its ranks have given a sign."""
     watch = stall_monitor.StallMonitor(10.0, stalled_s=60.0)
     watch.poll({0: SIGN}, 0.0)
     watch.poll({0: SIGN}, 3600.0)
@@ -253,7 +253,7 @@ WAIT_S = 4  # in a collective: time to come to it, also on a machine that is bus
 
 
 def store_port():
-    """A port for the store of a run, below those that the system itself gives away in the meantime."""
+    """A port for the store of a run, below the range that the system itself gives away in the meantime."""
     return str(free_port(20_000, 32_000))
 
 

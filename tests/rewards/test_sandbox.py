@@ -1,4 +1,4 @@
-"""Programs in the sandbox: what they may do, and hostile ones, after each of which everything goes on."""
+"""Programs in the sandbox: what they may do, and hostile ones, which change nothing for the next."""
 
 import ctypes
 import os
@@ -165,7 +165,7 @@ def test_libraries_that_are_installed_can_be_used(means):
 
 
 def test_signals_to_every_process_of_a_run_do_not_end_a_program(tmp_path):
-    """A scheduler's SIGTERM reaches each process; a program that is being scored goes on to its end."""
+    """A scheduler's SIGTERM reaches each process; a program that is being scored runs to its end."""
     process = subprocess.Popen(
         [sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(tmp_path)}
     )

@@ -72,7 +72,7 @@ def prompt(*grids, text=(3, 4, 5)):
 
 
 def requests():
-    """Two prompts of equal tokens and other pictures, one of several, and two texts, one of which owns no picture."""
+    """Two prompts of equal tokens and other pictures, one of several, and two texts; one owns no picture."""
     grids = (6, 8), (2, 2)
     some = [Request(i, prompt(*grids), GREEDY, seed=i, owned=pictures(i, *grids)) for i in range(2)]
     large = (12, 4), (2, 10), (8, 8)

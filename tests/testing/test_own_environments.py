@@ -22,7 +22,7 @@ KEPT = []  # what environments do not free
 
 
 class Turns:
-    """Three replies, each of which earns a share of its characters that are digits."""
+    """Three replies; each earns the share of its characters that are digits."""
 
     def reset(self, example, seed):
         self.left = 3

@@ -208,7 +208,7 @@ CHECKS = {
     "reduction": (testing.check_reduction, REDUCTIONS),
     "advantage": (testing.check_advantage, ADVANTAGES),
     "filter": (testing.check_filter, FILTERS),
-    "reward": (lambda one: testing.check_reward(one, [("2 * 3?", "6", {"answer": ["6", "7"]})]), REWARDS),
+    "reward": (lambda reward: testing.check_reward(reward, [("2 * 3?", "6", {"answer": ["6", "7"]})]), REWARDS),
 }
 CASES = [(kind, name) for kind, (_, faults) in CHECKS.items() for name in faults]
 

@@ -1,4 +1,4 @@
-"""Trackers: metrics reach JSON lines and TensorBoard events, readable while the run goes on."""
+"""Trackers: metrics reach JSON lines and TensorBoard events, readable while the run continues."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Runs of which only the files are there, and a reader of the pages about them."""
+"""Files of runs that were not run, and a reader of the pages about them."""
 
 import math
 from html.parser import HTMLParser

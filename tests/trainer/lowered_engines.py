@@ -75,7 +75,7 @@ def differences(dtype, text):
     Args:
       dtype: of weights and cache; tokens of bfloat16 are greedy. The rounding of other dtypes is left out, as 0.
       text: a mesh as --generate_mesh has it, with "+lora" where requests name adapters, and "+states" where a layer
-        keeps states, of which the engine takes snapshots.
+        keeps states, and the engine takes snapshots of them.
     """
     mesh, *kinds = text.split("+")
     sizes = parse(mesh)

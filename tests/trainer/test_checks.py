@@ -61,7 +61,7 @@ def test_flags_that_go_together_pass(values):
     check_settings(settings_of(**values), "rl")
 
 
-SOURCES = [  # kind, settings, what is said; "" for those that can work
+SOURCES = [  # kind, settings, what is said; "" where they can work
     ("rl", {"model": "m"}, "--model=m needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
     ("rl", {"reward": "r.py:f"}, "--reward=r.py:f needs --prompts=FILE.jsonl"),
     ("rl", {"prompts": "p"}, "--prompts=p needs --reward=FILE.py:function or --reward_model=DIR"),

@@ -57,7 +57,7 @@ def request(number, prompt, count, adapter=None, **sampling):
 def requests(adapters=(None,), **sampling):
     """More than the engine has rows; two pairs begin with equal tokens and share pages.
 
-    Three take the places of others while one goes on, and end together: passes have few sizes, each a program.
+    Three take the places of others while one still runs, and end together: passes have few sizes, each a program.
     """
     prompts = prompts_of((3, 39, 17, 8, 20))
     prompts += [[*prompts[1], 5], prompts[2]]

@@ -1,4 +1,4 @@
-"""Programs on meshes of JAX's devices, of which conftest.py gives a process four."""
+"""Programs on meshes of JAX's devices; conftest.py gives a process four."""
 
 import json
 import os

@@ -197,7 +197,7 @@ def test_episodes_are_written_ahead():
 
 
 class Failing:
-    """An environment of which every third prompt's episodes work."""
+    """An environment whose episodes work for every third prompt only."""
 
     async def run(self, policy, example, seed):
         if sum(example.tokens) % 3:
@@ -316,7 +316,7 @@ def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_p
 
 
 def ends_its_process(prompt, completion, **fields):
-    """A reward of the generator ranks, one of which ends during the fourth of the steps' batches."""
+    """A reward on the generator ranks; one of these ends during the batch of the fourth step."""
     global _rewarded
     _rewarded += 1
     if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions

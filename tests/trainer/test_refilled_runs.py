@@ -68,7 +68,7 @@ def positions_of(job, log, bound):
 
 
 def check_metrics(steps, log):
-    """Each step learns from as many groups as a batch has places, and counts those that were replaced."""
+    """Each step learns from as many groups as a batch has places, and counts the replaced ones."""
     for step, metrics in steps:
         replaced = sum(len(group.dropped) for group in log.by_step[step])
         assert metrics["filter_groups/dropped_prompts"] == replaced

@@ -95,7 +95,7 @@ class Token(NamedTuple):
 def weights_amid_rows():
     """Few rows run at a time; once the first batch is complete, those of others wait with a token for new weights.
 
-    Ranks have it as forks, so its tests come before those that compute gradients in this process.
+    Ranks have it as forks, so its tests come before the ones with gradients in this process.
     """
     assert can_fork()
     delivered = set()

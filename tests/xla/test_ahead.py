@@ -36,7 +36,7 @@ def test_products_in_a_loop_count_as_often_as_it_turns():
 
 
 def test_products_of_experts_count_rows_where_their_experts_are():
-    """Of a layer whose experts are on two ranks, each of which has the rows of both: forward and both gradients."""
+    """Forward pass and both gradients of a layer with experts on two ranks; each rank has the rows of both."""
 
     def run(x, weight, grad, ends):
         forward = _grouped_linear(RESULT, x, weight, ends)
