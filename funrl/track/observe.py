@@ -28,7 +28,7 @@ from funrl.track.records.run_directory import (
     open_lines,
     read_lines,
 )
-from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.samples import Sample, sample_line
 from funrl.track.records.services import open_service
 from funrl.track.records.shown_pictures import shown_pictures
 from funrl.track.records.trackers import jsonl, tensorboard
@@ -75,9 +75,9 @@ class RunObserver:
                 tensorboard(self.run.tensorboard),
                 *(open_service(name, self.run, self.note) for name in services),
             ]
-            self.write_sample = open_samples(self.run.samples)
+            self.sample_lines = open_lines(self.run.samples)
             self.table = open_lines(self.run.eval_samples)
-            for writer in (*self.trackers, self.write_sample, self.table):
+            for writer in (*self.trackers, self.sample_lines, self.table):
                 self.stack.callback(writer.close)
         self.progress = Progress(self.job.settings.run.steps)
         return self
@@ -114,7 +114,7 @@ class RunObserver:
         ]
         with _writing(self.run):
             for record in records:
-                self.write_sample.write(record)
+                self.sample_lines.write(sample_line(record))
         # Evaluations have the same prompts: each time the next of them is printed.
         shown = records[self.times_shown % len(records)]
         self.times_shown += 1
