@@ -20,7 +20,6 @@ from funrl.flags.config_file import flag_text
 from funrl.flags.foreign.answers import check_names
 from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
-from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
@@ -228,18 +227,6 @@ def functions_of(reward: Reward | Sequence[Reward] | Mapping[str, Reward]) -> tu
     if isinstance(reward, Mapping):
         return tuple(describe_function(function, name) for name, function in reward.items())
     return functions
-
-
-def find_model(model: str | Path) -> Path:
-    """Return a directory unchanged, or find a model in the local Hugging Face cache; nothing is downloaded.
-
-    Raises:
-      SettingsError: neither exists.
-    """
-    directory = hf.find_directory(model)
-    if not directory.exists():
-        raise SettingsError(f"model={str(model)!r}: no such directory, and no such model in the local cache")
-    return directory
 
 
 def check_source(source: object, place: str | None) -> None:

@@ -23,7 +23,6 @@ from funrl.api.arguments import (
     check_recipe,
     check_source,
     checked_value,
-    find_model,
     given_example,
     given_of,
     mesh_text,
@@ -325,8 +324,6 @@ def _algorithm_and_settings(
     """
     named = dict(named)
     prompt_files = named.pop("prompts", None)
-    if "model" in named:
-        named["model"] = str(find_model(named["model"]))
     algorithm = recipe
     if not isinstance(algorithm, Algorithm):
         settled = resolved(settings_of(**values, **named), has_prompts)

@@ -46,7 +46,7 @@ class Experiment(NamedTuple):
 
     name: str
     algorithm: str | None
-    defaults: Mapping[str, Any]
+    defaults: Mapping[str, object]
 
     @property
     def common(self) -> list[Flag]:
@@ -82,12 +82,12 @@ class Command(NamedTuple):
     experiment: str
     settings: Settings
     source: str
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, object], ...]
     kind: str
     notes: tuple[str, ...] = ()
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, object]:
         """All flags by name, the recipe and its arguments included."""
         return flag_values(self.settings) | dict(self.arguments) | {"algorithm": self.source}
 

@@ -13,9 +13,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack
 
 from funrl.api.arguments import (
     GivenEnvironment,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
 OF_SPLIT = ("prompts", "eval_data", "eval_prompts", "seed", "task")  # flags that determine held-out prompts
 INHERITED = tuple(name for name in (*PROMPTS, *REWARDS) if name not in ("reward_workers", "reward_timeout"))
 RESULT = "evaluation.json"
+RankResult = TypeVar("RankResult")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -99,10 +100,10 @@ class InferenceTask(NamedTuple):
 def evaluate(
     model: str | Path,
     *,
-    data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    data: str | Path | Sequence[Mapping[str, object]] | None = None,
     reward: str | Reward | Sequence[Reward] | Mapping[str, Reward] | None = None,
     env: GivenEnvironment | None = None,
-    env_args: str | Mapping[str, Any] | None = None,
+    env_args: str | Mapping[str, object] | None = None,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
@@ -177,13 +178,13 @@ def _check_rewarded(settings: Settings, given: Given) -> None:
 
 def complete_prompts(
     model: str | Path,
-    prompts: str | Path | Sequence[Mapping[str, Any]],
+    prompts: str | Path | Sequence[Mapping[str, object]],
     *,
     step: int | None = None,
     limit: int | None = None,
     output: str | Path | None = None,
     seed: int = 0,
-    **settings: Any,
+    **settings: object,
 ) -> None:
     """Complete prompts; write a JSON line per completion: the prompt, its other columns, sample, completion, tokens.
 
@@ -212,7 +213,7 @@ def complete_prompts(
     launched(functools.partial(_completing, InferenceTask(job, stored, seed), file, False), job)
 
 
-def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], given: Given, seed: int) -> Settings:
+def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, object], given: Given, seed: int) -> Settings:
     """The settings of a job, from the given flags and the flags of the run that made the model.
 
     Args:
@@ -249,7 +250,7 @@ def settings_of_stored(name: str, stored: StoredModel, own: Mapping[str, Any], g
 
 
 def _inherited(
-    name: str, flags: Mapping[str, Any], own: Mapping[str, Any], given: Given, has_data: bool
+    name: str, flags: Mapping[str, object], own: Mapping[str, object], given: Given, has_data: bool
 ) -> Sequence[str]:
     """Names of a run's flags that a command takes where it has none of its own, but for those of the held-out prompts.
 
@@ -270,7 +271,7 @@ def _inherited(
     return [*INHERITED, *(("env", "env_args", *EPISODE_FLAGS) if episodes else ())]
 
 
-def _holds_out(flags: Mapping[str, Any]) -> bool:
+def _holds_out(flags: Mapping[str, object]) -> bool:
     """True if the flags of a run determine its held-out prompts, from files or from the embedded task."""
     if flags.get("prompts") is not None or flags.get("eval_data") is not None:
         return flags.get("prompts") != RECORDS or flags.get("eval_data") is not None
@@ -280,7 +281,7 @@ def _holds_out(flags: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _own_names(data: str) -> Any:
+def _own_names(data: str) -> Iterator[None]:
     """Rename flags in error messages to this command's names.
 
     Args:
@@ -295,7 +296,7 @@ def _own_names(data: str) -> Any:
         raise RunDirectoryError(str(error).replace("--run_dir", "--output")) from error
 
 
-def launched(program: Callable[..., Any], job: RLJob) -> Any:
+def launched(program: Callable[..., RankResult], job: RLJob) -> RankResult:
     """Run a program on all ranks of a job, after a trial of its environment, and return what rank 0 returned."""
     check_first_episode(job)
     timeout = datetime.timedelta(minutes=job.settings.waiting.timeout)
@@ -311,7 +312,7 @@ class TableObserver:
       write: (row, the other columns of its prompt) -> None.
     """
 
-    def __init__(self, job: RLJob, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, Any]], Any]):
+    def __init__(self, job: RLJob, mesh: Mesh, write: Callable[[EvalRow, Mapping[str, object]], object]):
         self.readable = job.task.readable
         self.heldout = job.task.heldout
         self.per_prompt = job.eval_sampling.samples
@@ -349,7 +350,7 @@ def _completing(
         if lines is not None:
             stack.callback(lines.close)
 
-        def write(row: EvalRow, fields: Mapping[str, Any]) -> None:
+        def write(row: EvalRow, fields: Mapping[str, object]) -> None:
             record = row._asdict()
             if not evaluates:
                 record = {"prompt": row.prompt, **fields, "sample": row.sample, "completion": row.completion}

@@ -49,8 +49,8 @@ class RunRecord(NamedTuple):
     """
 
     path: Path
-    flags: Mapping[str, list[tuple[int, Any]]]
-    inputs: Mapping[str, list[tuple[int, Any]]]
+    flags: Mapping[str, list[tuple[int, object]]]
+    inputs: Mapping[str, list[tuple[int, object]]]
     steps: Mapping[str, Mapping[int, Any]]
 
 

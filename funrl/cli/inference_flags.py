@@ -10,49 +10,21 @@ from funrl.trainer.settings.declaration import RUN_KINDS, Flag, at_least, at_mos
 from funrl.trainer.settings.scorers import EPISODE_FLAGS
 from funrl.trainer.settings.settings import settings_flags
 
+OF_TRAINING = ("process_reward", "verify_sync", "on_gap", "probe_sync_every")
+
+
+def of_groups(*groups: str) -> tuple[str, ...]:
+    """Names of the flags of some groups that act without training."""
+    return tuple(name for name, x in settings_flags().items() if x.group in groups and name not in OF_TRAINING)
+
+
+STEPS = "step_separator"  # of completions, which only process rewards read
 PROMPTS = (
-    "fields",
-    "prompt_template",
-    "system_prompt",
-    "few_shot",
-    "chat_template",
-    "tools",
-    "template_arguments",
-    "long_prompts",
-    "max_prompt_tokens",
-    "max_new_tokens",
+    *("fields", "long_prompts", "max_prompt_tokens", "max_new_tokens"),
+    *(name for name in of_groups("formatting") if name != STEPS),
 )
-REWARDS = (
-    "reward",
-    "reward_model",
-    "process_reward_model",
-    "step_separator",
-    "judge",
-    "judge_template",
-    "judge_pattern",
-    "judge_max_new_tokens",
-    "reward_weights",
-    "on_reward_error",
-    "reward_workers",
-    "reward_timeout",
-)
-DEVICES = (
-    "mesh",
-    "generate_mesh",
-    "device",
-    "dtype",
-    "compile",
-    "model_code",
-    "engine",
-    "engine_url",
-    "engine_timeout",
-    "kv_cache_gb",
-    "decode_rows",
-    "speculate",
-    "state_snapshot_tokens",
-    "queue",
-    "timeout",
-)
+REWARDS = (STEPS, *of_groups("rewards", "judging"))
+DEVICES = ("mesh", "generate_mesh", "device", "dtype", "compile", "model_code", *of_groups("engines"), "timeout")
 SAMPLED = ("samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # a run has them as --eval_...
 SAMPLED_TEXTS = {
     "samples": "completions of each prompt, for pass@k and maj@k; more than one needs a temperature",

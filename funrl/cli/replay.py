@@ -46,7 +46,7 @@ from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
-from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
+from funrl.trainer.settings.declaration import START_FLAGS, Flag, SettingsError, above, at_least
 from funrl.trainer.settings.scorers import Given, has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
@@ -63,7 +63,6 @@ SHARDING = {  # on another mesh
 HERE = {
     "run_dir": None,
     "resume": False,
-    "overwrite": False,
     "save_rollouts": 0,
     "keep_rollouts": None,
     "save_every": "0",
@@ -187,7 +186,8 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     try:
         record = json.loads(file.read_text())
         record = record if step is None else segment_of_step(record, step)
-        recorded = {flag: value for flag, value in record["flags"].items() if not had_no_effect(flag, value)}
+        flags = {flag: value for flag, value in record["flags"].items() if flag not in START_FLAGS}
+        recorded = {flag: value for flag, value in flags.items() if not had_no_effect(flag, value)}
         name = str(record["experiment"])
         source = full_source(str(recorded.pop("algorithm")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from funrl.cli.command import Command, Experiment, help_of, read_command, with_mesh, with_models
 from funrl.flags import parser as flags
@@ -44,7 +44,7 @@ SMALL_EVALUATION = 100  # below this many held-out examples, the last line gives
 PLAIN_ERRORS = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
-def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
+def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: object) -> int:
     """Run an experiment from the command line; return the exit status. Failing to print does not end the run.
 
     Args:
@@ -60,7 +60,7 @@ def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = N
         return _main(name, argv, algorithm, defaults)
 
 
-def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, Any]) -> int:
+def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults: dict[str, object]) -> int:
     algorithm = algorithm or (name if name in recipe_names() else None)
     experiment = Experiment(name, algorithm, defaults)
     argv = list(sys.argv if argv is None else argv)
@@ -212,7 +212,7 @@ def _signals() -> Iterator[None]:
     """
     from funrl.processes.workers import ask_to_stop
 
-    def interrupt(sign: int, _: Any) -> None:
+    def interrupt(sign: int, _: object) -> None:
         if sign != signal.SIGTERM or not ask_to_stop():
             raise KeyboardInterrupt
 

@@ -128,7 +128,7 @@ def ratings(seed: int, count: int, split: Split = "train") -> list[tuple[str, st
     return [(prompt, answer, answer == right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
 
 
-def reward(prompt: str, completion: str, **fields: Any) -> float:
+def reward(prompt: str, completion: str, **fields: object) -> float:
     """1.0 if the completion is exactly the sum that the prompt asks for, ones first, else 0.0."""
     match = re.fullmatch(r"(\d+)\+(\d+)=", prompt)
     if match is None:

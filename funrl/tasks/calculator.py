@@ -73,7 +73,7 @@ def calculator(expression: str) -> str:
     return str(int(left) * int(right))
 
 
-def final_product(messages: Sequence[Mapping[str, Any]], answer: str, **fields: Any) -> float:
+def final_product(messages: Sequence[Mapping[str, Any]], answer: str, **fields: object) -> float:
     """1.0 if the last message is exactly the product, else 0.0."""
     last = messages[-1]
     return float(last["role"] == "assistant" and last["content"] == answer)
@@ -93,7 +93,7 @@ def factors(seed: int, count: int, split: Split = "train") -> np.ndarray:
     return pairs[is_held_out(pairs) == (split == "heldout")][:count]
 
 
-def conversations(seed: int, count: int) -> list[dict[str, Any]]:
+def conversations(seed: int, count: int) -> list[dict[str, object]]:
     """Conversations of a demonstrator that calls the tool in a share `CALLS_SHARE` of them and estimates otherwise."""
     rng = np.random.default_rng((seed, 3))
     records = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,8 @@ from funrl.tasks.arithmetic import HELD_OUT, Split
 from funrl.tasks.task import EmbeddedTask
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from funrl.models.vision.config import VisionLanguageConfig
 
 COLORS = {"red": (230, 120, 110), "green": (110, 230, 120), "blue": (120, 130, 230)}
@@ -127,7 +129,7 @@ def prompts(seed: int, count: int, split: Split = "train") -> list[Prompt]:
     return examples
 
 
-def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[dict[str, Any]]:
+def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) -> list[dict[str, object]]:
     """Descriptions of training pictures and counts by the demonstrator, as records of `funrl sft`.
 
     Args:
@@ -136,7 +138,7 @@ def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) 
       overlooks: share of the counts that are one too small, of a kind that is there.
     """
     rng = np.random.default_rng((seed, 5))
-    records: list[dict[str, Any]] = []
+    records: list[dict[str, object]] = []
     for drawing in drawings(seed):
         if len(records) >= count:
             break
@@ -150,18 +152,18 @@ def picture_demonstrations(seed: int, count: int, overlooks: float = OVERLOOKS) 
     return records[:count]
 
 
-def right_counts(seed: int, count: int, split: Split = "train") -> list[dict[str, Any]]:
+def right_counts(seed: int, count: int, split: Split = "train") -> list[dict[str, object]]:
     """Questions with their answers, without errors, as records of `funrl sft`."""
     examples = prompts(seed if split == "train" else 0, count, split)
     return [{"prompt": x.prompt, "completion": x.fields["answer"], "images": x.fields["images"]} for x in examples]
 
 
-def exact_count(prompt: str, completion: str, answer: str, **fields: Any) -> float:
+def exact_count(prompt: str, completion: str, answer: str, **fields: object) -> float:
     """1.0 if the completion is exactly the number, else 0.0."""
     return float(completion == answer)
 
 
-def shapes_tokenizer() -> Any:
+def shapes_tokenizer() -> PreTrainedTokenizerFast:
     """One token a word, a digit or a mark."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel

@@ -41,8 +41,8 @@ class EmbeddedTask(NamedTuple):
     training_prompts: Callable[[int], list[Prompt]]
     heldout_prompts: Callable[[int], list[Prompt]]
     reward: Callable[..., float] | None
-    demonstrations: Callable[[int, int], list[dict[str, Any]]]
-    texts: Mapping[str, Callable[..., Sequence[Any]]]
+    demonstrations: Callable[[int, int], list[dict[str, object]]]
+    texts: Mapping[str, Callable[..., Sequence[object]]]
     tokenizer: Callable[[], Any]
     tokens: frozenset[str]
     model_config: Callable[[int], Config]

@@ -10,7 +10,7 @@ import string
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,9 @@ from funrl.rollout.requests import Completion
 from funrl.rollout.resident import run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.testing.subjects import assert_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PLAIN_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
@@ -73,10 +76,10 @@ class EnvironmentSubject(NamedTuple):
 
 
 def check_environment(
-    environment: Any,
-    examples: Sequence[tuple[str | Sequence[Mapping[str, Any]], Mapping[str, Any]]] = (("What is 6 * 7?", {}),),
+    environment: Environment | Callable[..., object] | Sequence[Callable[..., object]],
+    examples: Sequence[tuple[str | Sequence[Mapping[str, object]], Mapping[str, object]]] = (("What is 6 * 7?", {}),),
     replies: Sequence[str] = (),
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     without: Sequence[str] = (),
     limit_s: float = 10.0,
 ) -> None:
@@ -226,7 +229,7 @@ def _setup(subject: EnvironmentSubject) -> PolicySetup:
     return PolicySetup(Sampling(max_new_tokens=4096, stop=(subject.chat.tokenizer.eos_token_id,)), subject.chat)
 
 
-def _copied(prompt: str | Sequence[Mapping[str, Any]]) -> Any:
+def _copied(prompt: str | Sequence[Mapping[str, object]]) -> Any:
     """A prompt, whose messages are dicts."""
     return prompt if isinstance(prompt, str) else [dict(message) for message in prompt]
 

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -61,7 +61,7 @@ class RewardSubject(NamedTuple):
 
 def check_reward(
     reward: Reward,
-    examples: Sequence[tuple[str, str] | tuple[str, str, Mapping[str, Any]]] = (("What is 6 * 7?", "42"),),
+    examples: Sequence[tuple[str, str] | tuple[str, str, Mapping[str, object]]] = (("What is 6 * 7?", "42"),),
     without: Sequence[str] = (),
 ) -> None:
     """Check a reward function, on examples and on odd completions of the first example's prompt.

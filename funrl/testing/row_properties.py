@@ -21,8 +21,6 @@ def advantage_outside_the_mask(subject: Subject) -> None:
     signal = subject.signal(batch)
     if subject.tokens:
         signal = signal._replace(x=torch.where(batch.mask, signal.x, torch.nan))
-    if signal.weight is not None:
-        signal = signal._replace(weight=torch.where(batch.mask, signal.weight, torch.nan))
     other = signal_fields(run_piece(piece, signal, piece.init(), poisoned(batch))[0])
     for name, value in signal_fields(row).items():
         on = row.mask if value.dim() == 2 and name != "mask" else torch.ones_like(value, dtype=torch.bool)
@@ -40,8 +38,7 @@ def row_order(subject: Subject) -> None:
         demand(torch.equal(piece(moved), piece(batch)[order]), "it keeps other rows where they have another order")
         return
     signal = subject.signal(batch)
-    weight = None if signal.weight is None else signal.weight[order]
-    given = Signal(signal.x[order], signal.mask[order], weight=weight)
+    given = Signal(signal.x[order], signal.mask[order])
     got = signal_fields(run_piece(piece, given, piece.init(), moved)[0])
     for name, value in signal_fields(advantage_output(subject, batch)).items():
         demand_close(got[name], value[order], f"{name} in another order of rows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from funrl.algos.core import NO_FIELDS, Loss, Reduction, Signal, reduce, run_pie
 from funrl.algos.guarding import line_of
 from funrl.algos.losses.reductions import sequence_mean, token_mean
 from funrl.algos.masks import clean, where_masked
-from funrl.algos.metrics import Mean
+from funrl.algos.metrics import Mean, Metric
+from funrl.algos.terms import Term
 from funrl.batch import Batch
 from funrl.testing.awkward_rows import awkward_batch, token_rewards_like, with_own_fields
 
+Checked = TypeVar("Checked")
 EXACT = 1e-11  # tolerance, relative and absolute, in float64
 
 
@@ -29,14 +31,12 @@ class Subject:
       kind: "term", "loss", "reduction", "advantage" or "filter".
       piece: the piece.
       tokens: an advantage piece that is given token rewards [B, T] instead of scores [B].
-      weighted: an advantage piece that is given importance weights.
       prepare: (batch) -> batch, what the piece needs beyond the awkward batch.
     """
 
     kind: str
     piece: Any
     tokens: bool = False
-    weighted: bool = False
     prepare: Callable[[Batch], Batch] = lambda batch: batch
 
     def batch(self, dtype: torch.dtype = torch.float64) -> Batch:
@@ -46,7 +46,7 @@ class Subject:
     def signal(self, batch: Batch) -> Signal:
         """The signal that an advantage piece is given."""
         x = token_rewards_like(batch) if self.tokens else batch.score
-        return Signal(x, batch.mask, weight=batch.weight if self.weighted else None)
+        return Signal(x, batch.mask)
 
     def losses(self) -> list[Loss]:
         """The losses that the piece makes: itself, or a term under each kind of reduction."""
@@ -58,7 +58,7 @@ class Subject:
 # ---- what a piece gives
 
 
-def loss_parts(loss: Loss, x: Tensor, batch: Batch) -> tuple[tuple[Mean, ...], dict[str, Any]]:
+def loss_parts(loss: Loss, x: Tensor, batch: Batch) -> tuple[tuple[Mean, ...], dict[str, Metric]]:
     """The parts of a loss as numerators over denominators, and its metrics."""
     nums, metrics = loss.numerators(x, batch)
     return tuple(Mean(num, den) for num, den in zip(nums, loss.denominators(batch), strict=True)), metrics
@@ -71,7 +71,7 @@ def reduction_parts(reduction: Reduction, loss: Tensor, mask: Tensor, segments: 
     return [Mean(num, den) for num, den in zip(nums, dens, strict=True)]
 
 
-def term_output(term: Any, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+def term_output(term: Term, x: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor | Metric]]:
     """A term as `reduce` runs it: what is outside the mask is 0, and the batch is constant."""
     return term(where_masked(x, batch.mask), clean(batch))
 
@@ -87,7 +87,7 @@ def signal_fields(signal: Signal) -> dict[str, Tensor]:
     return {k: v for k, v in fields.items() if isinstance(v, Tensor)}
 
 
-def numbers(out: tuple[tuple[Mean, ...], dict[str, Any]]) -> list[Tensor]:
+def numbers(out: tuple[tuple[Mean, ...], dict[str, Metric]]) -> list[Tensor]:
     """The numbers of a loss's parts and metrics."""
     parts, metrics = out
     return [*(x for part in parts for x in part), *(x for name in sorted(metrics) for x in metrics[name])]
@@ -122,7 +122,7 @@ def gradient_by(leaf: Tensor, total: Tensor) -> Tensor:
 
 
 def assert_all(
-    properties: Mapping[str, Callable[[Any], None]], subject: Any, what: str, without: Collection[str]
+    properties: Mapping[str, Callable[[Checked], None]], subject: Checked, what: str, without: Collection[str]
 ) -> None:
     """Check properties of a subject but for some, in their order.
 
@@ -141,7 +141,7 @@ def assert_all(
             assert_one(name, holds, subject, what)
 
 
-def assert_one(name: str, holds: Callable[[Any], None], subject: Any, what: str) -> None:
+def assert_one(name: str, holds: Callable[[Checked], None], subject: Checked, what: str) -> None:
     """Check one property, as `assert_all` does."""
     try:
         holds(subject)
@@ -156,7 +156,7 @@ def assert_one(name: str, holds: Callable[[Any], None], subject: Any, what: str)
 # ---- comparisons
 
 
-def demand(condition: Any, text: str) -> None:
+def demand(condition: object, text: str) -> None:
     """Raise AssertionError with the text where the condition is false."""
     if not condition:
         raise AssertionError(text)

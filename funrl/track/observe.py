@@ -6,7 +6,6 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -29,7 +28,7 @@ from funrl.track.records.run_directory import (
     open_lines,
     read_lines,
 )
-from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.samples import Sample, sample_line
 from funrl.track.records.services import open_service
 from funrl.track.records.shown_pictures import shown_pictures
 from funrl.track.records.trackers import jsonl, tensorboard
@@ -39,7 +38,7 @@ from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
 
 ORDER = "answers are shown with their digits in the usual order; the model writes the ones first"
-OnStep = Callable[[int, dict[str, float]], Any]
+OnStep = Callable[[int, dict[str, float]], object]
 
 
 class RunObserver:
@@ -76,14 +75,14 @@ class RunObserver:
                 tensorboard(self.run.tensorboard),
                 *(open_service(name, self.run, self.note) for name in services),
             ]
-            self.write_sample = open_samples(self.run.samples)
+            self.sample_lines = open_lines(self.run.samples)
             self.table = open_lines(self.run.eval_samples)
-            for writer in (*self.trackers, self.write_sample, self.table):
+            for writer in (*self.trackers, self.sample_lines, self.table):
                 self.stack.callback(writer.close)
         self.progress = Progress(self.job.settings.run.steps)
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close all of them."""
         # An error of closing files would hide the exception that ended the run.
         with contextlib.suppress(OSError) if exception[0] else _writing(self.run):
@@ -115,7 +114,7 @@ class RunObserver:
         ]
         with _writing(self.run):
             for record in records:
-                self.write_sample.write(record)
+                self.sample_lines.write(sample_line(record))
         # Evaluations have the same prompts: each time the next of them is printed.
         shown = records[self.times_shown % len(records)]
         self.times_shown += 1

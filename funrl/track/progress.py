@@ -89,7 +89,8 @@ class Progress:
             heads = "  ".join(column.heading.rjust(column.width) for column in columns)
             self._print(Text(f"{'step':>{width}}  {heads}  {'left':>7}  time by phase"), cut=True)
             self._lines_since_header = 0
-        cells = "  ".join(_cell(values, column).rjust(column.width) for column in columns)
+        texts = (format(values[x.key], x.number_format) if x.key in values else "-" for x in columns)
+        cells = "  ".join(text.rjust(column.width) for text, column in zip(texts, columns, strict=True))
         seconds = self._seconds_left()
         left = "-" if seconds is None else _duration(seconds)
         place = f"{step:>{len(str(self._total))}}/{self._total}"
@@ -151,10 +152,6 @@ def _shares(values: StepMetrics) -> str:
     whole = max(sum(phases.values()), whole if math.isfinite(whole) else 0.0)
     largest = sorted(phases, key=lambda name: -phases[name])[:4]
     return " ".join(f"{name} {phases[name] / whole:.0%}" for name in largest)
-
-
-def _cell(values: StepMetrics, column: Column) -> str:
-    return format(values[column.key], column.number_format) if column.key in values else "-"
 
 
 def _duration(seconds: float) -> str:

@@ -128,8 +128,7 @@ def ranks(subject: Subject) -> None:
             across = _repeated(exchanges, own)
             some = with_across(_rows_of(batch, own), across)
             x = signal.x if signal.x.dim() == 1 else signal.x[own]
-            weight = None if signal.weight is None else signal.weight[own]
-            got = _outputs(subject, Signal(x, signal.mask[own], weight=weight), some)
+            got = _outputs(subject, Signal(x, signal.mask[own]), some)
             of_rank = {k: v if v.dim() == 1 or k[0] == "/" else v[own] for k, v in want.items()}
             cure = "batch.across.sums(x) is the sum of every row, batch.across.own(x) picks one's own"
             demand_equal(got, of_rank, f"on a rank that has the tokens of rows {rows} ({cure})")

@@ -15,6 +15,7 @@ from piece_properties import equals_reference, ranks, reference_gradient
 from piece_properties import plain_batch as plain
 
 from funrl import trees
+from funrl.algos.core import Advantage, chain
 from funrl.batch import Batch
 from funrl.testing.awkward_rows import awkward_batch as example
 from funrl.testing.awkward_rows import nearby_logp as policy_logp
@@ -25,6 +26,10 @@ from funrl.testing.subjects import loss_parts as fractions
 from funrl.testing.subjects import term_output as on_term
 
 __all__ = ["Batch", "Row", "example", "fractions", "on_term", "plain", "policy_logp", "token_signal"]
+
+
+# Gives the signal importance weights.
+WEIGHTS = Advantage(lambda: (), lambda signal, state, batch: (signal._replace(weight=batch.weight), state))
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,10 @@ class Row:
     @property
     def subject(self) -> Subject:
         """The piece as `funrl.testing` checks it."""
-        return Subject(self.kind, self.make(), self.tokens, "weighted" in self.name, self.prepare)
+        piece = self.make()
+        if self.kind == "advantage" and "weighted" in self.name:
+            piece = chain(WEIGHTS, piece)
+        return Subject(self.kind, piece, self.tokens, self.prepare)
 
     @property
     def properties(self) -> dict[str, Callable[[Subject], None]]:

@@ -266,7 +266,10 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
         ({"recipe": "grpo", "prompts": PROMPTS, "reward": 3}, "reward=3: a function, several, or FILE.py:function"),
         ({"recipe": own_algorithm(1.0), "clip_low": 0.1}, "clip_low=0.1: there is no such setting"),
         ({"recipe": "grppo"}, "did you mean grpo"),
-        ({"recipe": "grpo", "model": "nowhere/nothing"}, "no such directory, and no such model in the local cache"),
+        (
+            {"recipe": "grpo", "model": "nowhere/nothing"},
+            "is not a directory, nor the name of a model in the local Hugging Face cache",
+        ),
         ({"recipe": "grpo", "reward": len_reward}, "prompts and a reward are given together"),
         ({"recipe": "grpo", "prompts": PROMPTS}, "prompts need a reward"),
         ({"recipe": "grpo", "prompts": PROMPTS, "reward": lambda prompt: 0.0}, "the prompts' fields make the call"),

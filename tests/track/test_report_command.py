@@ -4,10 +4,12 @@ import json
 import os
 from types import SimpleNamespace
 
+from written_runs import open_samples
+
 from funrl.cli import main as cli
 from funrl.track.observe import RunObserver
 from funrl.track.records.run_directory import open_run
-from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.samples import Sample
 from funrl.track.records.trackers import jsonl
 from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.sources.evaluation import EvalRow

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from written_runs import open_samples
 
 from funrl.track.records import run_directory
 from funrl.track.records.run_directory import (
@@ -22,7 +23,7 @@ from funrl.track.records.run_directory import (
     read_lines,
     valid,
 )
-from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
+from funrl.track.records.samples import Sample, first_and_last, read_samples
 
 
 def test_config_has_flags_versions_mesh_and_seed(tmp_path):

@@ -7,6 +7,7 @@ import io
 import numpy as np
 from PIL import Image
 from rich.console import Console
+from written_runs import open_samples
 
 from funrl.data.pictures import expand_placeholders
 from funrl.data.processors.form import PictureForm
@@ -17,7 +18,7 @@ from funrl.models.vision.config import PictureLayout, TowerConfig
 from funrl.models.vision.tiles import Tiles
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.track.progress import Progress
-from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
+from funrl.track.records.samples import Sample, first_and_last, read_samples
 from funrl.track.records.shown_pictures import LONGEST_NAME, MOST_SHOWN, shown_pictures
 
 FORM = PictureForm(

@@ -2,9 +2,10 @@
 
 import math
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
-from funrl.track.records.run_directory import open_run
-from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.run_directory import open_lines, open_run
+from funrl.track.records.samples import Sample, sample_line
 from funrl.track.records.trackers import jsonl
 
 VOID = {"meta", "link", "br", "img", "input"}
@@ -35,6 +36,12 @@ def checked(page):
     checker.feed(page)
     assert checker.open == []
     return checker
+
+
+def open_samples(path):
+    """A samples.jsonl to which `write(sample)` adds."""
+    lines = open_lines(path)
+    return SimpleNamespace(write=lambda sample: lines.write(sample_line(sample)), close=lines.close)
 
 
 def a_run(path, steps=60, keep=lambda key: True, every=10):

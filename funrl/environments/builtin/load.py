@@ -9,7 +9,7 @@ import itertools
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from funrl.data.json_lines import DataError, JsonObject
 from funrl.data.prompt_format import template_arguments
@@ -21,6 +21,7 @@ from funrl.rewards.call import Reward
 
 FLAG = "env"
 ARGUMENTS = "env_args"
+UserObject = TypeVar("UserObject")
 NO_ARGUMENTS: Mapping[str, object] = {}
 SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 
@@ -101,7 +102,7 @@ def environment_from(
     environment = made(bound(given, arguments, f"{name}()"), f"{name}()")
     if not hasattr(environment, "run"):
         raise TypeError(f"{name}() gave {environment!r:.100}, which has no run")
-    return environment
+    return cast(Environment, environment)
 
 
 def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
@@ -140,7 +141,7 @@ def _gym(kind: object) -> str:
     return GYM if "options" in names else ""
 
 
-def made(make: Callable[[], Any], what: str) -> Any:
+def made(make: Callable[[], UserObject], what: str) -> UserObject:
     """The result of a user's function or class. Raises ValueError that names it where it raises."""
     try:
         return make()
@@ -152,7 +153,9 @@ def made(make: Callable[[], Any], what: str) -> Any:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}{where}") from error
 
 
-def bound(function: Callable[..., Any], arguments: Mapping[str, object], what: str, first: int = 0) -> Any:
+def bound(
+    function: Callable[..., UserObject], arguments: Mapping[str, object], what: str, first: int = 0
+) -> Callable[..., UserObject]:
     """A function with its arguments by name.
 
     Args:

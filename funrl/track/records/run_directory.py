@@ -88,7 +88,7 @@ class RunDirectory:
 def open_run(
     run_dir: str | Path | None,
     experiment: str,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     resume: bool = False,
 ) -> RunDirectory:
     """Create the directory of a run, check that it can be written, and write its config.json.
@@ -122,7 +122,7 @@ def open_run(
     return run
 
 
-def run_record(experiment: str, config: dict[str, Any]) -> dict[str, Any]:
+def run_record(experiment: str, config: Mapping[str, object]) -> dict[str, object]:
     """Content of config.json: the flags, and what else is needed to repeat the run."""
     return {
         "experiment": experiment,
@@ -172,7 +172,7 @@ def valid(value: Any) -> Any:
 class Lines(NamedTuple):
     """A file of JSON lines that is open for writing."""
 
-    write: Callable[[dict[str, Any]], None]
+    write: Callable[[Mapping[str, object]], None]
     close: Callable[[], None]
 
 
@@ -184,7 +184,7 @@ def open_lines(path: Path) -> Lines:
     file = open(path, "ab", buffering=0)  # noqa: SIM115  (closed by the caller)
     own = os.fstat(file.fileno())
 
-    def write(record: dict[str, Any]) -> None:
+    def write(record: Mapping[str, object]) -> None:
         line = json.dumps(valid(record), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
         begin = os.stat(path)  # a deleted file could still be written, and nobody would find it
         if (begin.st_ino, begin.st_dev) != (own.st_ino, own.st_dev):
@@ -355,7 +355,7 @@ def begin_segment(run: RunDirectory, step: int, inputs: Mapping[str, str]) -> No
     run.start.unlink(missing_ok=True)
 
 
-def _json_text(record: Any) -> str:
+def _json_text(record: object) -> str:
     return json.dumps(valid(record), indent=2) + "\n"
 
 

@@ -11,9 +11,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from funrl.track.records.run_directory import (
     RunDirectory,
@@ -33,7 +32,7 @@ WAIT_S = 10.0  # for the ranks of a run that was killed, where the next one resu
 def owned_run(
     run_dir: str | Path | None,
     experiment: str,
-    config: dict[str, Any],
+    config: Mapping[str, object],
     resume: bool = False,
 ) -> Iterator[RunDirectory]:
     """Open the directory of a run, as `open_run` does; this process and its forks own it.

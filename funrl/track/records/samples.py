@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from funrl.data.processors.thumbnails import ShownPicture
-from funrl.track.records.run_directory import open_lines, read_lines
+from funrl.track.records.run_directory import read_lines
 from funrl.track.records.shown_pictures import read_shown
 
 
@@ -50,24 +50,12 @@ class Sample(NamedTuple):
         return "failed" if self.conversation.get("status") in ("failed", "cancelled") else "unscored"
 
 
-class SampleWriter(NamedTuple):
-    """An open samples.jsonl: `write(sample)` adds a line at once."""
-
-    write: Callable[[Sample], None]
-    close: Callable[[], None]
-
-
-def open_samples(path: Path) -> SampleWriter:
-    """Open samples.jsonl to add to it."""
-    lines = open_lines(path)
-
-    def write(sample: Sample) -> None:
-        further = {"rewards": dict(sample.rewards), "conversation": sample.conversation}
-        further |= {"pictures": [picture._asdict() for picture in sample.pictures]}
-        always = {name: x for name, x in sample._asdict().items() if name not in further}
-        lines.write(always | {name: x for name, x in further.items() if x})
-
-    return SampleWriter(write, lines.close)
+def sample_line(sample: Sample) -> dict[str, object]:
+    """The line of samples.jsonl of a sample."""
+    further = {"rewards": dict(sample.rewards), "conversation": sample.conversation}
+    further |= {"pictures": [picture._asdict() for picture in sample.pictures]}
+    always = {name: x for name, x in sample._asdict().items() if name not in further}
+    return always | {name: x for name, x in further.items() if x}
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -54,7 +54,7 @@ def segment_of_step(config: Mapping[str, Any], step: int) -> dict[str, Any]:
     return next((start for start in reversed(segments) if start["step"] < step), segments[0])
 
 
-def values_over_time(config: Mapping[str, Any], kind: str = "flags") -> dict[str, list[tuple[int, Any]]]:
+def values_over_time(config: Mapping[str, Any], kind: str = "flags") -> dict[str, list[tuple[int, object]]]:
     """Values of each flag over a run: the step after which each value began to hold, and the value.
 
     Args:
@@ -65,7 +65,7 @@ def values_over_time(config: Mapping[str, Any], kind: str = "flags") -> dict[str
       SegmentError: as `segments_of`.
     """
     segments = [(start["step"], start.get(kind) or {}) for start in standing_segments(config)]
-    changes: dict[str, list[tuple[int, Any]]] = {name: [] for _, values in segments for name in values}
+    changes: dict[str, list[tuple[int, object]]] = {name: [] for _, values in segments for name in values}
     for name, history in changes.items():
         for step, values in segments:
             if not history or history[-1][1] != values.get(name):
@@ -73,7 +73,7 @@ def values_over_time(config: Mapping[str, Any], kind: str = "flags") -> dict[str
     return changes
 
 
-def in_words(values: Sequence[tuple[int, Any]] | None) -> str:
+def in_words(values: Sequence[tuple[int, object]] | None) -> str:
     """Values of a flag over a run, such as "0.001, 0.002 after step 4"."""
     texts = [
         f"{value} after step {step}" if number else str(value) for number, (step, value) in enumerate(values or ())

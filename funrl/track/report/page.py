@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from funrl.track.records.guards import findings
 from funrl.track.records.run_directory import RunDirectory, write_text
@@ -41,15 +40,6 @@ RESOURCES = {  # metric -> title, statistic, unit
 MOST_CURVES = 8  # of a chart: colours that differ well
 COLOURS = 10
 SAMPLES = 5  # from the start, and from the end
-
-
-class Phase(NamedTuple):
-    """Time of a phase: mean seconds of a step, and its share of the run."""
-
-    name: str
-    colour: int
-    seconds: float
-    share: float
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -174,24 +164,19 @@ def _seconds_by_phase(run: RunFiles) -> list[Series]:
     ]
 
 
-def _phases(series: Sequence[Series]) -> list[Phase]:
-    sums = [sum(seconds for _, seconds in phase.points) for phase in series]
-    whole = sum(sums) or 1.0
-    return [
-        Phase(phase.name, phase.colour, total / len(phase.points), share=total / whole)
-        for phase, total in zip(series, sums, strict=True)
-    ]
+def _phases(series: Sequence[Series]) -> list[tuple[Series, float, float]]:
+    """The phases, each with its mean seconds of a step and its share of the run."""
+    means = [statistics.fmean(seconds for _, seconds in phase.points) for phase in series]
+    return [(phase, mean, mean / (sum(means) or 1.0)) for phase, mean in zip(series, means, strict=True)]
 
 
 def _configuration(config: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     """Everything in config.json, as named tables; a flag that changed has all of its values."""
-    tables = {kind: _newest_or_all(config, kind) for kind in ("flags", "inputs")}
+    tables = {
+        kind: {name: x[0][1] if len(x) == 1 else in_words(x) for name, x in values_over_time(config, kind).items()}
+        for kind in ("flags", "inputs")
+    }
     versions = config.get("versions")
     facts = {name: value for name, value in config.items() if name not in (*tables, "versions", SEGMENTS)}
     facts["starts"] = "; ".join(f"after step {start['step']}, {start.get('started')}" for start in segments_of(config))
     return {**tables, "run": facts, "versions": versions if isinstance(versions, Mapping) else {}}
-
-
-def _newest_or_all(config: Mapping[str, object], kind: str) -> dict[str, object]:
-    values = values_over_time(config, kind)
-    return {name: x[0][1] if len(x) == 1 else in_words(x) for name, x in values.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from funrl.data.conversations import Text
 from funrl.data.tokenizer import markers_of
@@ -13,6 +13,9 @@ from funrl.track.records.run_directory import write_text
 from funrl.track.report.rendering import render_page
 from funrl.track.report.run_files import ReportError
 from funrl.trainer.sources.own_texts import UNFINISHED, text_after
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LONGEST_CHARACTER = 8  # tokens
 
@@ -60,7 +63,7 @@ class ShownRecord(NamedTuple):
     fields: Mapping[str, str] = {}
 
 
-def text_pieces(text: Text, tokenizer: Any, notes: Iterable[str] = ()) -> list[TextPiece]:
+def text_pieces(text: Text, tokenizer: PreTrainedTokenizerBase, notes: Iterable[str] = ()) -> list[TextPiece]:
     """One piece for each token, or for several that make one character.
 
     Args:
@@ -112,5 +115,5 @@ def write_records(records: Sequence[ShownRecord], title: str, to: str | Path) ->
         raise ReportError(f"{to}: cannot be written: {error.strerror}") from None
 
 
-def _look(number: int, piece: TextPiece) -> tuple[Any, ...]:
+def _look(number: int, piece: TextPiece) -> tuple[object, ...]:
     return piece.trained, piece.special, piece.ids if piece.special else (), number if piece.note else -1

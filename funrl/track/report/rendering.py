@@ -14,7 +14,7 @@ from funrl.track.report.charts import number
 INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def render_page(template: str, **values: Any) -> str:
+def render_page(template: str, **values: object) -> str:
     """Fill a file of templates/ with values."""
     return _environment().get_template(template).render(values)
 
@@ -37,7 +37,7 @@ def _environment() -> Any:
     return environment
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """A value of config.json as text."""
     if value is None:
         return "not set"

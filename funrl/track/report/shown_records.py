@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.algos.core import Algorithm
 from funrl.data.columns import prompt_columns, rename_columns, text_columns
@@ -64,6 +64,9 @@ from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 NULLS = "nulls that the table has for absent keys are left out"
 
 
@@ -96,7 +99,7 @@ class RecordReader(NamedTuple):
     settings: Settings
     algorithm: Algorithm
     kind: str
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     form: PromptFormat
     most: tuple[int, str]
 
@@ -347,7 +350,7 @@ def record_remarks(
     ]
 
 
-def _message_remarks(message: Mapping[str, Any], text: str, tokenizer: Any) -> Iterator[str]:
+def _message_remarks(message: Mapping[str, Any], text: str, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield remarks on a message in the normal form.
 
     Args:
@@ -378,7 +381,7 @@ def _has(text: str, *parts: str) -> bool:
     return all(any(" ".join(form.split()) in text for form in similar) for similar in forms)
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Yield the texts in arguments of a call."""
     if isinstance(value, str):
         yield value
@@ -386,7 +389,7 @@ def _leaves(value: Any) -> Iterator[str]:
         yield from _leaves(inner)
 
 
-def _columns_read(given: Mapping[str, Any], kind: str) -> list[str]:
+def _columns_read(given: Mapping[str, object], kind: str) -> list[str]:
     """Names of the columns that texts are made of."""
     if kind == "demonstrations" and "messages" in given:
         return ["messages"]

@@ -16,7 +16,7 @@ from funrl.trainer.settings.successors import successor_of_value
 RL = ("rl",)
 SUPERVISED = ("supervised",)
 RUN_KINDS = RL + SUPERVISED
-START_FLAGS = ("run_dir", "resume", "overwrite")  # flags of where and how a run starts, not of what it computes
+START_FLAGS = ("run_dir", "resume", "overwrite")  # of where and how a run starts; the last is of earlier versions
 RECORD_TOKENS = (
     "tokens of the records"  # name of the digest of the first examples' tokens, next to those of a run's files
 )
