@@ -201,7 +201,7 @@ def test_a_limit_ends_a_rollout_function_unscored():
         ([], "tools of TRL needs reward functions; give --env_args=rewards:FILE.py:function"),
         (Counter, "an environment without get_reward of TRL needs reward functions"),
         (rollout, "a rollout function of TRL needs reward functions"),
-        (lambda value: value, "needs one; a factory needs nothing, a rollout function two"),
+        (lambda value: value, "needs value; a factory needs nothing, a rollout function two"),
         (type("Bare", (), {}), "Bare, of Bare, has no reset"),
         (3, "3 is neither a list of tools"),
     ],
