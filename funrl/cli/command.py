@@ -136,7 +136,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool, rewa
         common = flags.read(experiment.common, line.argv)
         source, settings = _read_common(experiment, common, line)
         if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
-            check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
+            check_unused(RunDirectory(expanded(settings.run.run_dir)))
         return _read_recipe(experiment, common, line, source=source, settings=settings, rewarded=rewarded)
 
 

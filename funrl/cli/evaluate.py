@@ -25,7 +25,6 @@ from funrl.api.arguments import (
     given_of,
     mesh_text,
     split_arguments,
-    with_keywords,
 )
 from funrl.api.python import RECORDS
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
@@ -97,7 +96,6 @@ class InferenceTask(NamedTuple):
     seed: int
 
 
-@with_keywords("EvaluateKeywords", inference_flags("evaluate"))
 def evaluate(
     model: str | Path,
     *,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from funrl.cli.line import read_words
 from funrl.cli.replay import recorded_command
-from funrl.cli.run import PLAIN
+from funrl.cli.run import PLAIN_ERRORS
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
@@ -60,10 +60,10 @@ def join_command(argv: Sequence[str]) -> int:
             functools.partial(_generate, job, run, wait_s),
             job.sizes,
             job.device,
-            (*PLAIN, PeerError),
+            (*PLAIN_ERRORS, PeerError),
             waiting=waiting_of(job),
         )
-    except (WorkerError, PeerError, *PLAIN) as error:
+    except (WorkerError, PeerError, *PLAIN_ERRORS) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 1
     if not read_environment():

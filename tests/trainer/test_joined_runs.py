@@ -329,7 +329,6 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
         ({"staleness": 1, "window": 2}, "--window=2 does nothing with --place=generate:join"),
-        ({"staleness": 1, "keep_cache": True}, "--keep_cache does nothing with --place=generate:join"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
         ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
         ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),

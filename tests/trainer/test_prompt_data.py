@@ -7,7 +7,7 @@ import pytest
 from small_runs import GRPO, Quiet, begin, small_job
 
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextFile
 from funrl.data.text_lengths import fit_examples

@@ -76,18 +76,14 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         )
     scorers = scorers_of(settings)
     refills = filters_rows(algorithm, settings) and settings.sampling.max_refills > 1
-    # Ranks that generate write groups ahead; generators that join return them unrewarded.
-    if staleness and scorers and refills and devices.place is not None and not devices.joined:
-        problem = ""
-        if settings.asynchrony.clock == "tokens":
-            problem = "--clock=tokens: when the trainer ranks have scored a group depends on time"
-        elif "greedy_score" in reads(algorithm).required:
-            problem = "greedy completions: these are scored with the batch, and replaced ones are not"
-        if problem:
-            raise settings.refusal(
-                f"{{max_refills}} with {{staleness}}, --{scorers[0]} and {problem}; give --max_refills=1, with which a "
-                "batch has fewer prompts where a filter drops some"
-            )
+    # Generator ranks write groups ahead; generators that join return them unrewarded.
+    ahead = staleness > 0 and devices.place is not None and not devices.joined
+    if ahead and scorers and refills and "greedy_score" in reads(algorithm).required:
+        raise settings.refusal(
+            f"{{max_refills}} with {{staleness}}, --{scorers[0]} and greedy completions: these are scored with the "
+            "batch, and replaced ones are not; give --max_refills=1, with which a batch has fewer prompts where a "
+            "filter drops some"
+        )
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from funrl.data.columns import Fields
-from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.pair_halves import PairHalves
+from funrl.data.messages import RecordRemarks
+from funrl.data.order import Mixture, WeightedFile, shares_of
 from funrl.data.pictures import picture_form_of, with_picture_form
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompt_format import (
@@ -29,11 +29,11 @@ from funrl.data.prompt_format import (
     text_of_flag,
 )
 from funrl.data.prompts import Example, check_prompts, encode, encode_prompts, load_prompts
-from funrl.data.record_remarks import RecordRemarks
 from funrl.data.records import TableRows, rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
+    PairHalves,
     TextFile,
     join_files,
     load_examples,
@@ -45,7 +45,7 @@ from funrl.data.text_lengths import fit_examples, pick
 from funrl.data.tokenizer import chat_text
 from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
-from funrl.environments.hosting.hosted import hosted_environment
+from funrl.environments.hosted import hosted_environment
 from funrl.foreign.load import FRAMEWORKS, named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -53,6 +53,7 @@ from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
+from funrl.tasks.task import RIGHT_ANSWER
 from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.settings.checks import (
     check_rewards,
@@ -222,7 +223,7 @@ def embedded_prompts(settings: Settings, tokenizer: object) -> Task:
         max_new_tokens=embedded.max_new_tokens,
         embedded=True,
         readable=embedded.readable,
-        demonstration_field=embedded.demonstration_field,
+        demonstration_field=RIGHT_ANSWER,
         environment=environment,
     )
 

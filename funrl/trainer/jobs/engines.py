@@ -91,7 +91,6 @@ def native_options(job: Job) -> NativeOptions:
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
         make_backend=make_backend,
-        keep_cache=job.settings.asynchrony.keep_cache,
     )
 
 

@@ -15,7 +15,6 @@ from funrl.data.pictures import picture_form, with_most_pixels, with_picture_for
 from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.environments.answer_rewards import check_readings
-from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models import Model, ModelConfig, with_fields
@@ -180,9 +179,6 @@ def checked_job(settings: Settings, algorithm: Algorithm, models: JobModels, dev
     check_budget(settings, task, tokens)
     if settings.asynchrony.staleness:
         _check_weighed(settings, algorithm, task)
-    if settings.asynchrony.clock == "tokens":
-        with blaming("clock=tokens"):
-            answer_delay(task.environment)
     if not task.embedded:
         check_readings(task.rewards, models.tokenizer)
     task = fit_prompts(task, settings, tokens, readers, models.tokenizer)

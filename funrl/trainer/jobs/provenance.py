@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
+from funrl.data.cached_datasets import data_digest, files_digest, records_digest, short_digest
+from funrl.environments.builtin.load import environment_arguments
 from funrl.models import ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
@@ -96,6 +97,9 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
         digests |= {name: _data_digests(settings, name) for name in DATA_FLAGS}
         digests |= {name: _code_digest(flag_value(settings, name)) for name in CODE_FLAGS}
         digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
+        arguments = environment_arguments(settings.environments.env_args).values()
+        texts = [text for x in arguments for text in (x if isinstance(x, list) else [x]) if isinstance(text, str)]
+        digests |= {"env_args": "".join(map(_text_digest, texts))}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error
     records = "prompts" if settings.examples.data is None else "data"

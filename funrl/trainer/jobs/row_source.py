@@ -18,11 +18,10 @@ from funrl.data.prompt_format import template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
-from funrl.environments.chat import ChatOptions, TemplateChat
+from funrl.environments.chat import ChatOptions, TemplateChat, template_limits
 from funrl.environments.environment import Environment
-from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
+from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
-from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION

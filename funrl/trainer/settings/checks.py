@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
-from funrl.data.mixture import WeightedFile, weighted_files
+from funrl.data.order import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.environments.agents import parse_agents
 from funrl.loading import locate
@@ -264,8 +264,6 @@ def check_requirements(s: Settings) -> None:
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if value not in (flag.default, 0):
             refuse_beside(name, value, s)
-    if s.run.resume and s.run.overwrite:
-        raise s.refusal("--overwrite starts over and --resume continues; leave one of them out")
 
 
 def check_engine_flags(s: Settings) -> None:
@@ -344,14 +342,14 @@ def check_placement(s: Settings) -> None:
 def _check_joined(s: Settings) -> None:
     """Refuse flags that do not go with generators of other jobs. Raises: SettingsError."""
     weights = "with {place}: generators that join have the policy's weights alone, and return log-probabilities"
-    order = "does nothing with {place}: rows are taken in their order, each of one version"
     problems = {
         "engine": (not s.engines.abilities.own_steps, "with {place}: generators that join have the native engine"),
-        "clock": (s.asynchrony.clock != "wall", "with {place}: generators join when they like, and order nothing"),
         "agents": (has_further_agents(s), weights),
         "router_replay": (s.routers.router_replay, weights),
-        "window": (s.asynchrony.window > 1, order),
-        "keep_cache": (s.asynchrony.keep_cache, order),
+        "window": (
+            s.asynchrony.window > 1,
+            "does nothing with {place}: rows are taken in their order, each of one version",
+        ),
     }
     for name, (given, problem) in problems.items():
         if given:

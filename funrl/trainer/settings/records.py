@@ -300,7 +300,6 @@ class RunSettings:
     )
     env_check: str = flag("on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL)
     resume: bool = flag(False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
-    overwrite: bool = flag(False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir")
 
 
 @dataclass(frozen=True)
@@ -311,12 +310,6 @@ class AsynchronySettings:
 
     staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
     window: int = flag(1, "places among which finished groups are consumed", at_least(1))
-    clock: str = flag(
-        "wall",
-        "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
-        one_of("wall", "tokens"),
-    )
-    keep_cache: bool = flag(False, "keep keys and values of running sequences under new weights")
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,25 @@ def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
     return rows_of(Batch(schema_of(rows.batch), **{**fields, **result.fields}), to, mesh)
 
 
+def with_stale(rows: Rows, newest: int, most_age: int | None = None) -> Rows:
+    """Rows that say which of their tokens other weights than the newest sampled.
+
+    Args:
+      rows: with the versions of their tokens.
+      newest: version of the newest weights.
+      most_age: bound on the age of a token, in versions; None: there is none.
+
+    Raises:
+      RuntimeError: a token that was sampled is older.
+    """
+    mask_bT = rows.batch.mask
+    age_bT = newest - rows.batch.version
+    oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
+    if most_age is not None and oldest > most_age:
+        raise RuntimeError(f"a token is {oldest} versions old, and the bound of --staleness is {most_age}")
+    return rows.with_fields(stale=mask_bT & (age_bT != 0))
+
+
 def failed_rows(rows: Rows) -> int:
     """Number of rows on which a reward function failed."""
     failed_B = rows.batch.get("failed")
