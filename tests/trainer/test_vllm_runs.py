@@ -368,7 +368,7 @@ def test_without_vllm_a_run_says_what_to_install():
     [
         ({"dtype": "float64"}, "vLLM has no float64; use --dtype=float32 or bfloat16"),
         ({"dtype": "float32", "kv_cache_gb": 1e-5}, "a cache of 1e-05 GB is too small: .* 64 tokens, 0.00026 GB"),
-        ({"dtype": "float32", "dry_run": True}, "--dry_run counts the native engine"),
+        ({"dtype": "float32", "dry_run": True}, "it counts the native engine"),
     ],
 )
 def test_a_run_that_vllm_cannot_generate_for_is_refused(settings, message):
