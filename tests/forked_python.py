@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from module_process import end_as_program
 
 from funrl.cli.run import main
 from funrl.models import decoder_model
 from funrl.models.huggingface import directories as hf
-from funrl.processes.module_process import end_as_program
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork
 from funrl.tasks import arithmetic
 

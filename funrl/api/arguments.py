@@ -22,8 +22,8 @@ from funrl.flags.foreign.meaning import NameContext
 from funrl.models import Model
 from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_flags
 
 # "FILE.py:NAME", or what `environment_from` takes

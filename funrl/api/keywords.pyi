@@ -91,8 +91,6 @@ class TrainKeywords(SharedKeywords, total=False):
     resume: TruthValue
     staleness: WholeValue
     window: WholeValue
-    clock: TextValue
-    keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None

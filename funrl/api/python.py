@@ -59,16 +59,15 @@ from funrl.trainer.env_check import check_first_episode
 from funrl.trainer.inference import read_stored_model, stored_picture_form, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
-from funrl.trainer.jobs.row_source import make_source, open_rewards
+from funrl.trainer.jobs.provenance import Provenance, input_digests
+from funrl.trainer.jobs.row_source import make_source, open_rewards, waiting_of
 from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.startup import MakeSource
-from funrl.trainer.waiting import waiting_of
 
 if TYPE_CHECKING:
     from funrl.api.keywords import SamplingKeywords, TrainKeywords  # pyright: ignore[reportMissingModuleSource]

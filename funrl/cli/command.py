@@ -25,7 +25,7 @@ from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import resolved
 from funrl.trainer.settings.settings import (
     Settings,
     flag_values,

@@ -237,7 +237,7 @@ def test_what_is_given_needs_no_warm_start_and_has_none():
     """Neither prompts nor texts of one's own have demonstrations; from scratch, the embedded task has."""
     from funrl.algos import grpo, sft
     from funrl.trainer.jobs.prepare import prepare
-    from funrl.trainer.jobs.provenance import Given
+    from funrl.trainer.settings.scorers import Given
     from funrl.trainer.settings.settings import Settings
 
     assert prepare(Settings(), grpo).warmstart_steps == arithmetic.WARMSTART_STEPS

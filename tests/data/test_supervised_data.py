@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from funrl.data import supervised
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.supervised import (
     DataError,
     KeptTexts,
@@ -292,7 +292,7 @@ MEMORY = """
 import json, sys
 from funrl.data.supervised import load_examples, text_batch
 from funrl.data import supervised
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.tokenizer import character_tokenizer
 
 tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")

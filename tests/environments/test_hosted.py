@@ -10,7 +10,7 @@ import pytest
 from small_chats import SETUP, ScriptedEngine, engine_of, examples_of, plain
 
 from funrl.environments.adapters import tool_environment
-from funrl.environments.hosting.hosted import hosted_environment, open_hosted
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episodes import Episode

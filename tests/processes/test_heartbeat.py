@@ -141,15 +141,14 @@ def test_a_run_ends_by_the_timeout_where_every_rank_that_failed_has_waited_for_i
 
 def test_a_rank_writes_where_it_is():
     heart = Heartbeat(Alone(None))
-    record = heart.record
     with heartbeat.alive(heart):
         heartbeat.at_step(5)
         heartbeat.name_group("g", "data+tensor", True)
         with heartbeat.phase("score_policy"):
             heartbeat.entered("all_reduce", "g")
-            inside = decode(record)
+            inside = decode(heart.record())
             heartbeat.left()
-        after = decode(record)
+        after = decode(heart.record())
         begin = time.thread_time()
         for _ in range(10_000):
             heartbeat.entered("all_reduce", "g")
@@ -158,7 +157,7 @@ def test_a_rank_writes_where_it_is():
     assert (inside.step, inside.phase, inside.phases, inside.collectives) == (5, "score_policy", 1, 1)
     assert (inside.collective, inside.waiting, inside.status) == ("all_reduce over data+tensor", 1, RUNNING)
     assert (after.phase, after.waiting) == ("after score_policy", 0)
-    assert decode(record).status == ENDED and inside.beats < after.beats < decode(record).beats
+    assert decode(heart.record()).status == ENDED and inside.beats < after.beats < decode(heart.record()).beats
 
 
 def stopped(rank):

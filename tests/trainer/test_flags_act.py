@@ -71,8 +71,6 @@ TESTED = {  # flag: the test that fails where it does nothing
     "agents": "trainer/test_agents.py::test_an_earlier_self_stays_or_is_renewed",
     "mesh": "trainer/test_loop_train.py::test_the_same_lines_and_samples_on_every_mesh",
     "staleness": "trainer/test_placement_runs.py::test_no_token_is_older_than_the_staleness",
-    "clock": "trainer/test_clock_runs.py::test_two_runs_have_the_same_bits_whatever_sleeps",
-    "keep_cache": "rollout/test_kept_cache.py::test_running_requests_keep_what_older_weights_computed",
     "place": "trainer/test_placement_runs.py::test_apart_the_bits_are_those_of_ranks_that_do_both",
     "generate_mesh": "cli/test_bad_input.py::test_bad_input_is_refused_before_any_work",
     "device": "cli/test_bad_input.py::test_cuda_without_a_gpu_is_refused",

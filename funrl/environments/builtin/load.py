@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,11 @@ from typing import Any, TypeVar, cast
 
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import template_arguments
-from funrl.environments.adapters import GYM, function_environment, message_environment
-from funrl.environments.builtin.tools import rewarded_tools
+from funrl.environments.adapters import GYM, function_environment, message_environment, tool_environment
+from funrl.environments.answer_rewards import answer_reward
 from funrl.environments.environment import Environment
 from funrl.loading import LoadError, load_object, user_frames
+from funrl.rewards.call import Reward
 
 FLAG = "env"
 ARGUMENTS = "env_args"
@@ -150,3 +152,29 @@ def bound(
     if missing and not first:
         raise TypeError(f"{what} needs {', '.join(missing)}; give --{ARGUMENTS}={missing[0]}:VALUE")
     return functools.partial(function, **arguments) if arguments else function
+
+
+def rewarded_tools(
+    tools: Sequence[Callable[..., Any]], reward: str | Reward = "exact", system: str | None = None
+) -> Environment:
+    """An environment in which the policy calls tools until it replies without a call; that reply is rewarded.
+
+    Args:
+      tools: as in `tool_environment`.
+      reward: a reward function, or what --reward names: "exact", "math", "FILE.py:function". An episode that a limit
+        ends at a call has the reward of an empty reply.
+      system: a system message, before the messages of the example.
+
+    Raises:
+      ValueError: a tool has no docstring or types, or several rewards are named.
+      LoadError: the reward cannot be loaded.
+    """
+    of_answer = answer_reward(reward)
+
+    def score(messages: Sequence[Mapping[str, Any]], **fields: Any) -> float:
+        question = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+        last = messages[-1]
+        answered = last["role"] == "assistant" and not last.get("tool_calls")
+        return of_answer(str(question[-1]["content"]), last["content"] if answered else "", fields, question)
+
+    return tool_environment(tools, score, system)

@@ -173,7 +173,7 @@ DRIFTING_GAP = (
 LOST_ENTROPY = "the entropy has fallen from {before:.2g} to {now:.2g} nats a token: lower --lr, or raise --entropy_coef"
 MUCH_ENTROPY = "the entropy has risen from {before:.2g} to {now:.2g} nats a token: lower --lr or --entropy_coef"
 SKIPPED_UPDATES = (
-    "{now:.0f} updates were left out, as they were not finite: skipped/ has rows, --max_skipped ends the run"
+    "{now:.0f} updates were left out, as they were not finite: a line names the cause, --max_skipped ends the run"
 )
 CUT_OFF = "{now:.0%} of the completions are cut off: raise --max_new_tokens, or give the reward a price for length"
 MORE_MEMORY = "the host's memory has grown from {before:.1f} to {now:.1f} GB: --reward_workers shows if rewards keep it"

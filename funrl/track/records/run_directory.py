@@ -13,7 +13,6 @@
 | trackers.json | identities of this run in the trackers of --report_to | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
-| skipped/ | rows of some updates that were not finite | when an update is skipped |
 | profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
 
@@ -82,7 +81,7 @@ class RunDirectory:
     checkpoints = Member("checkpoints")
     rollouts = Member("rollouts")
     profile = Member("profile")
-    skipped = Member("skipped")
+    skipped = Member("skipped")  # of earlier versions, as the next one
     gap = Member("gap")
 
 

@@ -20,7 +20,6 @@ from funrl.data.messages import (
     unread_fields,
     without_arrow_nulls,
 )
-from funrl.data.pair_halves import halves_of
 from funrl.data.pictures import PICTURE_COLUMNS, with_picture_form
 from funrl.data.prompt_format import PICTURE_MARK, PromptFormat, tools_of
 from funrl.data.prompts import Example, encode, prompt_of_record
@@ -29,6 +28,7 @@ from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextExample,
+    halves_of,
     read_at_end,
     text_example,
 )
@@ -59,10 +59,9 @@ from funrl.trainer.jobs.demonstrations import DemonstrationReader, check_demonst
 from funrl.trainer.jobs.job import DEMONSTRATION
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import form_of_pictures, texts_kind
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings
 
 if TYPE_CHECKING:
