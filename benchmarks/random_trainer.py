@@ -22,7 +22,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import Rows, mapped
 from funrl.trainer.steps.sync import sync
 

@@ -1,9 +1,6 @@
 """The part of verl that tools and agent loops import, for where verl is not installed: it pins an older transformers.
 
-After `import verl_modules`, a file with `from verl.tools.base_tool import BaseTool` imports as it is:
-
-    PYTHONPATH=examples funrl grpo --env=verl:tools.py:MyTool ...      # where tools.py begins with import verl_modules
-
+After `import verl_modules`, as in env_verl.py, a file with `from verl.tools.base_tool import BaseTool` imports.
 The classes have the attributes and methods that environments use, and nothing of verl's trainer. For verl 0.9.1.
 """
 

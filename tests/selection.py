@@ -53,7 +53,6 @@ XLA_FLAGS = (  # of programs that start JAX: LLVM optimizes little, and MLIR fus
 AS_MANY_QUICK_ONES = 20  # take as long as a slow test
 LONG = {  # files that take a minute or more of a core, or have few but long tests
     "test_chaos.py",
-    "test_clock_runs.py",
     "test_compile_phase.py",
     "test_every_flag_acts.py",
     "test_experiments.py",

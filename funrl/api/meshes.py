@@ -20,8 +20,7 @@ def choose_mesh(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[S
     node = ranks_of_node() if settings.sharding.fsdp and settings.sharding.fsdp_axes is None else None
     if wanted is None and node is None:
         return settings, None
-    from funrl.cost.place_search import chosen_devices  # here, as few runs choose a mesh
-    from funrl.cost.search import with_groups
+    from funrl.cost.search import chosen_devices, with_groups  # here, as few runs choose a mesh
     from funrl.cost.tracing.hardware import hardware_of
 
     device = settings.devices.device or device_type()

@@ -29,10 +29,10 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.weight_files import WHOLE
 from funrl.processes.environment import read_environment
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.jobs.datasets import embedded_examples
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.startup import random_weights
 
 DIGEST = "sha256"  # file with the checksum of a cached model
 SHIPPED = Path(funrl.__file__).parent / "tasks" / "warm_starts"  # a folder like the cache's

@@ -13,8 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm
@@ -46,6 +47,7 @@ from funrl.cost.rows import (
     with_moves,
     written_fields,
 )
+from funrl.cost.tables import size
 from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
 from funrl.cost.tracing.estimate import (
     MOVES,
@@ -56,9 +58,11 @@ from funrl.cost.tracing.estimate import (
     TracedClock,
     at_rows,
     axes_of,
+    first_rows,
     of_all_layers,
     pretended,
     rows_of_a_pass,
+    tower_layers,
     tracer_of,
 )
 from funrl.cost.tracing.hardware import USABLE, Hardware
@@ -90,8 +94,7 @@ from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, chec
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
-from funrl.trainer.jobs.prepare import rl_job, text_job, texts_kind
-from funrl.trainer.jobs.sampling import new_tokens
+from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sharding import splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, run_kind
@@ -238,16 +241,60 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     return max(x.tokens for x in task_texts(settings, plain_model(settings).config, None))
 
 
-def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: Collection[str] = ()) -> Estimate:
+class TraceMemo(NamedTuple):
+    """Traces that the estimates of a search share.
+
+    Attributes:
+      traces: by settings, layers and rows.
+      room: usable bytes of a device; an estimate ends early where the update alone needs more.
+    """
+
+    traces: dict[object, Trace]
+    room: float = math.inf
+
+
+class TooLargeError(SettingsError):
+    """An update that needs more memory than a search allows; `nbytes`: at least."""
+
+    def __init__(self, nbytes: float) -> None:
+        super().__init__(f"needs {size(nbytes)} or more")
+        self.nbytes = nbytes
+
+
+class RankWork(NamedTuple):
+    """Work of a rank in a step.
+
+    Attributes:
+      tokens: of a prompt, or of a text where texts are given.
+      hardware: of the rank.
+      pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
+      apart: roles, or the judge, on ranks of their own.
+      memo: of a search.
+    """
+
+    tokens: int
+    hardware: Hardware
+    pool: str = ""
+    apart: Collection[str] = ()
+    memo: TraceMemo | None = None
+
+
+def estimate(
+    job: Job,
+    tokens: int,
+    hardware: Hardware,
+    pool: str = "",
+    apart: Collection[str] = (),
+    memo: TraceMemo | None = None,
+) -> Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
-      tokens: of a prompt, or of a text where texts are given.
-      pool: "train" or "generate", or the name of a role that scores, if that is all that the rank does.
-      apart: roles, or the judge, on ranks of their own.
+      tokens, hardware, pool, apart, memo: as in `RankWork`.
 
     Raises:
       SettingsError: rows are longer than the model's positions.
+      TooLargeError: the memo has no room for the update.
     """
     width = check_width(job, tokens)
     judge = job.judge if isinstance(job, RLJob) else None
@@ -255,18 +302,24 @@ def estimate(job: Job, tokens: int, hardware: Hardware, pool: str = "", apart: C
         job = dataclasses.replace(job, judge=None)
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
+    work = RankWork(tokens, hardware, pool, apart, memo or TraceMemo({}))
     with pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
-        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, tokens, hardware, pool))
+        if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
+            least = of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
+            copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
+            if (nbytes := max(costs.total for costs in least.values()) + copied + agents) > memo.room:
+                raise TooLargeError(nbytes)
+        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
         axes = axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
         engine = 0.0
-        served = rests | {"weights": rests["weights"] + agents}
+        served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
             axes |= axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
@@ -345,72 +398,125 @@ def check_width(job: Job, tokens: int) -> int:
     return width
 
 
-def _phases(job: Job, whole: Parts, plan: RowPlan, tokens: int, hardware: Hardware, pool: str) -> dict[str, Costs]:
+class _TracedSteps(NamedTuple):
+    """Traces of the steps of a job with few layers.
+
+    Attributes:
+      parts: of the job.
+      trace: (rows of a rank, learns=) -> the step that scores them, or learns from scored ones.
+      scored, learned: rows of a rank that are scored, and those of a mini-batch; and of these the rows of one pass.
+    """
+
+    parts: Parts
+    trace: Callable[..., Trace]
+    scored: tuple[int, int]
+    learned: tuple[int, int]
+
+    def least(self) -> dict[str, Costs]:
+        """Costs of the updates of the first rows, whose peaks are below those of all rows."""
+        return {
+            name: costs
+            for name, costs in self.trace(first_rows(*self.learned), learns=True).phases.items()
+            if name.startswith(UPDATES)
+        }
+
+
+def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _TracedSteps:
+    """Traces of the steps of a job, made when they are asked for; the arguments are those of `_phases`."""
+    tokens, hardware = work.tokens, work.hardware
+    traces = {} if work.memo is None else work.memo.traces
+    mesh = whole.mesh
+    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
+    settings = job.settings
+    ranks = mesh.size(mesh.row_axes)
+    rows = len(plan.lengths)
+    once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
+    layers = [(model.config.layers, model.abilities.layer_kinds, tower_layers(model)) for model in job.models.values()]
+    of_pass = [
+        rows_of_a_pass(budget, int(plan.lengths[0]), mesh)
+        for budget in (scoring_budget(settings), settings.updates.token_budget)
+    ]
+    scored = math.ceil(rows / ranks), of_pass[0]
+
+    def trace(count: int, learns: bool) -> Trace:
+        # The generate mesh does not matter, nor does remat where nothing learns.
+        changed = with_flags(settings, generate_mesh=None, remat=settings.devices.remat if learns else "none")
+        key = repr((changed, layers)), count, learns
+        if key not in traces:
+            written = trace(first_rows(*scored), learns=False).written if learns else None
+            tracer = tracer_of(once, parts, hardware)
+            traces[key] = trace_step(once, parts, full_rows(once, parts, tokens, count), tracer, learns, written)
+        return traces[key]
+
+    mini = math.ceil(rows / settings.updates.minibatches / ranks)
+    return _TracedSteps(parts, trace, scored, (mini, of_pass[1]))
+
+
+def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, Costs]:
     """Costs of all phases except the reshard, without the engine's copy of the weights.
 
     Args:
       job: at full depth or with fewer layers.
       whole: parts at full depth, which determine how many rows the engine decodes together.
       plan: of all rows.
-      tokens: of a prompt or text.
-      hardware: of each rank.
-      pool: as in `estimate`.
+      work: of the rank.
 
     Returns: costs by phase; "rests" has the bytes held between phases.
     """
-    mesh = whole.mesh
-    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
-    settings = job.settings
-    ranks = mesh.size(mesh.row_axes)
-    rows = len(plan.lengths)
-    width = int(plan.lengths[0])
-    once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
-    rows_on = functools.partial(full_rows, once, parts, tokens)
-    new_tracer = functools.partial(tracer_of, once, parts, hardware)
-    scored = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), learns=False))
-    local = math.ceil(rows / ranks)
-    mini = math.ceil(rows / settings.updates.minibatches / ranks)
+    steps = _traced_steps(job, whole, plan, work)
+    if work.pool == "generate":
+        return {"generate": _generation(job, whole, steps.parts, work, {}), "rests": Costs({"other": {}})}
+    learns = work.pool in ("", "train")
+    local, scoring = steps.scored
+    mini, piece = steps.learned
+    some = steps.trace(min(mini, TRACED * piece) if learns else first_rows(local, scoring), learns=learns)
     phases = {}
-    piece, scoring = (
-        rows_of_a_pass(budget, width, mesh) for budget in (settings.updates.token_budget, scoring_budget(settings))
-    )
-    written = scored(local if local <= TRACED * scoring else (TRACED - 1) * scoring).written
-    learned = functools.cache(lambda count: trace_step(once, parts, rows_on(count), new_tracer(), written=written))
-    some = learned(min(mini, TRACED * piece))
-    if isinstance(parts, GeneratingParts) and isinstance(whole, GeneratingParts) and isinstance(job, RLJob):
-        own, shared = engine_bytes(job, whole, whole.generator)
-        trained = sum(some.resting.values()) * _stored(whole) / _stored(parts)  # at full depth
-        resting = own + agent_bytes(job, whole) + (shared if pool == "generate" else trained)
-        engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
-        room = FREE_SHARE * max(0.0, hardware.memory * USABLE - resting) / engines
-        phases["generate"] = Costs({"other": {}})
-        if job.models[job.main_role].pages:
-            phases["generate"] = generation(
-                EngineWork(
-                    job,
-                    parts.generator,
-                    whole.generator,
-                    prompt_tokens=tokens,
-                    room=room,
-                    hardware=hardware,
-                    turns=turns_of(settings),
-                )
-            )
-            caches = (engines - 1) * phases["generate"].peak.get("cache", 0.0)  # of frozen agents, as much each
-            phases["generate"] = plus(phases["generate"], {"cache": caches})
-    scores = at_rows(scored, local, scoring)
-    owned = owned_bytes(job, tokens)
+    if isinstance(whole, GeneratingParts):
+        phases["generate"] = _generation(job, whole, steps.parts, work, some.resting)
+    scores = at_rows(functools.partial(steps.trace, learns=False), local, scoring)
+    owned = owned_bytes(job, work.tokens)
     phases |= with_moves(job, plan, scores, some.token_bytes, owned)
     again = MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
-    for name, costs in at_rows(learned, mini, piece).items():
+    updates = job.settings.updates
+    learned = at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
+    for name, costs in learned.items():
         if name.startswith(UPDATES):
-            updates = times(costs, settings.updates.epochs * settings.updates.minibatches)
-            phases[name] = plus(updates, {"batch": kept * some.row_bytes})
+            costs = times(costs, updates.epochs * updates.minibatches)
+            phases[name] = plus(costs, {"batch": kept * some.row_bytes})
     phases = with_owned_bytes(phases, sum(owned), local)
-    if isinstance(parts, GeneratingParts):
+    if "generate" in phases:
         phases["generate"] = plus(phases["generate"], some.resting)
     return phases | {"rests": Costs({"other": some.resting})}
+
+
+def _generation(job: Job, whole: Parts, parts: Parts, work: RankWork, resting: Mapping[str, float]) -> Costs:
+    """Costs of generation.
+
+    Args:
+      job, whole, work: as in `_phases`.
+      parts: of the job.
+      resting: bytes by kind that the rank holds to train.
+    """
+    assert isinstance(whole, GeneratingParts) and isinstance(parts, GeneratingParts) and isinstance(job, RLJob)
+    if not job.models[job.main_role].pages:
+        return Costs({"other": {}})
+    own, shared = engine_bytes(job, whole, whole.generator)
+    trained = sum(resting.values()) * _stored(whole) / _stored(parts)  # at full depth
+    held = own + agent_bytes(job, whole) + (shared if work.pool == "generate" else trained)
+    engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
+    costs = generation(
+        EngineWork(
+            job,
+            parts.generator,
+            whole.generator,
+            prompt_tokens=work.tokens,
+            room=FREE_SHARE * max(0.0, work.hardware.memory * USABLE - held) / engines,
+            hardware=work.hardware,
+            turns=turns_of(job.settings),
+        )
+    )
+    return plus(costs, {"cache": (engines - 1) * costs.peak.get("cache", 0.0)})  # of frozen agents, as much each
 
 
 def _stored(parts: Parts) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
 from funrl.cost.decoding import judging, tokens_to_read, verdicts_of_step
-from funrl.cost.dry_run import check_width, estimate, left_out, plain_job
+from funrl.cost.dry_run import RankWork, check_width, estimate, left_out, plain_job
 from funrl.cost.row_pictures import owned_bytes
 from funrl.cost.rows import WORD, full_batch
 from funrl.cost.tracing.costs import plus
@@ -60,25 +59,20 @@ def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
     return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)
 
 
-def pool_estimate(
-    settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware, pool: str, apart: Collection[str]
-) -> Estimate:
+def pool_estimate(settings: Settings, algorithm: Algorithm, work: RankWork) -> Estimate:
     """Cost of one step for a rank of a pool.
 
     Args:
       settings: of a run on the ranks of the pool, by `pool_settings`.
       algorithm: of the run.
-      tokens: of a prompt.
-      hardware: of each rank.
-      pool: name of the pool; "": the rank does everything.
-      apart: roles, or the judge, on ranks of their own.
+      work: of the rank.
 
     Raises:
       ValueError: a flag cannot work there.
     """
-    if pool == JUDGE:
-        return _judge_estimate(settings, algorithm, tokens, hardware)
-    return estimate(plain_job(settings, algorithm, hardware.memory), tokens, hardware, pool, apart)
+    if work.pool == JUDGE:
+        return _judge_estimate(settings, algorithm, work.tokens, work.hardware)
+    return estimate(plain_job(settings, algorithm, work.hardware.memory), *work)
 
 
 def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware) -> Estimate:

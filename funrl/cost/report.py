@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
-from funrl.cost.dry_run import plain_job, tokens_of
-from funrl.cost.place_search import PlacedCandidate, PlaceSearch, place_search, reasons_text
+from funrl.cost.dry_run import RankWork, plain_job, tokens_of
 from funrl.cost.pools import PoolTransfer, pool_estimate, pool_settings, pool_transfers
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
@@ -23,7 +21,17 @@ from funrl.cost.schedules import (
     schedules_text,
     wants_schedules,
 )
-from funrl.cost.search import Other, Search, Traced, search, spans_text, with_groups
+from funrl.cost.search import (
+    PlacedCandidate,
+    PlaceSearch,
+    Search,
+    Traced,
+    place_search,
+    reasons_text,
+    search,
+    spans_text,
+    with_groups,
+)
 from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS, Costs
 from funrl.cost.tracing.estimate import Estimate, stage_of
@@ -34,6 +42,7 @@ from funrl.cost.verdict import (
     Verdict,
     communication,
     hidden,
+    peak_of,
     quoted_flags,
     rates_of,
     step_seconds,
@@ -144,31 +153,28 @@ def search_text(result: Search, line: Sequence[str], describe: Callable[[Traced]
       line: the command line, the program's name first; empty: unknown.
       describe: describes the best split in words.
     """
-    best = result.best[0]
-    parts = [_answer(result, line)]
-    rough = [other for other in result.others if other.rough is not None]
-    shown = rough[: max(0, SHOWN_WAYS - len(result.best))]
-    head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "how it was found")
-    rows = [*(_traced_row(traced) for traced in result.best), *(_rough_row(result, other) for other in shown)]
-    rest = [other for other in result.others if all(other is not row for row in shown)]
-    parts.append("\n".join([*table(head, rows), *_summary(rest)]))
-    if result.unused:
-        parts.append("\n".join(f"no {axis}: {reason}" for axis, reason in result.unused.items()))
-    return "\n\n".join([*parts, describe(best)])
+    head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "largest in")
+    rows = [_traced_row(traced) for traced in result.tried[:SHOWN_WAYS]]
+    lines = table(head, rows)
+    if rest := len(result.tried) - len(rows):
+        lines.append(f"and {rest} more, which --json lists")
+    lines += [f"not {flags}: {reason}" for flags, reason in result.refused.items()]
+    lines += [f"no {axis}: {reason}" for axis, reason in result.unused.items()]
+    return "\n\n".join([_answer(result, line), "\n".join(lines), describe(result.tried[0])])
 
 
 def _answer(result: Search, line: Sequence[str]) -> str:
     """The best way in two lines: its command, and what it costs."""
-    best = result.best[0]
-    rates = result.best[0].rates
-    count = len(result.ranked.splits) + len(result.ranked.others)
+    best = result.tried[0]
+    rates = rates_of(best.estimate, result.hardware)
+    count = len(result.tried) + len(result.refused)
     if not best.fits:
-        verdict = f"nothing fits {result.world} devices; of {count} ways to split the run this needs the least memory:"
+        verdict = f"nothing fits {result.world} devices; of {count} ways tried this needs the least memory:"
     elif not best.sensible:
-        verdict = f"nothing sensible fits {result.world} devices; of {count} ways to split the run this is the fastest:"
+        verdict = f"nothing sensible fits {result.world} devices; of {count} ways tried this is the fastest:"
     else:
-        verdict = f"the best of {count} ways to split the run over {result.world} devices:"
-    held = f"{size(best.peak.nbytes)} of a device's {size(result.hardware.memory * USABLE)}"
+        verdict = f"the best of {count} ways tried to split the run over {result.world} devices:"
+    held = f"{size(best.nbytes)} of a device's {size(result.hardware.memory * USABLE)}"
     time = f"{duration_text(rates.seconds)} a step, {duration_text(3600 * rates.hours)} for --steps={rates.steps}"
     cost = f"{held}, {time}, {rates.tokens_per_second_per_device:,.0f} tokens/s a device"
     lines = [verdict, f"  {command_text(line, best.flags)}", f"  {cost}"]
@@ -201,66 +207,38 @@ def search_json(result: Search, verdict: Verdict) -> str:
     """
     whole: dict[str, Any] = {
         "devices": result.world,
-        "best": as_object(result.best[0].estimate, verdict, result.hardware),
+        "best": as_object(result.tried[0].estimate, verdict, result.hardware),
         "traced": [
             {
                 "flags": traced.flags,
-                "peak": peak_object(traced.peak),
-                "seconds": traced.rates.seconds,
-                "hours": traced.rates.hours,
-                "tokens_per_second_per_device": traced.rates.tokens_per_second_per_device,
+                "peak": peak_object(peak_of(traced.estimate)),
+                "seconds": traced.seconds,
+                "hours": rates_of(traced.estimate, result.hardware).hours,
+                "tokens_per_second_per_device": rates_of(traced.estimate, result.hardware).tokens_per_second_per_device,
                 "fits": traced.fits,
                 "sensible": traced.sensible,
             }
-            for traced in result.best
+            for traced in result.tried
         ],
-        "not_traced": [
-            {
-                "flags": other.flags,
-                "bytes": other.rough.nbytes if other.rough else None,
-                "seconds": other.rough.seconds if other.rough else None,
-                "reason": other.reason,
-            }
-            for other in result.others
-        ],
+        "refused": result.refused,
         "unused_axes": result.unused,
     }
     return json.dumps(whole, indent=1)
 
 
 def _traced_row(traced: Traced) -> tuple[str, ...]:
-    rates = traced.rates
+    rates = rates_of(traced.estimate, traced.hardware)
     spans = "" if traced.nodes == 1 else f", {spans_text(traced.nodes)}"
     return (
         written_flags(traced.flags),
-        size(traced.peak.nbytes),
+        size(traced.nbytes),
         "yes" if traced.fits else "no",
         duration_text(rates.seconds),
         duration_text(3600 * rates.hours),
         f"{rates.tokens_per_second:,.0f}",
         f"{rates.tokens_per_second_per_device:,.0f}",
-        f"traced, largest in {traced.peak.phase}{spans}",
+        f"{peak_of(traced.estimate).phase}{spans}",
     )
-
-
-def _rough_row(result: Search, other: Other) -> tuple[str, ...]:
-    assert other.rough is not None
-    fits = "yes" if other.rough.nbytes <= result.hardware.memory * USABLE else "no"
-    cost = (size(other.rough.nbytes), fits, duration_text(other.rough.seconds))
-    return (written_flags(other.flags), *cost, "-", "-", "-", f"by formula: {other.reason}")
-
-
-def _summary(rest: Sequence[Other]) -> list[str]:
-    """Lines that count the splits that are not in the table."""
-    if not rest:
-        return []
-    reasons = collections.Counter(other.reason for other in rest if other.rough is not None)
-    parts = [f"{count} {reason}" for reason, count in reasons.most_common()]
-    impossible = [other for other in rest if other.rough is None]
-    if impossible:
-        flags = written_flags(impossible[0].flags)
-        parts.append(f"{len(impossible)} cannot be, such as {flags}: {impossible[0].reason}")
-    return [f"and {len(rest)} more, which --json lists: {'; '.join(parts)}"]
 
 
 def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
@@ -276,36 +254,26 @@ def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
         answer = f"the best of {count} ways to divide {result.world} devices:"
     else:
         answer = f"nothing fits {result.world} devices; of {count} ways to divide them this needs the least memory:"
-    roles = any(candidate.placement.scoring for candidate in result.candidates)
-    held = ("train holds", "generate holds", *["roles hold"] * roles)
-    head = ("flags", *held, "fits", "a step", "trainer busy", "generators busy", "memory")
-    parts = [f"{answer}\n  {command_text(line, best.flags)}\n  {reasons_text(result)}"]
-    rows = [_row(candidate, result.room, len(held)) for candidate in result.candidates]
+    head = ("flags", "train holds", "generate holds", "fits", "a step", "trainer busy", "generators busy")
+    rows = [_place_row(candidate, result.room) for candidate in result.candidates]
     if result.shared is not None:
-        nothing = ["-"] * len(held)
-        rows.append(("all devices shared", *nothing, "-", duration_text(result.shared), "-", "-", "-"))
+        rows.append(("all devices shared", "-", "-", "-", duration_text(result.shared), "-", "-"))
     lines = table(head, rows)
     lines += [f"no way to train on {count}: {reason}" for count, reason in result.dropped.items()]
-    return "\n\n".join([*parts, "\n".join(lines), report])
-
-
-def _row(candidate: PlacedCandidate, room: float, columns: int) -> tuple[str, ...]:
-    """Cells of a candidate, of which `columns` are what a rank holds: to train, to generate, and for roles."""
-    result = candidate.result
-    held = [candidate.peaks[name].nbytes for name in ("train", "generate") if candidate.peaks]
-    held += (
-        [max(candidate.peaks[name].nbytes for name in candidate.placement.scoring)] if len(candidate.peaks) > 2 else []
+    return "\n\n".join(
+        [f"{answer}\n  {command_text(line, best.flags)}\n  {reasons_text(result)}", "\n".join(lines), report]
     )
-    cells = [size(nbytes) for nbytes in held or [candidate.nbytes]]
+
+
+def _place_row(candidate: PlacedCandidate, room: float) -> tuple[str, ...]:
     return (
         written_flags(candidate.flags),
-        *cells,
-        *["-"] * (columns - len(cells)),
+        size(candidate.nbytes),
+        size(candidate.peaks["generate"].nbytes) if candidate.peaks else "not traced",
         "yes" if candidate.fits(room) else "no",
-        duration_text(result.step),
-        f"{result.trainer_busy:.0%}",
-        f"{result.generators_busy:.0%}",
-        "traced" if candidate.peaks else "by formula",
+        duration_text(candidate.result.step),
+        f"{candidate.result.trainer_busy:.0%}",
+        f"{candidate.result.generators_busy:.0%}",
     )
 
 
@@ -444,7 +412,7 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     apart = () if placed is None else tuple(placed.scoring)
 
     def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return pool_estimate(settings, algorithm, tokens, hardware, pool, apart)
+        return pool_estimate(settings, algorithm, RankWork(tokens, hardware, pool, apart))
 
     if settings.devices.place is not None and settings.devices.train.wanted is not None:
         check_settings(settings)
@@ -518,7 +486,7 @@ def searched(
     """
     hardware = HARDWARE[str(settings.estimate.hardware)]
     result = search(settings, algorithm, hardware)
-    best = result.best[0]
+    best = result.tried[0]
     fits = verdict_of(best.estimate, best.settings, hardware, lambda settings: costs(settings, hardware))
     if settings.estimate.json:
         return search_json(result, fits)

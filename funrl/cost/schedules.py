@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.decoding import tokens_to_read, verdicts_of_step
-from funrl.cost.dry_run import plain_job
-from funrl.cost.pools import pool_settings
+from funrl.cost.dry_run import RankWork, TraceMemo, plain_job
+from funrl.cost.pools import pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
-from funrl.cost.search import parameters, role_seconds, split_of, training_bytes, training_seconds
 from funrl.cost.simulation import (
     AsyncRun,
     LengthLaw,
@@ -24,7 +23,6 @@ from funrl.cost.simulation import (
     Simulated,
     UpdateLaw,
     UpdateTimes,
-    VerdictTimes,
     engine_times,
     law_of_mean,
     law_of_run,
@@ -33,16 +31,16 @@ from funrl.cost.simulation import (
     simulate_run,
 )
 from funrl.cost.tables import duration_text, table
+from funrl.cost.tracing.estimate import Estimate
 from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
 from funrl.cost.tracing.turns import turns_of
-from funrl.mesh import mesh as meshes
+from funrl.cost.verdict import step_seconds
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.placement import Placement, RankPool
+from funrl.mesh.pools.placement import Placement
+from funrl.mesh.text import ROW_AXES, devices
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.scorers import JUDGE
+from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
-from funrl.trainer.steps.parts import JudgeJob
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
@@ -60,6 +58,15 @@ class Workload(NamedTuple):
     lengths: LengthLaw
     prompt: int
     hardware: Hardware
+
+    @property
+    def room(self) -> float:
+        """Bytes of a device that can be used."""
+        return self.hardware.memory * USABLE
+
+    def rank(self, pool: str = "train", apart: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
+        """Work of a rank of a pool."""
+        return RankWork(self.prompt, self.hardware, pool, apart, memo)
 
     def mean_rows(self, job: RLJob) -> np.ndarray:
         """[rows] tokens of the rows of a step of a job, if all have the mean length."""
@@ -102,33 +109,83 @@ def lengths_of(settings: Settings, most: int) -> LengthLaw:
     return law_of_run(Path(text)) if Path(text).is_dir() else parse_lengths(text)
 
 
-def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
+class TracedRanks(NamedTuple):
+    """Ranks that train, or score, by traces of their steps.
+
+    Attributes:
+      times: of a batch, by a step whose rows have the mean length.
+      full: a step whose rows have the greatest length.
+    """
+
+    times: UpdateTimes
+    full: Estimate
+
+    def on(self, count: int) -> tuple[dict[str, int], UpdateTimes]:
+        """The mesh of `count` devices, by another size of `data`, and the times of a batch there.
+
+        Raises:
+          SettingsError: they are no multiple of those that share a row.
+        """
+        sizes = self.full.job.sizes
+        world = Mesh(sizes).world
+        unit = world // sizes["data"]
+        if count % unit:
+            raise SettingsError(f"{count} devices are not a multiple of {unit}")
+        times = self.times._replace(ranks=self.times.ranks * count // world)
+        return {**sizes, "data": count // unit}, times
+
+    def nbytes(self, count: int) -> float:
+        """Memory of a rank where the mesh has `count` devices, by another size of `data`, and rows of full length."""
+        settings = self.full.job.settings
+        over = parts(settings.sharding.fsdp_axes)
+        sharded = settings.sharding.fsdp and (not over or "dp" in over)
+        share = Mesh(self.full.job.sizes).world / count if sharded else 1.0
+        held = ("weights", "optimizer", "gradients")
+        phases = self.full.phases.values()
+        return max(costs.total + (share - 1) * sum(costs.peak.get(kind, 0.0) for kind in held) for costs in phases)
+
+
+def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, work: RankWork) -> TracedRanks:
+    """Trace the ranks of a pool.
+
+    Args:
+      settings: by `pool_settings`.
+      algorithm: of the run.
+      lengths: of the sampled tokens of a row.
+      work: of a rank, whose rows have the greatest length.
+
+    Raises:
+      ValueError: a flag cannot work.
+    """
+    short = with_flags(settings, max_new_tokens=max(1, round(lengths.mean)))
+    mean, full = (pool_estimate(flags, algorithm, work) for flags in (short, settings))
+    minibatches = settings.updates.minibatches if work.pool == "train" else 1
+    return TracedRanks(times_of(mean, work.hardware)._replace(minibatches=minibatches), full)
+
+
+def times_of(estimate: Estimate, hardware: Hardware) -> UpdateTimes:
+    """Times of the ranks of an estimate, by the tokens of its rows."""
+    job = estimate.job
+    ranks = devices(job.sizes, ROW_AXES)
+    tokens = math.ceil(rows_of_step(job) / ranks) * estimate.tokens
+    return UpdateTimes(ranks, step_seconds(estimate, hardware) / tokens)
+
+
+def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
     """The run that trains on a job's mesh and generates on other devices.
 
     Args:
-      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh. Its judge, if
-        it has one, writes while the trainer waits.
+      job: on the mesh of its trainer; replicas of the engine have the tensor ranks of its generate mesh.
+      update: times of the trainer.
       generate: devices of the generators.
       work: its rows.
       rule: of admission.
     """
-    settings = job.settings
-    hardware = work.hardware
     model = job.models[job.main_role]
-    item = job.dtype.itemsize
-    width = work.prompt + work.lengths.mean
-    split = split_of(job, round(width), hardware)
-    rows = math.ceil(split.count / split.rows)
     tensor = job.generate_sizes["tensor"]
-    times = engine_times(model, hardware, tensor, item)
-    turns = turns_of(settings)
-    update: UpdateLaw = UpdateTimes(
-        ranks=split.rows,
-        token=training_seconds(job, split, hardware) / (rows * width),
-        minibatches=settings.updates.minibatches,
-    )
-    if job.judge is not None:
-        update = ScoredUpdate(update, [verdict_times(job, job.judge, work)])
+    times = engine_times(model, work.hardware, tensor, job.dtype.itemsize)
+    turns = turns_of(job.settings)
+    weights = job.dtype.itemsize * trees.count(model.shapes) / tensor
     return AsyncRun(
         rule=rule,
         samples=job.sampling.samples,
@@ -136,44 +193,10 @@ def async_run(job: RLJob, generate: int, work: Workload, rule: AdmissionRule) ->
         prompt=work.prompt,
         engine=times,
         replicas=generate // tensor,
-        slots=rows_together(times, settings.engines.decode_rows, width),
+        slots=rows_together(times, job.settings.engines.decode_rows, work.prompt + work.lengths.mean),
         update=update,
-        transfer=message_seconds(hardware, 1, item * parameters(model) / tensor, near=False),
+        transfer=message_seconds(work.hardware, 1, weights, near=False),
         environment=turns.gaps * turns.seconds,
-    )
-
-
-def scoring_times(job: RLJob, name: str, work: Workload) -> UpdateTimes:
-    """Times of the ranks of a role that only scores.
-
-    Args:
-      job: on the mesh of these ranks.
-      name: of the role.
-      work: rows of the run.
-    """
-    width = work.prompt + work.lengths.mean
-    split = split_of(job, round(width), work.hardware)
-    rows = math.ceil(split.count / split.rows)
-    return UpdateTimes(split.rows, role_seconds(job, split, work.hardware, name) / (rows * width))
-
-
-def verdict_times(job: RLJob, judge: JudgeJob, work: Workload) -> VerdictTimes:
-    """Times of a judge.
-
-    Args:
-      job: whose completions it reads.
-      judge: on the mesh of its ranks.
-      work: rows of the run.
-    """
-    tensor = judge.sizes["tensor"]
-    written = judge.sampling.max_new_tokens
-    return VerdictTimes(
-        engine=engine_times(judge.model, work.hardware, tensor, job.dtype.itemsize),
-        replicas=Mesh(judge.sizes).world // tensor,
-        slots=job.settings.engines.decode_rows,
-        template=tokens_to_read(job, judge, 0) - job.sampling.max_new_tokens,
-        written=written,
-        share=verdicts_of_step(job) / rows_of_step(job),
     )
 
 
@@ -183,62 +206,41 @@ def simulate_rule(run: AsyncRun, rule: AdmissionRule) -> Simulated:
 
 
 def simulate_splits(
-    job: RLJob, on_devices: Callable[[int], RLJob], work: Workload, rule: AdmissionRule
+    job: RLJob, trainer: TracedRanks, work: Workload, rule: AdmissionRule
 ) -> tuple[list[DeviceSplit], dict[DeviceSplit, AsyncRun]]:
     """Simulate splits of a job's devices, and the run in which both share all of them.
 
     Args:
       job: on all devices.
-      on_devices: the job whose trainer has so many devices; it raises ValueError where that cannot be.
+      trainer: traced on all devices.
       work: rows of the run.
       rule: of admission, of the splits; the shared run has staleness 0.
 
     Returns: the splits, the fastest that fits first, and the run of each.
     """
     everything = Mesh(job.sizes).world
-    split, run = shared_split(job, work, rule)
-    runs = {split: run}
     unit = everything // job.sizes["data"]
-    for train in _counts(everything, unit, job.generate_sizes["tensor"]):
-        try:
-            trainer = on_devices(train)
-        except ValueError:  # such as rows that cannot be divided
-            continue
-        trainer_run = async_run(trainer, everything - train, work, rule)
-        runs[simulate_split(trainer, trainer_run, work, rule)] = trainer_run
+    tensor = job.generate_sizes["tensor"]
+    runs = dict([shared_split(job, trainer, everything, work, rule)])
+    for train in _counts(everything, unit, tensor):
+        run = async_run(job, trainer.on(train)[1], everything - train, work, rule)
+        generating = run.replicas * tensor
+        fits = trainer.nbytes(train) <= work.room
+        runs[DeviceSplit(train, generating, False, fits, simulate_rule(run, rule))] = run
     return sorted(runs, key=split_key), runs
 
 
-def shared_split(job: RLJob, work: Workload, rule: AdmissionRule) -> tuple[DeviceSplit, AsyncRun]:
-    """The run in which all of a job's devices train and generate by turns, simulated."""
-    everything = Mesh(job.sizes).world
-    run = async_run(job, everything, work, rule._replace(staleness=0, window=1))
-    return DeviceSplit(everything, everything, True, _fits(job, work), simulate_rule(run, run.rule)), run
-
-
-def simulate_split(trainer: RLJob, run: AsyncRun, work: Workload, rule: AdmissionRule) -> DeviceSplit:
-    """A run whose trainer and generators have devices of their own, simulated.
-
-    Args:
-      trainer: the job on the mesh of its trainer.
-      run: by `async_run`.
-      work: its rows.
-      rule: of admission.
-    """
-    devices = Mesh(trainer.sizes).world
-    generating = run.replicas * trainer.generate_sizes["tensor"]
-    return DeviceSplit(devices, generating, False, _fits(trainer, work), simulate_rule(run, rule))
+def shared_split(
+    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: AdmissionRule
+) -> tuple[DeviceSplit, AsyncRun]:
+    """The run in which `count` devices train and generate by turns, simulated. Raises: SettingsError, as in `on`."""
+    run = async_run(job, trainer.on(count)[1], count, work, rule._replace(staleness=0, window=1))
+    return DeviceSplit(count, count, True, trainer.nbytes(count) <= work.room, simulate_rule(run, run.rule)), run
 
 
 def split_key(split: DeviceSplit) -> tuple[bool, float]:
     """Sort key of splits: those that fit first, by the seconds of a step."""
     return not split.fits, split.result.step
-
-
-def _fits(job: RLJob, work: Workload) -> bool:
-    """True if the formula of memory lets the trainer fit."""
-    width = work.prompt + work.lengths.most
-    return training_bytes(job, width, work.hardware) <= work.hardware.memory * USABLE
 
 
 def _counts(everything: int, unit: int, tensor: int) -> Sequence[int]:
@@ -287,10 +289,8 @@ def schedules_of(settings: Settings, algorithm: Algorithm, hardware: Hardware, t
     rule = rule_of(settings)
     work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
 
-    def on_devices(count: int) -> RLJob:
-        return _wider(settings, algorithm, hardware, job.sizes, count)
-
-    splits, runs = simulate_splits(job, on_devices, work, rule)
+    trainer = traced_ranks(with_flags(settings, generate_mesh=None), algorithm, work.lengths, work.rank())
+    splits, runs = simulate_splits(job, trainer, work, rule)
     best = next((split for split in splits if not split.shared), None)
     rules = [] if best is None else _tried_rules(runs[best], rule, best.result)
     return Schedules(rule, work.lengths, splits, rules)
@@ -313,35 +313,26 @@ def placed_schedules(
     training = pool_settings(settings, placement.train, learns=True)
     job = plain_job(training, algorithm, work.hardware.memory)
     assert isinstance(job, RLJob)
-    scoring = [_times_of_pool(job, settings, algorithm, work, name, pool) for name, pool in placement.scoring.items()]
-    models = {name: model for name, model in job.models.items() if name not in placement.scoring}
-    judge = None if JUDGE in placement.scoring else job.judge
-    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes, models=models, judge=judge)
+    job = dataclasses.replace(job, generate_sizes=placement.generate.sizes)
     rule = rule_of(settings)
-    run = async_run(job, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
-    if scoring:
-        run = run._replace(update=ScoredUpdate(run.update, scoring))
+    scoring = [
+        traced_ranks(pool_settings(settings, pool, learns=False), algorithm, work.lengths, work.rank(name)).times
+        for name, pool in placement.scoring.items()
+    ]
+    trainer = traced_ranks(training, algorithm, work.lengths, work.rank(apart=placement.scoring))
+    update = ScoredUpdate(trainer.times, scoring) if scoring else trainer.times
+    run = async_run(job, update, len(placement.generate.ranks), work, rule)._replace(transfer=transfer)
     own = tuple((name, len(pool.ranks)) for name, pool in placement.scoring.items())
-    splits = [simulate_split(job, run, work, rule)._replace(scoring=own)]
+    train = len(placement.train.ranks)
+    fits = trainer.nbytes(train) <= work.room
+    splits = [DeviceSplit(train, len(placement.generate.ranks), False, fits, simulate_rule(run, rule), own)]
     try:
-        shared = _wider(training, algorithm, work.hardware, placement.train.sizes, placement.world)
-        splits.append(shared_split(shared, work, rule)[0])
-    except ValueError:  # such as a number of devices that the mesh does not divide
+        all_roles = traced_ranks(training, algorithm, work.lengths, work.rank()) if scoring else trainer
+        splits.append(shared_split(job, all_roles, placement.world, work, rule)[0])
+    except SettingsError:  # such as devices that cannot be divided
         pass
     rules = _tried_rules(run, rule, splits[0].result)
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), rules)
-
-
-def _times_of_pool(
-    training: RLJob, settings: Settings, algorithm: Algorithm, work: Workload, name: str, pool: RankPool
-) -> UpdateLaw:
-    """Times of the ranks of a role, or of the judge of the job that trains. Raises: ValueError: a flag cannot work."""
-    if name == JUDGE and training.judge is not None:
-        return verdict_times(training, training.judge._replace(sizes=pool.sizes), work)
-    own = pool_settings(settings, pool, learns=False)
-    job = plain_job(own, algorithm, work.hardware.memory)
-    assert isinstance(job, RLJob)
-    return scoring_times(job, name, work)
 
 
 def _tried_rules(run: AsyncRun, rule: AdmissionRule, result: Simulated) -> list[tuple[AdmissionRule, Simulated]]:
@@ -356,17 +347,6 @@ def _tried_rules(run: AsyncRun, rule: AdmissionRule, result: Simulated) -> list[
     windows = sorted({1, rule.window, rule.places})
     tried = [rule._replace(staleness=s, window=w) for s in staleness for w in windows if s or w == 1]
     return [(other, result if other == rule else simulate_rule(run, other)) for other in tried]
-
-
-def _wider(settings: Settings, algorithm: Algorithm, hardware: Hardware, sizes: Mapping[str, int], count: int) -> RLJob:
-    """The job on `count` devices, whose mesh has another number of them along `data`. Raises: ValueError."""
-    unit = meshes.Mesh(dict(sizes)).world // sizes["data"]
-    if count % unit:
-        raise SettingsError(f"{count} devices are not a multiple of {unit}")
-    mesh = meshes.text({**sizes, "data": count // unit})
-    job = plain_job(with_flags(settings, mesh=mesh, generate_mesh=None), algorithm, hardware.memory)
-    assert isinstance(job, RLJob)
-    return job
 
 
 def schedules_text(schedules: Schedules) -> str:

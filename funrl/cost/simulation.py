@@ -22,8 +22,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
-from funrl.cost.search import parameters, tables
 from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.models import Model
@@ -76,17 +76,20 @@ def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 
     speed = hardware.bandwidth * hardware.efficiency[1]
     rate = {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
     own = cost.expert_parameters
-    tabled = tables(model) / (1 if model.config.tied else 2) + cost.looked_up  # of which few rows are read
-    dense = parameters(model) - own - tabled
+    whole = trees.count(model.shapes)
+    table = model.config.vocab * model.config.embed
+    tables = table * (1 if model.config.tied or not model.generates else 2)
+    tabled = tables / (1 if model.config.tied else 2) + cost.looked_up  # of which few rows are read
+    dense = whole - own - tabled
     routers = model.abilities.routers
     layers = model.config.layers
     near = tensor <= RANKS_PER_NODE
     sums = 2 * layers * (tensor > 1)
     row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, near)
-    flops = 2 * (cost.used_parameters(parameters(model)) - tables(model) / 2)
+    flops = 2 * (cost.used_parameters(whole) - tables / 2)
     cached = cost.cached(tensor) * item
     state = cost.state(tensor) * max(item, 4)
-    resting = item * parameters(model) / tensor
+    resting = item * whole / tensor
     return EngineTimes(
         fixed=layers * GRAPH_KERNELS * hardware.launch + sums * hardware.latency,
         weights=item * dense / tensor / speed,
@@ -319,8 +322,7 @@ class SimulatedGenerators:
         return complete
 
 
-GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
-GRAINS = 50  # events of a mean completion
+GRAINS = 50  # looks at the generators in a mean completion, while rows end all the time
 
 
 class UpdateLaw(Protocol):
@@ -362,6 +364,11 @@ class AsyncRun(NamedTuple):
     transfer: float = 0.0
     environment: float = 0.0
     pieces: int = 1
+
+    def iteration_seconds(self, rows: int) -> float:
+        """Seconds of an iteration of a replica with `rows` rows, half of whose completions are written."""
+        context = rows * (self.prompt + self.lengths.mean / 2)
+        return float(self.engine.without_context(np.array(rows))) + self.engine.token * context
 
 
 class Simulated(NamedTuple):
@@ -474,9 +481,10 @@ class _World:
         self.random = np.random.default_rng(seed)
         self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
-        self.admission = Admission(run.rule.checked()).version_held(GENERATORS, 0)
+        self.admission = Admission(run.rule.checked()).version_held(0)
         self.lengths: dict[int, np.ndarray] = {}
-        self.grain = _grain(run)
+        rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
+        self.grain = run.iteration_seconds(rows) * run.lengths.mean / GRAINS
         self.arrivals: list[tuple[float, int]] = []  # ends of the environments of complete groups, by time
         self.transfers: list[tuple[float, int]] = []  # times at which generators hold versions
         self.first = min(steps - 1, int(run.rule.staleness) + 3)
@@ -517,7 +525,7 @@ class _World:
                 self.busy_before = self.generators.busy
         while self.transfers and self.transfers[0][0] <= end:
             version = heapq.heappop(self.transfers)[1]
-            self.admission = self.admission.version_held(GENERATORS, version)
+            self.admission = self.admission.version_held(version)
             self.generators.read_again()
 
     def measured(self) -> Simulated:
@@ -533,14 +541,6 @@ class _World:
             trainer_busy=sum(trainer.busy[self.first :]) / span,
             generators_busy=(self.generators.busy - self.busy_before) / span / self.run.replicas,
         )
-
-
-def _grain(run: AsyncRun) -> float:
-    """Seconds between two looks at the generators while rows end all the time."""
-    rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
-    context = rows * (run.prompt + run.lengths.mean / 2)
-    iteration = float(run.engine.without_context(np.array(rows))) + run.engine.token * context
-    return iteration * run.lengths.mean / GRAINS
 
 
 class UpdateTimes(NamedTuple):
@@ -577,36 +577,6 @@ class UpdateTimes(NamedTuple):
             shared = work[self.ranks - 1] + work[self.ranks] if len(work) > self.ranks else 0.0
             total += max(work.sum() / self.ranks, work[0], shared)
         return float(total)
-
-
-class VerdictTimes(NamedTuple):
-    """Seconds of a judge's verdicts on one batch, each of full length.
-
-    Attributes:
-      engine: times of a replica of the judge.
-      replicas: of it.
-      slots: rows that a replica runs together at most.
-      template: tokens that it reads beside a completion and its prompt.
-      written: tokens of a verdict.
-      share: completions that it reads, over the rows of the batch.
-    """
-
-    engine: EngineTimes
-    replicas: int
-    slots: int
-    template: int
-    written: int
-    share: float = 1.0
-
-    def seconds(self, lengths: np.ndarray) -> float:
-        """Seconds of a batch, on the replica with the most rows; see `UpdateTimes`."""
-        rows = math.ceil(len(lengths) * self.share / self.replicas)
-        read = float(lengths.mean()) + self.template
-        waves = math.ceil(rows / rows_together(self.engine, self.slots, read + self.written))
-        each = rows / waves
-        iteration = float(self.engine.without_context(np.array(each)))
-        iteration += self.engine.token * each * (read + self.written / 2)
-        return self.engine.read * rows * read + waves * self.written * iteration
 
 
 class ScoredUpdate(NamedTuple):

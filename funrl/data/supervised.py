@@ -59,7 +59,7 @@ from funrl.data.pictures import expand_placeholders, flags_after, picture_form_o
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
-from funrl.data.records import FORMATS, Records, open_records
+from funrl.data.records import FORMATS, Records, TableRows, open_records
 from funrl.data.tokenizer import TextTokenizer, TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
 
@@ -182,11 +182,16 @@ class TextFile(Sequence[TextExample]):
 
 
 def load_examples(
-    path: str | Path, kind: str, tokenizer: Any, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+    source: str | Path | TableRows,
+    kind: str,
+    tokenizer: TextTokenizer,
+    fields: Fields | None = None,
+    form: PromptFormat = PLAIN_PROMPTS,
 ) -> TextFile:
     """Open a file of examples; blank lines are skipped. See `records` for what is held in memory.
 
     Args:
+      source: as in `open_records`.
       kind: one of `TEXT_FIELDS`.
       fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
@@ -210,9 +215,9 @@ def load_examples(
         count += 1
         without_margin += normal.get("margin") is None
 
-    records = open_records(path, check)
+    records = open_records(source, check)
     if not len(records):
-        raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+        raise DataError(f"{source}: the file is empty; {kind} are {FORMATS}")
     lines = tuple(remarks.lines(records.where))
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))

@@ -73,7 +73,6 @@ class HostedEnvironment:
         self.workers = workers
         self.agents = getattr(environment, "agents", None)
         self.tools = getattr(environment, "tools", ())
-        self.delay_steps = getattr(environment, "delay_steps", 1)
         self.client: WorkerClient | None = None
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:

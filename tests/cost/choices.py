@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from funrl.algos.recipes import recipe
-from funrl.cost.place_search import chosen_devices
 from funrl.cost.report import dry_run
+from funrl.cost.search import chosen_devices
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.trainer.settings.settings import flag_value, settings_of, with_flags
 

@@ -1,30 +1,17 @@
 """The search over divisions of the devices between training and generation."""
 
-import dataclasses
 import functools
 import json
 
 import pytest
-from dry_jobs import CPU, plain, settings, write_config
+from dry_jobs import CPU, settings, write_config
 
 from funrl.algos.recipes import recipe
 from funrl.cli.command import Experiment, read_command, with_mesh
-from funrl.cost import place_search as searching
 from funrl.cost import report as dry_report
-from funrl.cost.place_search import (
-    chosen_place,
-    model_of,
-    place_search,
-    reasons_text,
-    roles_to_move,
-    scoring_pools_of,
-    train_counts,
-)
-from funrl.cost.report import dry_run, places_text
-from funrl.cost.schedules import Workload
-from funrl.cost.simulation import law_of_mean
-from funrl.mesh.text import text
-from funrl.trainer.jobs.models import placeable_roles
+from funrl.cost import search as searching
+from funrl.cost.report import dry_run
+from funrl.cost.search import chosen_devices, place_search, reasons_text, train_counts
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -64,65 +51,18 @@ def test_the_slower_side_gets_more_devices(flags, training):
     assert len(best.placement.train.ranks) == training
 
 
-@pytest.mark.slow
-def test_a_role_has_devices_of_its_own_where_the_trainer_has_no_room(tmp_path):
-    """A reward model that fits a device, but not beside the policy and its optimizer; two devices wait for messages."""
-    changes = {"hidden_size": 256, "num_hidden_layers": 8, "num_labels": 1}
-    config = write_config(tmp_path, architectures=["LlamaForSequenceClassification"], **changes)
-    flags = {
-        **FLAGS,
-        "place": "auto:3",
-        "reward_model": config,
-        "prompts": "p.jsonl",
-        "token_budget": 64,
-        "score_token_budget": 64,
-    }
-    hardware = CPU._replace(latency=1.0, memory=1.5e7)
-    result = place_search(settings(**flags, dry_run=True), recipe("rollout_is")(), hardware)
-    best, *others = result.candidates
-    assert str(best.placement) == "train:dp1@0 generate:dp1@1 reward_model:dp1@2" and best.fits(result.room)
-    assert best.peaks.keys() == {"train", "generate", "reward_model"}
-    assert [str(x.placement) for x in others] == ["train:dp2@0-1 generate:dp1@2", "train:dp1@0 generate:dp2@1-2"]
-    assert [x.fits(result.room) for x in others] == [True, False] and not result.dropped
-    assert "; with no ranks for reward_model alone " in reasons_text(result)
-    assert "  roles hold  " in places_text(result, (), "")
-
-
-def test_pools_of_roles_have_room_and_are_as_large_as_their_work(tmp_path):
-    config = write_config(tmp_path, hidden_size=256, num_hidden_layers=8)
-    job = plain("rollout_is", prompts="p.jsonl", judge=config, arguments={"kl_coef": 0.1}, score_token_budget=64)
-    job = dataclasses.replace(job, models=job.models | {"reference": job.judge.model})
-    names = ["reference", "judge"]
-    assert placeable_roles(job.algorithm, job.settings) == names
-    assert roles_to_move(job, names) == [(), ("reference",), ("reference", "judge")]
-
-    def pools(memory, seconds=1e9, left=8):
-        work = Workload(law_of_mean(20, 24), 10, CPU._replace(memory=memory))
-        shallow = {name: model_of(job, name) for name in names}
-        scoring_pools = scoring_pools_of(job, names, shallow, work, seconds=seconds, left=left)
-        return [text(pool.sizes) for pool in scoring_pools.values()]
-
-    assert pools(1e9) == ["dp1", "dp1"]
-    assert pools(1e7) == ["tp2", "tp2"]  # 12 MB of weights
-    assert pools(1e9, seconds=1e-3, left=4) == ["dp2", "dp1"]  # one generates
-    with pytest.raises(SettingsError, match="no device is left to generate beside those of reference, judge"):
-        pools(1e9, left=2)
-    with pytest.raises(SettingsError, match="a node has no room for the reference"):
-        pools(1e5)
-
-
 def test_a_run_takes_the_best_and_is_refused_where_none_fits(monkeypatch):
     given = settings(**FLAGS)
     monkeypatch.setattr(searching, "place_search", lambda *_: found())
-    chosen, note = chosen_place(given, recipe("rollout_is"), CPU)
+    chosen, note = chosen_devices(given, recipe("rollout_is"), CPU)
     assert str(chosen.devices.placement) == str(found().candidates[0].placement)
     assert note.startswith("--place=auto:4 is '--place=train:") and not chosen.estimate.dry_run
-    small = found()._replace(hardware=CPU._replace(memory=1e5))
+    small = found()._replace(room=0.92e5)
     monkeypatch.setattr(searching, "place_search", lambda *_: small)
     with pytest.raises(
         SettingsError, match=r"--place=auto:4: no division of 4 devices fits: .* of 92 kB per device, to"
     ):
-        chosen_place(given, recipe("rollout_is"), CPU)
+        chosen_devices(given, recipe("rollout_is"), CPU)
 
 
 @pytest.mark.slow

@@ -1,23 +1,22 @@
 """Splits of devices between training and generation in a dry run, and its report of them."""
 
-import dataclasses
 import functools
 import json
 
 import numpy as np
 import pytest
-from dry_jobs import H100, plain, write_config
+from dry_jobs import plain
+from dry_jobs import settings as dry_settings
 
 from funrl.algos.recipes import recipe
 from funrl.asynchrony.admission import AdmissionRule
+from funrl.cost import dry_run
 from funrl.cost import report as dry_report
 from funrl.cost import schedules as schedule_report
-from funrl.cost.decoding import judging
-from funrl.cost.schedules import Workload, async_run, simulate_splits, verdict_times
+from funrl.cost.schedules import Workload, async_run, simulate_splits, traced_ranks
 from funrl.cost.simulation import LengthError, LengthLaw, law_of_mean, law_of_run
-from funrl.cost.tracing.estimate import pretended
 from funrl.cost.tracing.hardware import HARDWARE
-from funrl.trainer.jobs.build import build
+from funrl.cost.verdict import step_seconds
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -87,51 +86,30 @@ def test_staleness_is_refused_where_it_cannot_be(name, flags, message):
     assert "--staleness=2: " in str(error.value) and message in str(error.value)
 
 
-def test_a_run_on_its_own_devices_has_the_times_of_the_formulas():
-    job = plain("rollout_is", mesh="dp2", minibatches=2)
-    law = law_of_mean(12, 24)
-    work = Workload(law, 10, HARDWARE["cpu"])
-    run = async_run(job, 6, work, AdmissionRule(8, 1))
-    assert (run.replicas, run.samples, run.update.ranks, run.update.minibatches) == (6, 2, 2, 2)
-    rows = np.full(16, 10 + law.mean)
-    alone = async_run(plain("rollout_is", mesh="dp4"), 4, work, AdmissionRule(8, 1))
-    assert run.update.seconds(rows) > alone.update.seconds(rows)  # half of the ranks, twice the rows of each
-
-
-def test_the_trainer_waits_for_a_judge_about_as_long_as_its_trace(tmp_path):
-    """Without launches, which a CUDA graph hides in part; the formula has no kernels but products and caches."""
-    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8}
-    hardware = H100._replace(launch=0.0)
-    flags = {"prompts": "p.jsonl", "judge": write_config(tmp_path, **sizes), "judge_max_new_tokens": 64}
-    flags |= {"batch_prompts": 32, "max_new_tokens": 64, "decode_rows": 64, "dtype": "bfloat16"}
-    job = plain("rollout_is", memory=hardware.memory, **flags)
-    alone = dataclasses.replace(job, judge=None)
-    with pretended(job.sizes) as mesh:
-        traced = judging(job, job.judge, build(alone, mesh, lambda _: None), 64, 0.0, hardware).costs.seconds
-    work = Workload(law_of_mean(60, 64), 64, hardware)
-    rows = np.full(64, 128)
-    seconds = verdict_times(job, job.judge, work).seconds(rows)
-    assert traced / 2 < seconds < traced
-    assert verdict_times(job, job.judge._replace(sizes={**job.sizes, "data": 2}), work).seconds(rows) < seconds
-    updates = [async_run(x, 1, work, AdmissionRule(32, 1)).update.seconds(rows) for x in (job, alone)]
-    assert updates[0] - updates[1] == pytest.approx(seconds)
-
-
-def test_a_split_that_cannot_be_is_left_out():
-    job = plain("rollout_is", mesh="dp4")
-
-    def on_devices(count):
-        if count == 3:
-            raise SettingsError("rows cannot be divided")
-        return plain("rollout_is", mesh=f"dp{count}")
-
+def test_a_run_on_its_own_devices_has_the_times_of_traces():
+    flags = {"mesh": "dp2", "minibatches": 2, "dry_run": True, "hardware": "cpu"}
     work = Workload(law_of_mean(12, 24), 10, HARDWARE["cpu"])
-    splits, runs = simulate_splits(job, on_devices, work, AdmissionRule(8, 1))
-    assert sorted(x.train for x in splits if not x.shared) == [1, 2]
-    assert set(runs) == set(splits) and [x.fits for x in splits] == [True] * 3
+    algorithm = recipe("rollout_is")()
+    trainer = traced_ranks(dry_settings(**flags), algorithm, work.lengths, work.rank())
+    run = async_run(plain("rollout_is", **flags), trainer.times, 6, work, AdmissionRule(8, 1))
+    assert (run.replicas, run.samples, run.update.ranks, run.update.minibatches) == (6, 2, 2, 2)
+    rows = np.full(16, 10 + work.lengths.mean)
+    traced = dry_run.estimate(plain("rollout_is", **flags | {"max_new_tokens": 12}), 10, work.hardware, "train")
+    assert run.update.seconds(rows) == pytest.approx(step_seconds(traced, work.hardware))
+
+
+def test_splits_share_the_traced_trainer_and_fit_by_its_memory():
+    job = plain("rollout_is", mesh="dp4", fsdp=True)
+    work = Workload(law_of_mean(12, 24), 10, HARDWARE["cpu"])
+    settings = dry_settings(mesh="dp4", fsdp=True, dry_run=True)
+    trainer = traced_ranks(settings, recipe("rollout_is")(), work.lengths, work.rank())
+    assert trainer.nbytes(1) > trainer.nbytes(2) > trainer.nbytes(4)  # shards
+    splits, runs = simulate_splits(job, trainer, work, AdmissionRule(8, 1))
+    assert sorted(x.train for x in splits if not x.shared) == [1, 2, 3]
+    assert set(runs) == set(splits) and all(x.fits for x in splits)
     assert [x.result.step for x in splits] == sorted(x.result.step for x in splits)
-    small = work._replace(hardware=HARDWARE["cpu"]._replace(memory=1e6))
-    splits, _ = simulate_splits(job, on_devices, small, AdmissionRule(8, 1))
+    small = work._replace(hardware=HARDWARE["cpu"]._replace(memory=1e5))
+    splits, _ = simulate_splits(job, trainer, small, AdmissionRule(8, 1))
     assert not any(x.fits for x in splits)
     schedules = schedule_report.Schedules(AdmissionRule(8, 1), work.lengths, splits, [])
     assert "no split fits" in schedule_report.schedules_text(schedules)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_chats import SETUP, engine_of, examples_of
+from small_chats import SETUP, differing_turns, engine_of, examples_of
 
 from funrl.data.prompts import Prompt, encode
 from funrl.data.tokenizer import load_tokenizer
@@ -19,7 +19,6 @@ from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.models.huggingface.directories import load
 from funrl.rollout.engine import complete
-from funrl.rollout.episode_replay import differing_turns
 from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import EpisodeLimits, LimitReached, PolicySetup

@@ -257,22 +257,16 @@ def test_the_certificate_finds_states_of_earlier_weights(monkeypatch):
         load(engine, params, version)
         metrics = certify(placed, params, engine, version, probes=True)
         assert metrics["sync/verified"] == 1 and metrics["sync/probe_gap"] < 1e-11
-    monkeypatch.setattr(NativeEngine, "_renew_cache", lambda self: None)
+    monkeypatch.setattr(NativeEngine, "_drop_cache", lambda self: None)
     load(engine, weights(CONFIG, torch.float64, 1), 10)
     with pytest.raises(SyncError, match="wrong or stale, such as packed weights or cached prefixes"):
         certify(placed, weights(CONFIG, torch.float64, 1), engine, 10, probes=True)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"speculate": 2}, "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"),
-        ({"keep_cache": True}, "keep_cache is True: layers of a qwen3_next keep a state, which is computed again"),
-    ],
-)
-def test_what_states_do_not_go_with_is_refused(option, message):
+def test_drafts_are_refused_where_layers_keep_states():
+    message = "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"
     with pytest.raises(ModelError, match=message):
-        native_engine(decoder_model(CONFIG), options=NativeOptions(**option))
+        native_engine(decoder_model(CONFIG), options=NativeOptions(speculate=2))
 
 
 def test_transformers_engine_takes_no_experts():

@@ -20,7 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt
-from funrl.trainer.steps.owned_rows import owned_fields, ragged
+from funrl.trainer.steps.step_rows import owned_fields, ragged
 
 NO_PICTURES = NO_VLLM or torchvision_problem()
 needs_pictures = pytest.mark.skipif(NO_PICTURES is not None, reason=str(NO_PICTURES))

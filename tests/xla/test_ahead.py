@@ -1,4 +1,4 @@
-"""Counts of programs that are compiled ahead of time, and what is refused."""
+"""Counts of the equations of programs, and what a compilation ahead of time refuses."""
 
 import pytest
 
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from program_counts import equations_of, is_attention, product_flops, sent_by
 
 from funrl.mesh.text import parse
 from funrl.xla import ahead
-from funrl.xla.ahead import equations_of, is_attention, product_flops, sent_by, topology_mesh
+from funrl.xla.ahead import topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.operators import OperatorResult, _grouped_linear, _grouped_weight
 from funrl.xla.tpu_kernels import splash_attention

@@ -209,7 +209,7 @@ def traced_layers(model: Model, joined: int = 1, tower_joined: int = 1) -> Trace
         not divide.
     """
     messages = _messages_by_kind(model, joined)
-    tower, whole = _tower_layers(model)
+    tower, whole = tower_layers(model)
     few_tower, few_whole = _shallow_tower(model, tower_joined)
     rests = _near_rests([max(0, len(same) - DEPTH) for same in messages] + [(tower - few_tower) // tower_joined])
     *of_kinds, of_tower = rests
@@ -250,13 +250,14 @@ def _near_rests(rests: list[int]) -> list[int]:
     return [lowered[rest] for rest in rests]
 
 
-def _tower_layers(model: Model) -> tuple[int, int]:
+def tower_layers(model: Model) -> tuple[int, int]:
+    """Layers of a model's vision tower, and how many of them see whole pictures; 0, 0: it has none."""
     config = model.config
     return (config.tower.layers, len(config.tower.whole_layers)) if isinstance(config, VisionLanguageConfig) else (0, 0)
 
 
 def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
-    """The least numbers of layers of a tower that stand for its own, as `_tower_layers`.
+    """The least numbers of layers of a tower that stand for its own, as `tower_layers`.
 
     Layers that give states to the decoder stay, as do one that sees whole pictures and `DEPTH` messages of others, of
     which two see windows only.
@@ -272,7 +273,7 @@ def _shallow_tower(model: Model, joined: int) -> tuple[int, int]:
     few = max(DEPTH + -(-len(deep) // joined), least) * joined + tower.layers % joined
     windowed = tower.layers - len(tower.whole_layers)
     enough = windowed >= few + joined - whole and tower.layers > few + joined
-    return (few, whole) if enough else _tower_layers(model)
+    return (few, whole) if enough else tower_layers(model)
 
 
 def of_all_layers(
@@ -339,7 +340,7 @@ def of_depth(model: Model, depth: Depth) -> Model:
     """The model with some of its layers."""
     if len(depth.layers) < model.config.layers:
         model = model.of_layers(depth.layers)
-    if (depth.tower, depth.whole) == _tower_layers(model):
+    if (depth.tower, depth.whole) == tower_layers(model):
         return model
     assert isinstance(model.config, VisionLanguageConfig)
     tower = model.config.tower.with_last_layers(depth.tower, depth.whole)
@@ -351,15 +352,20 @@ def rows_of_a_pass(token_budget: int, width: int, mesh: Mesh) -> int:
     return sizes_of(np.array([width]), token_budget, token_ranks(mesh))[0][-1] // width
 
 
+def first_rows(rows: int, piece: int) -> int:
+    """The fewest rows that `at_rows` traces."""
+    return rows if rows <= TRACED * piece else (TRACED - 1) * piece
+
+
 def at_rows(trace_at: Callable[[int], Trace], rows: int, piece: int) -> dict[str, Costs]:
     """Costs of `rows` rows of this rank in micro-batches of `piece`; later ones cost as much as the second.
 
     Args:
-      at: the trace of a number of rows of this rank.
+      trace_at: the trace of a number of rows of this rank.
     """
+    few = trace_at(first_rows(rows, piece)).phases
     if rows <= TRACED * piece:
-        return trace_at(rows).phases
-    few = trace_at((TRACED - 1) * piece).phases
+        return few
     more = trace_at(TRACED * piece).phases
     phases = {}
     steps = rows / piece - (TRACED - 1)

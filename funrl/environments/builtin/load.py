@@ -22,7 +22,6 @@ from funrl.rewards.call import Reward
 FLAG = "env"
 ARGUMENTS = "env_args"
 NO_ARGUMENTS: Mapping[str, object] = {}
-SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 
 
 def load_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
@@ -88,11 +87,11 @@ def environment_from(
             names = ", ".join(arguments)
             raise TypeError(f"{type(given).__name__} is an object, which takes no {ARGUMENTS}: {names}; give its class")
         return cast(Environment, given)
-    if not callable(given) and hasattr(given, "reset"):
-        name = type(given).__name__
-        raise TypeError(f"each episode has its own; give the class {name}, or message_environment(make)")
     if not callable(given):
-        raise TypeError("an object with run, a class, a function or a list of functions is needed")
+        advice = "an object with run, a class, a function or a list of functions is needed"
+        if hasattr(given, "reset"):
+            advice = f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
+        raise TypeError(advice)
     name = getattr(given, "__name__", repr(given))
     parameters = inspect.signature(given).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -105,39 +104,13 @@ def environment_from(
 
 
 def _of_class(kind: Any, arguments: Mapping[str, object]) -> Environment:
-    missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
+    what = f"class {kind.__name__}"
+    missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
-        raise TypeError(
-            f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close{_gym(kind)}"
-        )
-    make = bound(kind, arguments, f"class {kind.__name__}")
-    if hasattr(kind, "run"):
-        return made(make, f"class {kind.__name__}")
-    for name, given in SIDE_METHODS.items():
-        _check_takes(kind, name, given)
-    return message_environment(make)
-
-
-def _check_takes(kind: Any, name: str, given: str) -> None:
-    """Raise TypeError where a method of a class does not take what an episode gives it, such as "example, seed"."""
-    function = inspect.getattr_static(kind, name)
-    try:
-        signature = inspect.signature(getattr(kind, name))
-    except (TypeError, ValueError):  # of a builtin, or no function
-        return
-    first = () if isinstance(function, staticmethod | classmethod) else (None,)
-    try:
-        signature.bind(*first, *(x for x in given.split(", ") if x))
-    except TypeError:
-        wanted = ", ".join(["self", *([given] if given else [])])
-        raise TypeError(f"{kind.__name__}.{name} takes {signature}; it is called as ({wanted}){_gym(kind)}") from None
-
-
-def _gym(kind: object) -> str:
-    """Advice for a class whose `reset` has the parameters of gymnasium's; ""."""
-    reset = getattr(kind, "reset", None)
-    names = inspect.signature(reset).parameters if inspect.isfunction(reset) else ()
-    return GYM if "options" in names else ""
+        gym = GYM if hasattr(kind, "reset") else ""
+        raise TypeError(f"{what} lacks {', '.join(missing)}; it needs run, or reset, step and close{gym}")
+    make = bound(kind, arguments, what)
+    return made(make, what) if hasattr(kind, "run") else message_environment(make)
 
 
 def made(make: Callable[[], Any], what: str) -> Any:

@@ -114,7 +114,7 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
 
 def fill_template(template: str, example: Example, completion: str) -> str:
     """Fill a template with a prompt, its completion and its fields."""
-    values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
+    values: Mapping[str, object] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 
