@@ -184,7 +184,7 @@ class TextFile(Sequence[TextExample]):
 def load_examples(
     source: str | Path | TableRows,
     kind: str,
-    tokenizer: Any,
+    tokenizer: TextTokenizer,
     fields: Fields | None = None,
     form: PromptFormat = PLAIN_PROMPTS,
 ) -> TextFile:

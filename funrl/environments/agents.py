@@ -84,12 +84,11 @@ def parse_agents(text: str | None) -> AgentMap:
             models[agent] = ""
             continue
         if (second := re.fullmatch(rf"{POLICY}:(.*)", role)) is not None:
-            if not second[1].isidentifier() or second[1] == POLICY:
-                raise ValueError(
-                    f"{item!r}: {second[1]!r} cannot name a second policy; give a name such as {POLICY}:other"
-                )
-            models[agent] = second[1]
-            policies[second[1]] = None
+            models[agent] = name = second[1]
+            if not name.isidentifier() or name == POLICY:
+                problem = f"{name!r} cannot name a second policy; give a name such as {POLICY}:other"
+                raise ValueError(f"{item!r}: {problem}")
+            policies[name] = None
             continue
         model = _frozen_model(item, role)
         name = next((name for name, known in frozen.items() if known == model), agent)

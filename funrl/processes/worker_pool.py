@@ -180,7 +180,10 @@ class WorkerClient:
         if asks and hear is not None:
             hear(answer)
         elif future is not None and answer.kind == "result":
-            future.set_result(pickle.loads(answer.payload))
+            try:
+                future.set_result(pickle.loads(answer.payload))
+            except Exception as error:  # of a class of the user's, or this thread would end
+                future.set_exception(error)
         elif future is not None:
             error = CallLostError if answer.kind == "lost" else RuntimeError
             future.set_exception(error(answer.payload.decode()))

@@ -16,7 +16,7 @@ import torch
 
 from funrl.algos.guarding import defined_at, name_of
 from funrl.data.prompts import Example, Prompt, encode
-from funrl.data.tokenizer import chat_character_tokenizer
+from funrl.data.tokenizer import TextTokenizer, chat_character_tokenizer
 from funrl.environments.attempt import CLEAN_UP_S, EpisodeClock, attempt_episode
 from funrl.environments.builtin.load import environment_from
 from funrl.environments.chat import TemplateChat
@@ -31,7 +31,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.testing.subjects import assert_all
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 PLAIN_TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
@@ -79,7 +79,7 @@ def check_environment(
     environment: Environment | Callable[..., object] | Sequence[Callable[..., object]],
     examples: Sequence[tuple[str | Sequence[Mapping[str, object]], Mapping[str, object]]] = (("What is 6 * 7?", {}),),
     replies: Sequence[str] = (),
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: TextTokenizer | None = None,
     without: Sequence[str] = (),
     limit_s: float = 10.0,
 ) -> None:

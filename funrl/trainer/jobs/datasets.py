@@ -42,7 +42,7 @@ from funrl.data.supervised import (
     text_example,
 )
 from funrl.data.text_lengths import fit_examples, pick
-from funrl.data.tokenizer import chat_text
+from funrl.data.tokenizer import TextTokenizer, chat_text
 from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
 from funrl.environments.hosted import hosted_environment
@@ -75,7 +75,7 @@ PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of 
 SPLIT = 0x5917  # separates the random numbers of held-out prompts from those of shuffling
 
 
-def task_of_prompts(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
+def task_of_prompts(settings: Settings, tokenizer: TextTokenizer, given: Given, rewarded: bool = True) -> Task:
     """The task with its curriculum, where there is one; the others as in `prompts_of`."""
     task = prompts_of(settings, tokenizer, given, rewarded)
     curriculum = given.curriculum
@@ -86,7 +86,7 @@ def task_of_prompts(settings: Settings, tokenizer: object, given: Given, rewarde
     return task._replace(curriculum=curriculum)
 
 
-def prompts_of(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
+def prompts_of(settings: Settings, tokenizer: TextTokenizer, given: Given, rewarded: bool = True) -> Task:
     """The task that is given or that the flags name: prompts and rewards, or the embedded one.
 
     Args:
@@ -150,7 +150,7 @@ def prompts_of_environment(
 
 
 def eval_prompts(
-    settings: Settings, given: Given, form: PromptFormat, tokenizer: object, most: int | None = None
+    settings: Settings, given: Given, form: PromptFormat, tokenizer: TextTokenizer, most: int | None = None
 ) -> Sequence[Example] | None:
     """The prompts that are given to evaluate on: at most `most`, which the seed chooses; None: none are given.
 
@@ -205,7 +205,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
     return "+".join(Path(file.path).stem for file in files)
 
 
-def embedded_prompts(settings: Settings, tokenizer: object) -> Task:
+def embedded_prompts(settings: Settings, tokenizer: TextTokenizer) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
     train = _training_examples(settings, None, tokenizer)
@@ -236,7 +236,7 @@ def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> 
     return _encode_training(task, kind, settings.run.seed, tokenizer)
 
 
-def _encode_training(task: str, kind: str | None, seed: int, tokenizer: object) -> list[Any]:
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: TextTokenizer) -> list[Any]:
     embedded = embedded_task(task)
     if kind is None:
         return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
@@ -278,7 +278,7 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
         raise settings.refusal("{reward_timeout}: only a worker's reward can be ended; give --reward_workers=1 or more")
 
 
-def texts_of(settings: Settings, kind: str, tokenizer: object, config: ModelConfig, given: Given) -> Texts:
+def texts_of(settings: Settings, kind: str, tokenizer: TextTokenizer, config: ModelConfig, given: Given) -> Texts:
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
@@ -329,7 +329,7 @@ def token_limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[i
     return asked, f"--{flag} is {asked}", ()
 
 
-def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: object) -> Texts:
+def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: TextTokenizer) -> Texts:
     """Texts of at most `most` tokens, with remarks; the others as in `fit_examples`."""
     numbers = pairs_of(texts.examples)
     pairs = 0 if numbers is None else len(numbers) - len(np.unique(numbers))
@@ -343,7 +343,7 @@ def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: object)
 
 
 def _text_examples(
-    settings: Settings, flag: str, kind: str, tokenizer: object, records: Sequence[Mapping[str, object]] | None
+    settings: Settings, flag: str, kind: str, tokenizer: TextTokenizer, records: Sequence[Mapping[str, object]] | None
 ) -> tuple[Any, list[str]]:
     """The texts of a caller, or of the files that a flag names, with remarks; None where there are neither."""
     files = data_files(settings, flag) if records is None else []
@@ -375,7 +375,7 @@ def _has_margins(examples: Sequence[Any]) -> bool:
     return examples.has_margin if isinstance(examples, TextFile) else all(x.margin is not None for x in examples)
 
 
-def embedded_texts(settings: Settings, kind: str, tokenizer: object) -> Texts:
+def embedded_texts(settings: Settings, kind: str, tokenizer: TextTokenizer) -> Texts:
     """The embedded task as texts of a kind.
 
     They are demonstrations without errors, pairs of a right and a wrong answer, or one of these with a label, or with
@@ -390,7 +390,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: object) -> Texts:
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
 
 
-def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: object) -> list[Any]:
+def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: TextTokenizer) -> list[Any]:
     """Tokenize an embedded task's texts: records, or rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     form = PLAIN_PROMPTS._replace(step_separator="")
@@ -399,7 +399,7 @@ def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: object) -> list
 
 
 def fit_prompts(
-    task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: object
+    task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: TextTokenizer
 ) -> Task:
     """The task with prompts that are short enough for every model and for --max_prompt_tokens.
 
@@ -494,7 +494,7 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     return tokenizer
 
 
-def _check_tools_shown(tokenizer: object, file: str) -> None:
+def _check_tools_shown(tokenizer: TextTokenizer, file: str) -> None:
     """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
     with blaming("tools"):
         tools = read_tools(file)
@@ -508,7 +508,7 @@ def _check_tools_shown(tokenizer: object, file: str) -> None:
 
 
 def prompt_examples(
-    settings: Settings, flag: str, records: Sequence[object] | None, form: PromptFormat, tokenizer: object
+    settings: Settings, flag: str, records: Sequence[object] | None, form: PromptFormat, tokenizer: TextTokenizer
 ) -> Sequence[Example]:
     """The prompts of a caller, or of the files of a flag, as token ids; a mixture where files have weights.
 

@@ -24,6 +24,7 @@ from funrl.data.prompt_format import PromptFormat, tools_of
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextExample, rows_of_conversation, text_batch
 from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
+from funrl.data.tokenizer import TextTokenizer
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
@@ -46,7 +47,7 @@ class DemonstrationReader(NamedTuple):
     """
 
     field: str
-    tokenizer: object
+    tokenizer: TextTokenizer
     form: PromptFormat
     most: int
     pad: int
