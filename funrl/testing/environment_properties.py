@@ -97,9 +97,8 @@ def check_environment(
       AssertionError: the first property that it lacks, with the environment, its file and line, and what it did.
       ValueError: `without` names what is no property.
     """
-    if tokenizer is None:
-        marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
-        tokenizer = chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
+    marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
+    tokenizer = tokenizer or chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
     prompts = [encode(Prompt(_copied(prompt), dict(fields)), tokenizer) for prompt, fields in examples]
     chat = TemplateChat(tokenizer)
     subject = EnvironmentSubject(

@@ -16,7 +16,7 @@ from funrl import seeds, trees
 from funrl.algos import Algorithm, chain, clipped_surrogate, group_center, reduce, to_tokens, token_mean
 from funrl.data.pictures import PROCESSOR_FILES, picture_form, with_most_pixels, with_picture_form
 from funrl.data.processors.form import PictureForm
-from funrl.data.tokenizer import load_tokenizer
+from funrl.data.tokenizer import TextTokenizer, load_tokenizer
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model
 from funrl.models.huggingface import directories as hf
@@ -118,7 +118,7 @@ def _algorithm() -> Algorithm:
     )
 
 
-def _task(settings: Settings, given: Given, tokenizer: object, most: int) -> Task:
+def _task(settings: Settings, given: Given, tokenizer: TextTokenizer, most: int) -> Task:
     form = format_of(settings, names_of_fields(settings))
     heldout = eval_prompts(settings, given, form, tokenizer, most)
     if heldout is not None:
