@@ -8,8 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from funrl.algos.core import Algorithm
-from funrl.cost.dry_run import RankWork, plain_job, tokens_of
-from funrl.cost.pools import PoolTransfer, pool_estimate, pool_settings, pool_transfers
+from funrl.cost.dry_run import (
+    PoolTransfer,
+    RankWork,
+    plain_job,
+    pool_estimate,
+    pool_settings,
+    pool_transfers,
+    tokens_of,
+)
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
     Schedules,
@@ -32,20 +39,21 @@ from funrl.cost.search import (
     spans_text,
     with_groups,
 )
-from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS, Costs
-from funrl.cost.tracing.estimate import Estimate, stage_of
+from funrl.cost.tracing.estimate import EpisodeCost, Estimate, stage_of
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
-from funrl.cost.tracing.turns import EpisodeCost
 from funrl.cost.verdict import (
     Peak,
     Verdict,
     communication,
+    duration_text,
     hidden,
     peak_of,
     quoted_flags,
     rates_of,
+    size,
     step_seconds,
+    table,
     verdict_of,
     written_flags,
 )
