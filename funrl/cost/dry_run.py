@@ -604,10 +604,9 @@ class _TracedSteps(NamedTuple):
 
 def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _TracedSteps:
     """Traces of the steps of a job, made when they are asked for; the arguments are those of `_phases`."""
-    tokens, hardware = work.tokens, work.hardware
     traces = {} if work.memo is None else work.memo.traces
     mesh = whole.mesh
-    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
+    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), work.tokens)
     settings = job.settings
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
@@ -625,8 +624,8 @@ def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _Tra
         key = repr((changed, layers)), count, learns
         if key not in traces:
             written = trace(first_rows(*scored), learns=False).written if learns else None
-            tracer = tracer_of(once, parts, hardware)
-            traces[key] = trace_step(once, parts, full_rows(once, parts, tokens, count), tracer, learns, written)
+            tracer = tracer_of(once, parts, work.hardware)
+            traces[key] = trace_step(once, parts, full_rows(once, parts, work.tokens, count), tracer, learns, written)
         return traces[key]
 
     mini = math.ceil(rows / settings.updates.minibatches / ranks)

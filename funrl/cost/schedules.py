@@ -637,10 +637,6 @@ class Workload(NamedTuple):
         """Work of a rank of a pool."""
         return RankWork(self.prompt, self.hardware, pool, apart, memo)
 
-    def mean_rows(self, job: RLJob) -> np.ndarray:
-        """[rows] tokens of the rows of a step of a job, if all have the mean length."""
-        return np.full(rows_of_step(job), self.prompt + self.lengths.mean)
-
 
 class DeviceSplit(NamedTuple):
     """A way to split devices.
@@ -728,16 +724,10 @@ def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, w
     """
     short = with_flags(settings, max_new_tokens=max(1, round(lengths.mean)))
     mean, full = (pool_estimate(flags, algorithm, work) for flags in (short, settings))
+    ranks = devices(mean.job.sizes, ROW_AXES)
+    tokens = math.ceil(rows_of_step(mean.job) / ranks) * mean.tokens
     minibatches = settings.updates.minibatches if work.pool == "train" else 1
-    return TracedRanks(times_of(mean, work.hardware)._replace(minibatches=minibatches), full)
-
-
-def times_of(estimate: Estimate, hardware: Hardware) -> UpdateTimes:
-    """Times of the ranks of an estimate, by the tokens of its rows."""
-    job = estimate.job
-    ranks = devices(job.sizes, ROW_AXES)
-    tokens = math.ceil(rows_of_step(job) / ranks) * estimate.tokens
-    return UpdateTimes(ranks, step_seconds(estimate, hardware) / tokens)
+    return TracedRanks(UpdateTimes(ranks, step_seconds(mean, work.hardware) / tokens, minibatches=minibatches), full)
 
 
 def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
@@ -957,16 +947,15 @@ def _devices(split: DeviceSplit) -> str:
     return ", ".join(f"{name} {count}" for name, count in pools)
 
 
+def busy_cells(result: Simulated) -> tuple[str, str, str]:
+    """Seconds of a step, and the shares of the time in which the trainer and the generators work."""
+    return duration_text(result.step), f"{result.trainer_busy:.0%}", f"{result.generators_busy:.0%}"
+
+
 def _numbers(result: Simulated) -> tuple[str, ...]:
-    return (
-        duration_text(result.step),
-        f"{result.steps_per_hour:,.1f}",
-        f"{result.tokens:,.0f}",
-        f"{result.age_mean:.2f}",
-        str(result.age_max),
-        f"{result.trainer_busy:.0%}",
-        f"{result.generators_busy:.0%}",
-    )
+    step, *busy = busy_cells(result)
+    rates = f"{result.steps_per_hour:,.1f}", f"{result.tokens:,.0f}", f"{result.age_mean:.2f}", str(result.age_max)
+    return step, *rates, *busy
 
 
 def schedules_object(schedules: Schedules) -> dict[str, Any]:

@@ -203,9 +203,16 @@ def descend(
     alone = with_flags(settings, mesh="dp1", generate_mesh=None, **UNSHARED)
     base = plain_job(alone, algorithm, hardware.memory)
     axes, unused = usable_axes(settings, base.models)
-    width = check_width(base, tokens_of(settings, algorithm))
     native = settings.engines.abilities.own_steps and settings.devices.generate_mesh is None
-    space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
+    space = Space(
+        given=settings,
+        world=world,
+        base=base,
+        axes=axes,
+        hardware=hardware,
+        width=check_width(base, tokens_of(settings, algorithm)),
+        writes=writes and native and isinstance(base, RLJob),
+    )
     traces: dict[object, Trace] = {}
     known: dict[MeshSplit, Trial | None] = {}
     refused: dict[str, str] = {}
@@ -261,7 +268,8 @@ def _descent(
                 known[changed] = None if hopeless else attempt(changed)
             trial = None if changed is None else known.get(changed)
             if changed is not None and trial is not None and trial.key < best.key:
-                split, failures = changed, 0
+                split = changed
+                failures = 0
                 continue
             if trial is not None and trial.fits and best.fits:
                 moves[number] = lambda split, best: None

@@ -25,7 +25,7 @@ from funrl.models.lora import decoder_of
 from funrl.models.vision.config import VisionLanguageConfig
 from funrl.models.vision.model import VISION
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.scorers import has_environment
@@ -116,11 +116,6 @@ def turns_of(settings: Settings) -> Turns:
         context if assumed.assume_turn_tokens is None else assumed.assume_turn_tokens,
         assumed.assume_tool_seconds or 0.0,
     )
-
-
-def written_tokens(job: RLJob) -> int:
-    """Tokens that the policy writes in a row."""
-    return turns_of(job.settings).replies * job.sampling.max_new_tokens
 
 
 Counted = TypeVar("Counted")
