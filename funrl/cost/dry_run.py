@@ -26,17 +26,7 @@ import torch
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
-from funrl.cost.decoding import (
-    EngineWork,
-    generation,
-    judging,
-    plain_judge,
-    tokens_to_read,
-    verdicts_of_step,
-    with_judge_phase,
-    with_waiting,
-    writes_verdicts,
-)
+from funrl.cost import decoding
 from funrl.cost.rows import (
     WORD,
     RowPlan,
@@ -55,27 +45,8 @@ from funrl.cost.rows import (
     with_owned_bytes,
     written_fields,
 )
+from funrl.cost.tracing import estimate as tracing
 from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, plus, times
-from funrl.cost.tracing.estimate import (
-    MOVES,
-    RESHARD,
-    TRACED,
-    Estimate,
-    FieldShapes,
-    Trace,
-    TracedClock,
-    at_rows,
-    axes_of,
-    first_rows,
-    make_weights,
-    of_all_layers,
-    pretended,
-    rows_of_a_pass,
-    stage_of,
-    tower_layers,
-    tracer_of,
-    turns_of,
-)
 from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds, op_seconds
 from funrl.cost.tracing.tracer import Tracer
 from funrl.cost.verdict import size
@@ -126,9 +97,9 @@ def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, tr
     frozen = {}
     for name, role in parts.roles.items():
         if role.loss is not None:
-            own[name] = make_weights(tracer, role.stored, job.master)
+            own[name] = tracing.make_weights(tracer, role.stored, job.master)
         elif role.base is None:
-            frozen[name] = make_weights(tracer, role.stored, job.dtype)
+            frozen[name] = tracing.make_weights(tracer, role.stored, job.dtype)
     return own, frozen
 
 
@@ -175,7 +146,7 @@ def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, 
     weights = resting["weights"] + max(engine, float(merged))
     bucket = max((staged_bytes(route, BUCKET_BYTES) for route in generator.to_engine.routes), default=0)
     peak = resting | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
-    traffic = {(RESHARD, "all"): Traffic(1, float(most))} if most else {}
+    traffic = {(tracing.RESHARD, "all"): Traffic(1, float(most))} if most else {}
     return Costs({"other": peak}, 0.0, 0.0, traffic)
 
 
@@ -239,8 +210,8 @@ def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: d
     }
     away = offload.offloaded_parts(job.settings.devices.offload)
     for name, costs in phases.items():
-        stage = "update" if stage_of(name) == "reshard" else stage_of(name)
-        stage = "generate" if name == MOVES[0] else stage
+        stage = "update" if tracing.stage_of(name) == "reshard" else tracing.stage_of(name)
+        stage = "generate" if name == tracing.MOVES[0] else stage
         for part in away.difference(offload.NEEDS[stage], ["reference"]):
             costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
         if "reference" in away:
@@ -271,7 +242,7 @@ def pool_phases(
     """
     if pool == "train":
         others = sum(stored_bytes(role, dtype) for name, role in parts.roles.items() if name in apart)
-        gone = {MOVES[0], *(f"score_{name}" for name in apart)}  # rows come from the other ranks
+        gone = {tracing.MOVES[0], *(f"score_{name}" for name in apart)}  # rows come from the other ranks
         return {name: plus(costs, {"weights": -others}) for name, costs in phases.items() if name not in gone}
     own = {kind: -nbytes for kind, nbytes in rests.items()}
     if pool == "generate":
@@ -296,7 +267,7 @@ def step_text(job: Job, tokens: int) -> str:
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens{pictures_text(job, tokens)}"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
     rows = count * job.sampling.samples
-    turns = turns_of(job.settings)
+    turns = tracing.turns_of(job.settings)
     width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
     if turns.gaps:
         return f"{rows:,} episodes of {turns.replies} replies, {width:,} tokens each, all of full length"
@@ -369,7 +340,9 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     job = rl_job(settings, algorithm, models, devices, task)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
-        judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
+        judge = decoding.plain_judge(
+            settings, directory, read_model(directory, settings.models.model_code), sizes, memory
+        )
     others = agent_models(settings, job.agents, model, None, read_model)
     return dataclasses.replace(job, judge=judge, agent_models=others)
 
@@ -430,7 +403,7 @@ class TraceMemo(NamedTuple):
       room: usable bytes of a device; an estimate ends early where the update alone needs more.
     """
 
-    traces: dict[object, Trace]
+    traces: dict[object, tracing.Trace]
     room: float = math.inf
 
 
@@ -467,7 +440,7 @@ def estimate(
     pool: str = "",
     apart: Collection[str] = (),
     memo: TraceMemo | None = None,
-) -> Estimate:
+) -> tracing.Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
@@ -484,28 +457,28 @@ def estimate(
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     work = RankWork(tokens, hardware, pool, apart, memo or TraceMemo({}))
-    with pretended(job.sizes) as mesh:
+    with tracing.pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
-            least = of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
+            least = tracing.of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
             copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
             if (nbytes := max(costs.total for costs in least.values()) + copied + agents) > memo.room:
                 raise TooLargeError(nbytes)
-        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
-        axes = axes_of(mesh)
+        phases = tracing.of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
+        axes = tracing.axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
         engine = 0.0
         served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
-            axes |= axes_of(parts.generator.mesh)
+            axes |= tracing.axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
             held = engine + sum(served.values())
-            phases["generate"], episodes = with_waiting(
+            phases["generate"], episodes = decoding.with_waiting(
                 job, parts.generator, phases["generate"], tokens, held, hardware
             )
             copied = engine + shared if pool == "generate" else engine  # nothing is the trainer's there
@@ -519,17 +492,17 @@ def estimate(
             isinstance(job, RLJob)
             and isinstance(built, GeneratingParts)
             and judge
-            and writes_verdicts(judge, pool, apart)
+            and decoding.writes_verdicts(judge, pool, apart)
         ):
             resting = served | {"weights": served["weights"] + engine}
-            verdicts = judging(job, judge, built, tokens, sum(resting.values()), hardware)
+            verdicts = decoding.judging(job, judge, built, tokens, sum(resting.values()), hardware)
             axes |= verdicts.axes
-            phases = with_judge_phase(phases, verdicts, resting)
+            phases = decoding.with_judge_phase(phases, verdicts, resting)
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
         phases = phases if not pool else pool_phases(phases, parts, job.dtype, rests=rests, pool=pool, apart=apart)
-    return Estimate(
+    return tracing.Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
         step=step_text(job, tokens),
@@ -568,7 +541,7 @@ def check_width(job: Job, tokens: int) -> int:
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
         return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
-    turns = turns_of(job.settings)
+    turns = tracing.turns_of(job.settings)
     width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
     if width > positions:
         more = f", --assume_turns={turns.replies} and --assume_turn_tokens={turns.context}" if turns.gaps else ""
@@ -589,7 +562,7 @@ class _TracedSteps(NamedTuple):
     """
 
     parts: Parts
-    trace: Callable[..., Trace]
+    trace: Callable[..., tracing.Trace]
     scored: tuple[int, int]
     learned: tuple[int, int]
 
@@ -597,7 +570,7 @@ class _TracedSteps(NamedTuple):
         """Costs of the updates of the first rows, whose peaks are below those of all rows."""
         return {
             name: costs
-            for name, costs in self.trace(first_rows(*self.learned), learns=True).phases.items()
+            for name, costs in self.trace(tracing.first_rows(*self.learned), learns=True).phases.items()
             if name.startswith(UPDATES)
         }
 
@@ -611,20 +584,22 @@ def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _Tra
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
     once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
-    layers = [(model.config.layers, model.abilities.layer_kinds, tower_layers(model)) for model in job.models.values()]
+    layers = [
+        (model.config.layers, model.abilities.layer_kinds, tracing.tower_layers(model)) for model in job.models.values()
+    ]
     of_pass = [
-        rows_of_a_pass(budget, int(plan.lengths[0]), mesh)
+        tracing.rows_of_a_pass(budget, int(plan.lengths[0]), mesh)
         for budget in (scoring_budget(settings), settings.updates.token_budget)
     ]
     scored = math.ceil(rows / ranks), of_pass[0]
 
-    def trace(count: int, learns: bool) -> Trace:
+    def trace(count: int, learns: bool) -> tracing.Trace:
         # The generate mesh does not matter, nor does remat where nothing learns.
         changed = with_flags(settings, generate_mesh=None, remat=settings.devices.remat if learns else "none")
         key = repr((changed, layers)), count, learns
         if key not in traces:
-            written = trace(first_rows(*scored), learns=False).written if learns else None
-            tracer = tracer_of(once, parts, work.hardware)
+            written = trace(tracing.first_rows(*scored), learns=False).written if learns else None
+            tracer = tracing.tracer_of(once, parts, work.hardware)
             traces[key] = trace_step(once, parts, full_rows(once, parts, work.tokens, count), tracer, learns, written)
         return traces[key]
 
@@ -649,17 +624,19 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
     learns = work.pool in ("", "train")
     local, scoring = steps.scored
     mini, piece = steps.learned
-    some = steps.trace(min(mini, TRACED * piece) if learns else first_rows(local, scoring), learns=learns)
+    some = steps.trace(
+        min(mini, tracing.TRACED * piece) if learns else tracing.first_rows(local, scoring), learns=learns
+    )
     phases = {}
     if isinstance(whole, GeneratingParts):
         phases["generate"] = _generation(job, whole, steps.parts, work, some.resting)
-    scores = at_rows(functools.partial(steps.trace, learns=False), local, scoring)
+    scores = tracing.at_rows(functools.partial(steps.trace, learns=False), local, scoring)
     owned = owned_bytes(job, work.tokens)
     phases |= with_moves(job, plan, scores, some.token_bytes, owned)
-    again = MOVES[1] in phases  # the step keeps the rows as scored
+    again = tracing.MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
     updates = job.settings.updates
-    learned = at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
+    learned = tracing.at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
     for name, costs in learned.items():
         if name.startswith(UPDATES):
             costs = times(costs, updates.epochs * updates.minibatches)
@@ -685,15 +662,15 @@ def _generation(job: Job, whole: Parts, parts: Parts, work: RankWork, resting: M
     trained = sum(resting.values()) * _stored(whole) / _stored(parts)  # at full depth
     held = own + agent_bytes(job, whole) + (shared if work.pool == "generate" else trained)
     engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
-    costs = generation(
-        EngineWork(
+    costs = decoding.generation(
+        decoding.EngineWork(
             job,
             parts.generator,
             whole.generator,
             prompt_tokens=work.tokens,
             room=FREE_SHARE * max(0.0, work.hardware.memory * USABLE - held) / engines,
             hardware=work.hardware,
-            turns=turns_of(job.settings),
+            turns=tracing.turns_of(job.settings),
         )
     )
     return plus(costs, {"cache": (engines - 1) * costs.peak.get("cache", 0.0)})  # of frozen agents, as much each
@@ -710,8 +687,8 @@ def trace_step(
     rows: Rows,
     tracer: Tracer,
     learns: bool = True,
-    written: FieldShapes | None = None,
-) -> Trace:
+    written: tracing.FieldShapes | None = None,
+) -> tracing.Trace:
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
@@ -732,7 +709,7 @@ def trace_step(
     del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
     traced = dataclasses.replace(parts, roles=roles, agents={})  # each role sees all rows
-    trainer = phases.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
+    trainer = phases.Trainer(job, traced, no_source, frozen, tracing.TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")
@@ -741,7 +718,7 @@ def trace_step(
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
-        with phase_of_moves(MOVES[0]):
+        with phase_of_moves(tracing.MOVES[0]):
             rows, state, _ = phases.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
         for name in (name for name in SCORING_ROLES if name in frozen):
@@ -753,10 +730,10 @@ def trace_step(
         if learns:
             phases.learn_batch(trainer, state, rows)
         else:  # to the next rank: memory depends on the number of rows, not on their destination
-            with phase_of_moves(MOVES[1]):
+            with phase_of_moves(tracing.MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
-    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields(parts, rows))
+    return tracing.Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields(parts, rows))
 
 
 def _token_bytes(rows: Rows) -> int:
@@ -792,7 +769,7 @@ def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
     return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)
 
 
-def pool_estimate(settings: Settings, algorithm: Algorithm, work: RankWork) -> Estimate:
+def pool_estimate(settings: Settings, algorithm: Algorithm, work: RankWork) -> tracing.Estimate:
     """Cost of one step for a rank of a pool.
 
     Args:
@@ -808,7 +785,7 @@ def pool_estimate(settings: Settings, algorithm: Algorithm, work: RankWork) -> E
     return estimate(plain_job(settings, algorithm, work.hardware.memory), *work)
 
 
-def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware) -> Estimate:
+def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware) -> tracing.Estimate:
     """Cost of a step's verdicts on ranks that have the judge alone."""
     sizes = settings.devices.train.chosen
     spread = f"dp{Mesh(sizes).world}"  # a mesh of the policy, which need not divide as the judge does
@@ -821,11 +798,12 @@ def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardw
             raise SettingsError("it runs transformers' own code, which a dry run does not count; leave its pool out")
     judge = job.judge._replace(sizes=sizes)
     job = dataclasses.replace(job, judge=None)
-    with pretended(job.sizes) as mesh:
-        verdicts = judging(job, judge, build(job, mesh, lambda _: None), tokens, 0.0, hardware)
-    read = tokens_to_read(job, judge, tokens)
-    step = f"{verdicts_of_step(job):,} verdicts of {judge.sampling.max_new_tokens:,} tokens, each after {read:,} tokens"
-    return Estimate(
+    with tracing.pretended(job.sizes) as mesh:
+        verdicts = decoding.judging(job, judge, build(job, mesh, lambda _: None), tokens, 0.0, hardware)
+    read = decoding.tokens_to_read(job, judge, tokens)
+    count = decoding.verdicts_of_step(job)
+    step = f"{count:,} verdicts of {judge.sampling.max_new_tokens:,} tokens, each after {read:,} tokens"
+    return tracing.Estimate(
         job=dataclasses.replace(job, model=model, sizes=sizes, generate_sizes=sizes),
         roles=(JUDGE,),
         step=f"{step}, all of full length",
@@ -873,7 +851,7 @@ def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolT
     """
     near = placement.world <= RANKS_PER_NODE
     width = check_width(job, tokens)
-    with pretended(job.sizes) as mesh:
+    with tracing.pretended(job.sizes) as mesh:
         parts = build(dataclasses.replace(job, judge=None), mesh, lambda _: None)  # whose weights are not read
         moves = weight_plan(job, parts, placement)
         sent, received, messages = row_traffic(job, parts, placement, width)
