@@ -31,7 +31,7 @@ from funrl.models.deployed import deployed
 from funrl.rollout.certificate import compare_weights, probe_gap
 from funrl.rollout.native.engine import native_engine
 
-ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
+ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds; the first is not counted", lower_bound=2)
 EMBED = flags.DEFINE_integer("embed", 512, "model width", lower_bound=64)
 LAYERS = flags.DEFINE_integer("layers", 5, "of the model", lower_bound=1)
 LINES = flags.DEFINE_integer("lines", 6, "of the table, from its first", lower_bound=1, upper_bound=6)

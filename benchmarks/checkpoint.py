@@ -46,7 +46,7 @@ from funrl.trainer.storage.shards import Memory, OwnShards, ShardServer, copy_to
 
 MESH = flags.DEFINE_string("mesh", "dp1", "devices by axis")
 GB = flags.DEFINE_float("gb", 1.0, "size of the checkpoint, in 1e9 bytes", lower_bound=0.01)
-ROUNDS = flags.DEFINE_integer("rounds", 4, "rounds, of which the first is not counted", lower_bound=2)
+ROUNDS = flags.DEFINE_integer("rounds", 4, "rounds; the first is not counted", lower_bound=2)
 STEP = flags.DEFINE_float("step_s", 20.0, "seconds of a step on an idle machine", lower_bound=0.1)
 FOLDER = flags.DEFINE_string("folder", None, "where to write; by default a temporary directory")
 

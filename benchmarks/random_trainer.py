@@ -22,7 +22,7 @@ from funrl.trainer.jobs.job import Job
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import Rows, mapped
 from funrl.trainer.steps.sync import sync
 
@@ -62,7 +62,7 @@ def _piece(x: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generat
 def alone(run: Callable[[], T], limit_s: float | None = None) -> T | None:
     """Result of a call in a fork of this process, whose memory is its own; None if it takes longer than `limit_s`.
 
-    What the fork frees goes back to the system at once, so that its resident bytes are those that it uses.
+    What the fork frees goes back to the system at once, so that its resident bytes are the bytes in use.
 
     Raises:
       SystemExit: the call fails; its process has printed why.

@@ -10,7 +10,7 @@
 | flat | one all-gather of all tensors in one buffer, then their slices |
 | DTensor | `redistribute` where the mesh stays, `full_tensor` and a slice where it changes |
 
-The all-gathers go over no more axes than they must: those that split the source and, where the mesh stays, do not split
+The all-gathers go over no more axes than they must: axes that split the source and, where the mesh stays, do not split
 the target. Methods take turns, in another order in every round, with a barrier before and after each; the
 results of the first round, which is not counted, are checked. Printed are medians over the other rounds; a dash stands
 for a flat all-gather that this machine's memory cannot hold (gloo makes a second copy of what it gathers).
@@ -48,7 +48,7 @@ SIZES = {  # vocabulary, width, layers, mlp
     "89mb": (10240, 512, 5, 1536),
     "1gb": (16384, 1536, 8, 4096),
 }
-ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds, of which the first is not counted", lower_bound=2)
+ROUNDS = flags.DEFINE_integer("rounds", 7, "rounds; the first is not counted", lower_bound=2)
 TREE = flags.DEFINE_enum("tree", "89mb", list(SIZES), "size of the tree of weights")
 LINES = flags.DEFINE_integer("lines", 9, "of the table, from its first", lower_bound=1, upper_bound=9)
 BUCKET = flags.DEFINE_integer("bucket_mb", 64, "megabytes that a bucket stages at most", lower_bound=1)

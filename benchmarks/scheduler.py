@@ -50,7 +50,7 @@ KV_BYTES, WEIGHT_BYTES = 2 * 2 * LAYERS * KV_WIDTH, 2 * PARAMETERS
 
 
 class SimulatedClocks:
-    """Clocks of ranks that run as threads, of which the one that is furthest behind goes on."""
+    """Clocks of ranks that run as threads; the one that is furthest behind runs next."""
 
     def __init__(self, ranks: int):
         self.now = [0.0] * ranks
@@ -65,7 +65,7 @@ class SimulatedClocks:
         self._turns[rank].acquire()
 
     def advance(self, rank: int, seconds: float) -> None:
-        """Let time pass on a rank; returns when no other one is further behind."""
+        """Advance a rank's clock; returns when no other one is further behind."""
         self.now[rank] += seconds
         if not self._waiting or (self.now[rank], rank) < self._waiting[0]:
             return

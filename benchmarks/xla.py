@@ -26,7 +26,7 @@ from funrl.models import Model, decoder_config, decoder_model, place
 from funrl.models.model import Layer
 from funrl.optim import adamw, apply_updates
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import MeshProgram, ShardedFunction, copies_on, to_jax
+from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh, to_jax
 
 RATE = 1e-3
 LAYERS = flags.DEFINE_list("layers", ["2", "8"], "depths of the models")
@@ -98,7 +98,7 @@ def main(_: list[str]) -> None:
         plain = step_of(model, None)
         step = step_of(model, as_one_operator(model.layer))
         notes: list[str] = []
-        devices = copies_on(tuple(single().sizes.items()))
+        devices = DeviceCopies(devices_of_mesh(single().sizes))
         program = MeshProgram(ShardedFunction("step", lambda mesh, step=step: step), devices, notes.append)
         lowered = functools.partial(program, params, state, fields)
         runs = [functools.partial(plain, params, state, fields), lowered, by_hand(params, fields)]

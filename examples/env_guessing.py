@@ -9,7 +9,7 @@
 
     python examples/env_guessing.py GUESSING   # writes its files; docs/example_environments.md has what follows
 
-The demonstrator mostly repeats its first number; seldom it goes on with the middle of the bounds. In self-play, against
+The demonstrator mostly repeats its first number and seldom names the middle of the bounds. In self-play, against
 itself or an earlier self, the policy learns to name possible numbers. Half of these games begin with closer bounds, as
 players that agree with each other would see few bounds else. Held-out games are against a fixed player, which names
 any possible number: nobody who begins half of the games wins more than 0.56 of them.

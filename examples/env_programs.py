@@ -57,7 +57,7 @@ PROGRAM_TESTS = 5  # of a program; the first one is shown
 PROBLEMS = 4096  # to train on
 USING_REPORTS = 0.2  # share of the conversations that use the reports of failed tests
 GUESSING = 0.5  # share of the other ones that begin with a random program
-HELD_OUT_VALUES = 7  # of the shown lists those whose digits have a sum of which this is a divisor are held out
+HELD_OUT_VALUES = 7  # shown lists whose digit sum it divides are held out
 LISTS = tuple(itertools.permutations(range(10), 3))  # that tests have
 KEPT_PROGRAMS = 1024  # whose values are remembered
 LONGEST_VALUE = 12  # characters of a value in a report
@@ -239,7 +239,7 @@ class SandboxCache:
     """Values of programs. The sandbox runs a program again only after an error, or when it was forgotten."""
 
     def __init__(self, running: int):
-        """Let at most `running` programs run at a time."""
+        """Allow at most `running` programs at a time."""
         self._slots = threading.Semaphore(running)
         self._guard = threading.Lock()
         self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()

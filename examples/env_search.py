@@ -26,7 +26,7 @@ from task_files import CONVERSATIONS, Task, write_files
 
 from funrl.data.prompts import Prompt
 from funrl.data.records import read_records
-from funrl.environments.builtin.tools import rewarded_tools
+from funrl.environments.builtin.load import rewarded_tools
 from funrl.environments.environment import Environment
 from funrl.loading import LoadError
 from funrl.rewards.call import Reward

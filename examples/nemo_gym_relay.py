@@ -2,7 +2,7 @@
 
     python examples/nemo_gym_relay.py 8017
 
-starts it for NeMo-Gym's `policy_base_url=http://127.0.0.1:8017/v1` and `--env=nemo_gym:URL`. The key of an episode
+starts it for NeMo-Gym's `policy_base_url=http://127.0.0.1:8017/v1` and examples/env_nemo_gym.py. The key of an episode
 is in the body of a request, as its `user`. It is written by hand because it passes bytes on and reads one field.
 """
 

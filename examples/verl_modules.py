@@ -1,9 +1,6 @@
 """The part of verl that tools and agent loops import, for where verl is not installed: it pins an older transformers.
 
-After `import verl_modules`, a file with `from verl.tools.base_tool import BaseTool` imports as it is:
-
-    PYTHONPATH=examples funrl grpo --env=verl:tools.py:MyTool ...      # where tools.py begins with import verl_modules
-
+After `import verl_modules`, as in env_verl.py, a file with `from verl.tools.base_tool import BaseTool` imports.
 The classes have the attributes and methods that environments use, and nothing of verl's trainer. For verl 0.9.1.
 """
 
@@ -252,7 +249,7 @@ VERL_MODULES: Mapping[str, Sequence[Any]] = {
 
 
 def provide_verl() -> None:
-    """Let `import verl.tools.base_tool` and the like work where verl is not installed; verl itself comes first."""
+    """Make `import verl.tools.base_tool` and the like work where verl is not installed; verl itself comes first."""
     if importlib.util.find_spec("verl") is not None:
         return
     for name, members in VERL_MODULES.items():
@@ -262,7 +259,7 @@ def provide_verl() -> None:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of a name, with those that it is in."""
+    """A module of a name, with its parent packages."""
     if name not in sys.modules:
         module = ModuleType(name, "Of funrl, for environments of verl.")
         module.__spec__ = ModuleSpec(name, None, is_package=True)

@@ -35,7 +35,7 @@ class Lost(AssertionError):
 
 
 def command(folder: Path, mesh: str, steps: int) -> list[str]:
-    """Words of a small run that saves every step, and goes on where it was."""
+    """Words of a small run that saves every step, and continues where it was."""
     small = ("--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4", "--warmstart_steps=0")
     rest = ("--eval_prompts=4", "--device=cpu", "--compile=off", "--queue=fixed", "--save_every=1", "--resume")
     program = ["-m", "funrl.experiments.grpo", f"--mesh={mesh}", f"--steps={steps}"]

@@ -47,7 +47,7 @@ def pytest_collect_file(file_path):
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests
 def pytest_collection_modifyitems(items):
-    """Let workers begin with what takes longest, and vLLM's tests with those that fork before there is an engine."""
+    """Order tests: workers begin with the longest, and vLLM's with the ones that fork before there is an engine."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         items[:] = in_order_of_length(items)
     elif WITH_VLLM:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from module_process import end_as_program
 
 from funrl.cli.run import main
 from funrl.models import decoder_model
 from funrl.models.huggingface import directories as hf
-from funrl.processes.module_process import end_as_program
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork
 from funrl.tasks import arithmetic
 
@@ -46,7 +46,7 @@ def run_python(
     Args:
       words: "-m" and a module, or a file, or "-" for a program from the standard input; and its arguments.
       folder: working directory.
-      environment: all variables; a fork does not read those that libraries read when they are imported.
+      environment: all variables; a fork does not read the ones that libraries read when they are imported.
 
     Raises:
       AssertionError: it takes longer than `timeout_s`.
@@ -61,7 +61,7 @@ def run_python(
 def run_with_python(
     command: Sequence[str], environment: Mapping[str, str], timeout_s: int = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that is not Python's and starts `$PYTHON WORDS`, each of which this process forks.
+    """Run a program that is not Python's and starts `$PYTHON WORDS`; this process forks each of these.
 
     Raises:
       AssertionError: it takes longer than `timeout_s`.
@@ -139,7 +139,7 @@ def start_python(
         run_once()
         flush_output()
 
-    def become() -> None:  # between fork and exec, of which there is none
+    def become() -> None:  # runs after the fork; there is no exec
         try:
             os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # the parent waits for the end of a pipe
             gc.enable()

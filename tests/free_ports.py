@@ -12,7 +12,7 @@ _HELD = []  # locks, until this process ends
 def free_port(low: int, high: int) -> int:
     """A port from `low` to `high` that nothing listens at and that no other process of the tests has been given.
 
-    Best below those that the system gives away by itself.
+    Best below the range that the system gives away by itself.
     """
     folder = Path(tempfile.gettempdir()) / f"funrl-test-ports-{os.getuid()}"
     folder.mkdir(exist_ok=True)

@@ -12,11 +12,11 @@ import pytest
 
 
 def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
-    """Parameters of which all but some are slow.
+    """Parameters, all slow but for some.
 
     Args:
       cases: all of them.
-      names: those that are not slow.
+      names: of the ones that are not slow.
     """
     cases = list(cases)
     unknown = [name for name in names if name not in cases]
@@ -26,7 +26,7 @@ def quick(cases: Iterable[Any], names: Collection[Any]) -> list[Any]:
 
 @functools.cache
 def unlike_recipes() -> tuple[str, ...]:
-    """The first recipe of those that read the same fields and have the same roles, losses and need of a filter.
+    """The first of all recipes that read the same fields and have the same roles, losses and need of a filter.
 
     Others differ by formulas, which tests/algos compares with loops, by ranks and micro-batches too.
     """
@@ -51,9 +51,8 @@ XLA_FLAGS = (  # of programs that start JAX: LLVM optimizes little, and MLIR fus
     " --xla_cpu_enable_concurrency_optimized_scheduler=false"  # as funrl.xla.meshes, where another test may begin JAX
 )
 AS_MANY_QUICK_ONES = 20  # take as long as a slow test
-LONG = {  # files that take a minute or more of a core, or long tests of which they have few
+LONG = {  # files that take a minute or more of a core, or have few but long tests
     "test_chaos.py",
-    "test_clock_runs.py",
     "test_compile_phase.py",
     "test_every_flag_acts.py",
     "test_experiments.py",

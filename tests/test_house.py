@@ -164,7 +164,7 @@ def test_every_function_that_a_page_links_to_exists(page):
 
 
 def names_of_module(file):
-    """Names that can be imported from a file: those that it defines, and those that it imports."""
+    """Names that can be imported from a file: its definitions and its imports."""
     source = house.read_source(file)
     return {*source.defined, *(alias.asname or alias.name for node in source.imports for alias in node.names)}
 

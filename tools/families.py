@@ -3,12 +3,11 @@
     python tools/families.py
 
 writes the table anew; `tests/models/test_families_page.py` fails where the page has drifted. A family without notes
-here has those of the head of its file in funrl/models/huggingface/configs.
+here is an error.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: written by tools/families.py -->", "<!-- end of the families -->"
 sys.path.insert(0, str(ROOT))
-
-from funrl.models.huggingface.families import FAMILIES  # noqa: E402
 
 HEAD = "| model_type | beyond Llama | refused | configurations | meshes |\n|---|---|---|---|---|"
 SWITCHES = "those of its switches"  # whose tests name no family
@@ -110,21 +107,14 @@ def table(compared: Sequence[Mapping[str, Any]], meshes: Mapping[str, Sequence[s
 
     Args:
       compared: configurations that tests compare with transformers.
-      meshes: those that tests compare with one device, by the names of families.
+      meshes: by the names of families, the ones that tests compare with one device.
     """
     rows = []
-    for family in (*NOTES, *(name for name in FAMILIES if name not in NOTES)):
-        beyond, refused = NOTES.get(family) or (note_of(family), "")
+    for family, (beyond, refused) in NOTES.items():
         count = sum(raw["model_type"] == family for raw in compared)
         there = ", ".join(f"`{mesh}`" for mesh in dict.fromkeys(meshes.get(family, ()))) or SWITCHES
         rows.append(f"| `{family}` | {beyond} | {refused} | {count} | {there} |")
     return "\n".join([HEAD, *rows])
-
-
-def note_of(family: str) -> str:
-    """Differences of a family from Llama: the first line of its file, such as "The config.json of OLMo 3: windows."."""
-    module = importlib.import_module(f"funrl.models.huggingface.configs.{family}")
-    return (module.__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 def drawn(text: str) -> str:

@@ -166,7 +166,7 @@ def plant(fault: Fault, root: Path) -> bool:
 
 
 def first_failure(fault: Fault, root: Path) -> str | None:
-    """The first test that fails on a planted fault, or None."""
+    """The first test that fails on a planted fault, or the signal that ends the tests; None: all pass."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow and not timed", "-p", "no:cacheprovider"]
     cache = os.environ.get("FUNRL_TEST_CACHE", str(root / "build"))
     environment = {
@@ -187,8 +187,10 @@ def first_failure(fault: Fault, root: Path) -> str | None:
         )
     except subprocess.TimeoutExpired:
         return "no end in time"
+    if run.returncode < 0:
+        return f"ended by signal {-run.returncode}"
     failures = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return (failures or [run.stdout[-200:]])[0] if run.returncode in (1, 2, 3) else None
+    return (failures or [run.stdout[-200:]])[0] if run.returncode else None
 
 
 def _run(faults: list[Fault], numbers: list[int]) -> None:

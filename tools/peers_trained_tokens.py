@@ -63,7 +63,7 @@ MUL = tool("mul", "a", "b")
 ASKS = user("2*3?")
 TURNS = [user("hi"), said("yo"), user("more"), said("ok")]
 TALK = [ASKS, calling("mul", {"a": 2, "b": 3}), answer("6"), said("It is 6.")]
-# Name -> tokenizer, records that lie in one file, of which the first is compared.
+# Name -> tokenizer, records of one file; the first is compared.
 RECORDS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "text": (STORIES, [{"text": "Once upon a time"}]),
     "text_completion": ("qwen3_full", [{"prompt": "2+2=", "completion": "4"}]),
@@ -228,7 +228,7 @@ def trl_results(tokenizer: Any, records: list[dict[str, Any]], folder: str) -> d
 
 
 def without_repeats(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results of two ways, of which the second is left out if it is the same, or if the first trains every token."""
+    """Results of two ways; the second is left out if it is the same, or if the first trains every token."""
     kept = dict(results)
     if len(kept) == 2:
         (first_way, first), (second_way, second) = kept.items()
@@ -324,7 +324,7 @@ def verl_text(
 
 
 def fix_date() -> None:
-    """Let TRL know gpt-oss's template with a fixed date."""
+    """Register gpt-oss's template with a fixed date in TRL."""
     from trl import chat_template_utils as templates
 
     for name in ("gptoss_chat_template", "gptoss_training_chat_template"):

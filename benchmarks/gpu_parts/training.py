@@ -21,7 +21,7 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 
 TURNS = 3  # timed steps
 TIMED_S = 20.0  # in which no further step is begun

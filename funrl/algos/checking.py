@@ -205,7 +205,7 @@ def _signal_on(advantage: Advantage, batch: Batch) -> Any:
     return fields, rest, state, {name: tuple(metric) for name, metric in signal.metrics.items()}
 
 
-def _flat(piece: Advantage, state: Any) -> tuple[list[Advantage], list[Any]]:
+def _flat(piece: Advantage, state: trees.Tree) -> tuple[list[Advantage], list[Any]]:
     """The pieces of nested chains one after the other, with their states."""
     if not piece.pieces:
         return [piece], [state]

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.composition import composition_text
 from funrl.algos.guarding import defined_at, described, guarded, name_of
 from funrl.algos.masks import clean, where_masked
@@ -93,8 +94,8 @@ class Advantage(NamedTuple):
       fields: declarations of the fields beyond `FIELDS` that it makes or reads, by name.
     """
 
-    init: Callable[[], Any]
-    update: Callable[[Signal, Any, Batch], tuple[Signal, Any]]
+    init: Callable[[], trees.Tree]
+    update: Callable[[Signal, trees.Tree, Batch], tuple[Signal, trees.Tree]]
     pieces: tuple[Advantage, ...] = ()
     whole_groups: bool = False
     fields: Mapping[str, Field] = NO_FIELDS
@@ -268,7 +269,7 @@ def stateless(fn: Callable[[Tensor, Batch], Tensor], per: str | None = None) -> 
       per: "row" for a piece on outcomes [B], "token" for one on token rewards [B, T]; None: either.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         if per is not None:
             check_rank(signal, per)
         x = fn(signal.x, batch._replace(mask=signal.mask))
@@ -290,7 +291,7 @@ def chain(*pieces: Advantage) -> Advantage:
     for place, piece in enumerate(pieces, 1):
         _check_piece(piece, f"piece {place} of the chain")
 
-    def update(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: trees.Tree, batch: Batch) -> tuple[Signal, trees.Tree]:
         after = []
         for piece, before in zip(pieces, state, strict=True):
             signal, now = run_piece(piece, signal, before, batch=batch)
@@ -305,7 +306,7 @@ def chain(*pieces: Advantage) -> Advantage:
     return Advantage(lambda: tuple(p.init() for p in pieces), update, pieces, whole_groups=together, fields=fields)
 
 
-def run_piece(piece: Advantage, signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+def run_piece(piece: Advantage, signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
     """Run a piece and check the types of its result, a signal and a state.
 
     Raises:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -25,48 +23,13 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.rewards.call import Reward, describe_function
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_flags
 
 # "FILE.py:NAME", or what `environment_from` takes
 GivenEnvironment = str | Path | Environment | Callable[..., Any] | Sequence[Callable[..., Any]]
 GivenPrompt = str | Sequence[Mapping[str, Any]] | Mapping[str, Any]  # text, messages or a record
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def with_keywords(keywords: str, flags: Iterable[Flag] = ()) -> Callable[[Function], Function]:
-    """Put every keyword into a function's signature, where notebooks look for completions.
-
-    Args:
-      keywords: the typed dict of the function's **keywords, in keywords.pyi.
-      flags: flags whose defaults the signature shows; other defaults depend on the recipe or the model.
-    """
-    defaults = {flag.name: flag.default for flag in flags}
-
-    def named(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, ...), annotation=kind)
-            for name, kind in _keyword_types()[keywords].items()
-        ]
-        function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-        return function
-
-    return named
-
-
-@functools.cache
-def _keyword_types() -> dict[str, dict[str, str]]:
-    """The typed dicts of keywords.pyi, which type checkers read: the text of each keyword's type."""
-    tables: dict[str, dict[str, str]] = {"TypedDict": {}}
-    for table in ast.parse(Path(__file__).with_name("keywords.pyi").read_text()).body:
-        if isinstance(table, ast.ClassDef):
-            entries = (entry for entry in table.body if isinstance(entry, ast.AnnAssign))
-            own = {ast.unparse(entry.target): ast.unparse(entry.annotation) for entry in entries}
-            tables[table.name] = tables[ast.unparse(table.bases[0])] | own
-    return tables
 
 
 def checked_settings(given: Mapping[str, Any], known: Mapping[str, Flag], context: NameContext) -> dict[str, Any]:

@@ -89,11 +89,8 @@ class TrainKeywords(SharedKeywords, total=False):
     save_rollouts: WholeValue
     keep_rollouts: WholeValue | None
     resume: TruthValue
-    overwrite: TruthValue
     staleness: WholeValue
     window: WholeValue
-    clock: TextValue
-    keep_cache: TruthValue
     dry_run: TruthValue
     prompt_tokens: WholeValue | None
     text_tokens: WholeValue | None

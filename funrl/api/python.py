@@ -31,10 +31,8 @@ from funrl.api.arguments import (
     sampling_values,
     settings_and_arguments,
     split_arguments,
-    with_keywords,
 )
 from funrl.api.meshes import choose_mesh
-from funrl.api.summaries import model_summary, run_summary
 from funrl.api.warm_start import warm_started
 from funrl.data.pictures import with_picture_form
 from funrl.data.prompts import Example
@@ -62,20 +60,20 @@ from funrl.trainer.env_check import check_first_episode
 from funrl.trainer.inference import read_stored_model, stored_picture_form, stored_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given, Provenance, input_digests
-from funrl.trainer.jobs.row_source import make_source, open_rewards
+from funrl.trainer.jobs.provenance import Provenance, input_digests
+from funrl.trainer.jobs.row_source import make_source, open_rewards, waiting_of
 from funrl.trainer.loop import Outcome
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.startup import MakeSource
-from funrl.trainer.waiting import waiting_of
 
 if TYPE_CHECKING:
     from funrl.api.keywords import SamplingKeywords, TrainKeywords  # pyright: ignore[reportMissingModuleSource]
 
+TEXT_METRICS = ("eval/reward", "eval/accuracy", "eval/loss")  # metrics that the text of a run shows
 RECORDS = "records"  # in a run's config.json: prompts or texts given in Python
 
 
@@ -90,9 +88,8 @@ class TrainedModel:
         self.directory = Path(directory)
 
     def __repr__(self) -> str:
-        return model_summary(self.directory)
+        return f"<TrainedModel {self.directory}>"
 
-    @with_keywords("SamplingKeywords")
     def generate(self, texts: Sequence[GivenPrompt], seed: int = 0, **sampling: Unpack[SamplingKeywords]) -> list[str]:
         """Complete texts on this device.
 
@@ -110,7 +107,6 @@ class TrainedModel:
         shutil.copytree(self.directory, directory, dirs_exist_ok=True)
 
 
-@with_keywords("SamplingKeywords")
 def generate(
     model: str | Path | TrainedModel,
     texts: Sequence[GivenPrompt],
@@ -216,7 +212,10 @@ class Run:
         return TrainedModel(Path(self.run_dir) / "model")
 
     def __repr__(self) -> str:
-        return run_summary(self.run_dir, self.metrics, self.outcome)
+        first, last, error = self.outcome.first, self.outcome.last, self.outcome.error
+        results = [f"{key} {first[key]:.4g} -> {last.get(key, first[key]):.4g}" for key in TEXT_METRICS if key in first]
+        failure = [] if error is None else [f"failed: {error.strip().splitlines()[0]}"]
+        return f"<Run {self.run_dir}: {', '.join([f'{len(self.metrics)} steps', *results, *failure])}>"
 
 
 class RunError(RuntimeError):
@@ -231,7 +230,6 @@ class RunError(RuntimeError):
         self.run = run
 
 
-@with_keywords("TrainKeywords", settings_flags().values())
 def train(
     recipe: str | Algorithm,
     *,
@@ -381,10 +379,7 @@ def _run(
     run_dir = None
     experiment = Path(name).stem.replace(":", "-")
     try:
-        start = owned_run(
-            chosen.run.run_dir, experiment, config, resume=chosen.run.resume, overwrite=chosen.run.overwrite
-        )
-        with start as owned:
+        with owned_run(chosen.run.run_dir, experiment, config, chosen.run.resume) as owned:
             run_dir = str(owned.path)
             rewards = functools.partial(open_rewards, job)
             try:
@@ -414,7 +409,7 @@ def _run(
 def _written_run(run_dir: str, outcome: Outcome) -> Run:
     """Read a run from its files, and write its report."""
     with contextlib.suppress(ReportError, OSError):  # the run stopped before its first step
-        write_report(run_dir, running=False)
+        write_report(run_dir)
     lines = RunDirectory(Path(run_dir)).metrics
     return Run(run_dir, list(read_lines(lines)) if lines.exists() else [], outcome)
 

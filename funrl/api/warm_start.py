@@ -23,17 +23,16 @@ from filelock import FileLock
 
 import funrl
 from funrl.compiled_kernels.kernel_library import cache_folder
-from funrl.data.file_digests import files_digest
+from funrl.data.cached_datasets import files_digest
 from funrl.models.flat import saved_fields
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.weight_files import WHOLE
 from funrl.processes.environment import read_environment
-from funrl.processes.module_process import module_process
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.jobs.datasets import embedded_examples
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.startup import random_weights
 
 DIGEST = "sha256"  # file with the checksum of a cached model
 SHIPPED = Path(funrl.__file__).parent / "tasks" / "warm_starts"  # a folder like the cache's
@@ -138,16 +137,26 @@ def _run(words: Sequence[str], folder: Path) -> None:
     environment = {name: x for name, x in os.environ.items() if not name.startswith(OF_LAUNCHERS)}
     package = str(Path(funrl.__file__).parents[1])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    environment["OMP_NUM_THREADS"] = "1"
     lines: list[str] = []
-    try:
-        with module_process(PROGRAM, words, folder, environment) as output:
+    command = [sys.executable, "-m", PROGRAM, *words]
+    reader, writer = os.pipe()
+    with open(reader, errors="replace") as output:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=writer, stderr=writer)
+        os.close(writer)
+        try:
             for line in output:
                 lines = [*lines[-20:], line.rstrip()]
                 step = re.match(r"\s*(\d+)/(\d+)\s+(\S+)", line)
                 if step and int(step[1]) % max(1, int(step[2]) // PROGRESS_LINES) == 0:
                     _print(f"warm start: step {step[1]}/{step[2]}, loss {step[3]}")
-    except subprocess.CalledProcessError as error:
-        raise SettingsError("the warm start failed: " + "\n".join(lines)) from error
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            status = process.wait()
+    if status:
+        raise SettingsError("the warm start failed: " + "\n".join(lines))
 
 
 def _key(job: Job) -> str:

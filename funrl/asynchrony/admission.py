@@ -3,13 +3,13 @@
 Groups have numbers. A trainer at version v trains batch v, of P groups; batch b has the places bP to (b+1)P - 1. With
 staleness S and window W
 
-- group i is submitted when every generator in service holds at least version floor(i / P) - S;
+- group i is submitted when every generator holds at least version floor(i / P) - S;
 - a finished group may be consumed if its number is below that of the oldest unconsumed one + W.
 
 At most W - 1 groups overtake group i, so it is trained in batch floor((i + W - 1) / P) at the latest, and its age, the
 version that trains on it less the version that it was submitted at, is at most S + ceil((W - 1) / P). Nothing is
-dropped: a place is filled once, by a group with rows or by an empty one where the group has failed. A group that the
-filter of the algorithm drops gives its place to another prompt, which is submitted under the same bound.
+dropped: a place is filled once, by a group with rows or by an empty one where the group has failed. Where the filter of
+the algorithm drops a group, its generator writes another prompt's for the same place.
 
 An `Admission` is a value: each of its functions returns the next one. It knows neither devices nor time.
 """
@@ -17,7 +17,7 @@ An `Admission` is a value: each of its functions returns the next one. It knows 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class AdmissionError(ValueError):
@@ -76,21 +76,20 @@ class Admission(NamedTuple):
       fresh: number of the first group that was never submitted.
       oldest: number of the first group that is not consumed.
       overtaken: numbers above `oldest` that are consumed.
-      again: number -> version of the first submission, of groups that are submitted again because their generator was
-        lost; None: another prompt takes the place of a group that was filtered.
+      again: numbers below `fresh` of groups that a resumed run submits again.
       running: number -> version of its submission, of groups that generators work on.
       finished: number -> version of its submission, of groups that wait to be consumed.
-      generators: name -> version that it holds, of generators in service.
+      version: the oldest version that a generator holds; None: none holds one yet.
     """
 
     rule: AdmissionRule
     fresh: int = 0
     oldest: int = 0
     overtaken: frozenset[int] = frozenset()
-    again: Mapping[int, int | None] = {}
+    again: tuple[int, ...] = ()
     running: Mapping[int, int] = {}
     finished: Mapping[int, int] = {}
-    generators: Mapping[str, int] = {}
+    version: int | None = None
 
     @property
     def consumed(self) -> int:
@@ -107,37 +106,18 @@ class Admission(NamedTuple):
         """Groups that the batch still lacks, 1 to P."""
         return self.rule.places - self.consumed % self.rule.places
 
-    @property
-    def version(self) -> int | None:
-        """The oldest version that a generator in service holds; None: there is no generator."""
-        return min(self.generators.values(), default=None)
-
-    def version_held(self, generator: str, version: int) -> Admission:
-        """A generator holds a version: it enters service, or has switched to new weights.
+    def version_held(self, version: int) -> Admission:
+        """All generators hold a version.
 
         Raises:
-          AdmissionError: it held a later version, or the version is not trained yet.
+          AdmissionError: they held a later version, or the version is not trained yet.
         """
-        held = self.generators.get(generator, 0)
+        held = self.version or 0
         if version < held or version > self.batch:
             raise AdmissionError(
-                f"generator {generator} reports version {version}; it held {held}, and the trainer is at {self.batch}"
+                f"generators report version {version}; they held {held}, and the trainer is at {self.batch}"
             )
-        return self._replace(generators={**self.generators, generator: version})
-
-    def without(self, generator: str, lost: Iterable[int] = ()) -> Admission:
-        """A generator has left service; groups that are lost with it are submitted again.
-
-        Args:
-          lost: numbers of the groups that no other generator goes on with.
-
-        Raises:
-          AdmissionError: it is not in service, or a group is not running.
-        """
-        if generator not in self.generators:
-            raise AdmissionError(f"generator {generator} is not in service; there are {sorted(self.generators)}")
-        rest = {name: version for name, version in self.generators.items() if name != generator}
-        return self._returned({place: self.running.get(place) for place in lost})._replace(generators=rest)
+        return self._replace(version=version)
 
     def submit(self, until: int) -> tuple[tuple[int, ...], Admission]:
         """Submit all groups that may be: those that wait to be submitted again, then new ones.
@@ -150,17 +130,13 @@ class Admission(NamedTuple):
         version = self.version
         if version is None:
             return (), self
-        again = [place for place in self.again if self.rule.least_version(place) <= version]
+        again = tuple(place for place in self.again if self.rule.least_version(place) <= version)
         fresh = max(self.fresh, min(until, self.rule.submitted_by(version)))
         places = (*again, *range(self.fresh, fresh))
         if not places:
             return (), self
-        waiting = {place: first for place, first in self.again.items() if place not in again}
+        waiting = tuple(place for place in self.again if place not in again)
         running = {**self.running, **dict.fromkeys(places, version)}
-        for place in again:
-            first = self.again[place]
-            if first is not None:  # it may go on from what an older version wrote
-                running[place] = first
         return places, self._replace(fresh=fresh, again=waiting, running=running)
 
     def finish(self, places: Iterable[int]) -> Admission:
@@ -176,14 +152,6 @@ class Admission(NamedTuple):
                 raise AdmissionError(f"group {place} has finished and was not running: a group finishes once")
             finished[place] = running.pop(place)
         return self._replace(running=running, finished=finished)
-
-    def refill(self, places: Iterable[int]) -> Admission:
-        """Running groups are worth no training: other prompts take their places.
-
-        Raises:
-          AdmissionError: one is not running.
-        """
-        return self._returned(dict.fromkeys(places))
 
     def consumable(self, most: int | None = None) -> tuple[int, ...]:
         """The finished groups that the trainer takes now, by number: at most `most`, by default to the batch's end.
@@ -232,43 +200,3 @@ class Admission(NamedTuple):
                 overtaken.remove(oldest)
                 oldest += 1
         return ages, self._replace(finished=finished, overtaken=frozenset(overtaken), oldest=oldest)
-
-    def restarted(self) -> Admission:
-        """The state of a resumed run: unconsumed groups are submitted again, and no generator is in service yet."""
-        again = dict.fromkeys(place for place in range(self.oldest, self.fresh) if place not in self.overtaken)
-        return self._replace(again=again, running={}, finished={}, generators={})
-
-    def as_object(self) -> dict[str, Any]:
-        """The state as JSON holds it, for a checkpoint."""
-        return {
-            "rule": list(self.rule),
-            "fresh": self.fresh,
-            "oldest": self.oldest,
-            "overtaken": sorted(self.overtaken),
-            "again": sorted(self.again.items()),
-            "running": sorted(self.running.items()),
-            "finished": sorted(self.finished.items()),
-            "generators": dict(self.generators),
-        }
-
-    def _returned(self, places: Mapping[int, int | None]) -> Admission:
-        """Take running groups back, to be submitted again in the order of their numbers."""
-        running = dict(self.running)
-        for place in places:
-            if running.pop(place, None) is None:
-                raise AdmissionError(f"group {place} is to be submitted again and was not running")
-        return self._replace(running=running, again=dict(sorted({**self.again, **places}.items())))
-
-
-def admission_of(saved: Mapping[str, Any]) -> Admission:
-    """The state that `Admission.as_object` wrote."""
-    return Admission(
-        rule=AdmissionRule(*saved["rule"]),
-        fresh=saved["fresh"],
-        oldest=saved["oldest"],
-        overtaken=frozenset(saved["overtaken"]),
-        again=dict(saved["again"]),
-        running=dict(saved["running"]),
-        finished=dict(saved["finished"]),
-        generators=dict(saved["generators"]),
-    )

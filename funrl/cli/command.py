@@ -25,7 +25,7 @@ from funrl.flags.foreign.meaning import NameContext
 from funrl.loading import locate
 from funrl.track.records.run_directory import RunDirectory, check_unused, expanded
 from funrl.trainer.settings.declaration import Flag, SettingsError, kinds_of, run_kind
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import resolved
 from funrl.trainer.settings.settings import (
     Settings,
     flag_values,
@@ -136,7 +136,7 @@ def read_command(experiment: Experiment, argv: Sequence[str], writes: bool, rewa
         common = flags.read(experiment.common, line.argv)
         source, settings = _read_common(experiment, common, line)
         if writes and settings.run.run_dir and not settings.estimate.dry_run and not settings.run.resume:
-            check_unused(RunDirectory(expanded(settings.run.run_dir)), settings.run.overwrite)
+            check_unused(RunDirectory(expanded(settings.run.run_dir)))
         return _read_recipe(experiment, common, line, source=source, settings=settings, rewarded=rewarded)
 
 

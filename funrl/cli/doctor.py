@@ -1,4 +1,4 @@
-"""The command `funrl doctor`: devices, versions and speed of this machine, and whether a command line would run on it.
+"""The command `funrl doctor`: devices and versions of this machine, and whether a command line would run on it.
 
     funrl doctor
     funrl doctor grpo --mesh=dp2 --model=DIR --prompts=FILE.jsonl --reward=FILE.py:function
@@ -9,14 +9,10 @@ A command line is checked as the run would check it before it starts ranks; noth
 from __future__ import annotations
 
 import ast
-import functools
-import math
 import os
 import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import funrl
 from funrl.cli.command import Experiment, read_command, with_mesh, with_models
@@ -24,11 +20,6 @@ from funrl.flags.arguments import full_source, recipe_names
 from funrl.loading import shared_folder_of_files
 from funrl.track.records.run_directory import installed_version
 from funrl.trainer.settings.declaration import SettingsError
-
-if TYPE_CHECKING:  # torch is imported after the checks of a command line that do not need it
-    import torch
-
-    from funrl.mesh.mesh import Mesh
 
 REQUIRED = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "tensorstore", "tensorboard")
 OPTIONAL = {
@@ -41,8 +32,6 @@ OPTIONAL = {
     "orbax-checkpoint": "reading checkpoints with orbax",
     "trl": "benchmarks",
 }
-MEASURED_S = 0.1  # duration of one measurement
-MESSAGE_BYTES = 2**24
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -52,10 +41,8 @@ def doctor(argv: Sequence[str]) -> int:
       argv: "doctor", then the command line of a run, or nothing.
     """
     words = [word for word in argv[1:] if word != "funrl"]
-    problem, sizes, device = would_run(words) if words else ("", {}, None)
-    sections = [("this machine", machine()), ("packages", packages())]
-    sections.append(("measured", [*collective_rates(sizes, device), *rates(device)]))
-    for title, rows in sections:
+    problem = problem_of_run(words) if words else ""
+    for title, rows in (("this machine", machine()), ("packages", packages())):
         print(f"{title}:")
         for name, text in rows:
             print(f"  {name:<28}{text}")
@@ -65,8 +52,8 @@ def doctor(argv: Sequence[str]) -> int:
     return 1 if problem else 0
 
 
-def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
-    """The reason why a command line would not run ("" if it would), its mesh and its device.
+def problem_of_run(words: Sequence[str]) -> str:
+    """The reason why a command line would not run; "" if it would.
 
     Args:
       words: an experiment or recipe and its flags.
@@ -78,14 +65,14 @@ def would_run(words: Sequence[str]) -> tuple[str, dict[str, int], str | None]:
             from funrl.cost.report import dry_run
 
             dry_run(command.settings, command.compose)
-            return "", {}, None
+            return ""
         from funrl.trainer.jobs.prepare import prepare
 
         command = with_mesh(command)
-        job = prepare(command.settings, command.compose)
+        prepare(command.settings, command.compose)
     except (ValueError, OSError, ImportError) as error:
-        return str(error).rstrip(), {}, None
-    return "", job.sizes, job.device
+        return str(error).rstrip()
+    return ""
 
 
 def experiment_of(name: str) -> Experiment:
@@ -157,82 +144,3 @@ def packages() -> list[tuple[str, str]]:
     rows = [(name, installed_version(name) or "missing") for name in ("funrl", *REQUIRED)]
     rows.append(("recipes, examples, docs", str(shared_folder_of_files() or "not installed")))
     return rows + [(name, installed_version(name) or f"not installed (for {use})") for name, use in OPTIONAL.items()]
-
-
-def rates(device: str | None = None) -> list[tuple[str, str]]:
-    """Speed of matrix products and of memory on one device.
-
-    Args:
-      device: "cpu" or "cuda"; None: cuda if there is one.
-    """
-    import torch
-
-    from funrl.mesh.launch import device_type
-
-    device = device or device_type()
-    accelerator = device == "cuda"
-    n = 8192 if accelerator else 512
-    nbytes = 2**30 if accelerator else 2**25
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.ones(n, n, dtype=dtype, device=device)
-        seconds = _seconds(functools.partial(torch.mm, x, x), accelerator)
-        name = str(dtype).removeprefix("torch.")
-        rows.append((f"matrix product, {name}", f"{2 * n**3 / seconds / 1e12:.3g} TFLOP/s ({n} x {n}, {device})"))
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    seconds = _seconds(functools.partial(torch.empty_like(source).copy_, source), accelerator)
-    return [*rows, ("memory, read and written", f"{2 * nbytes / seconds / 1e9:.3g} GB/s")]
-
-
-def _seconds(work: Callable[[], torch.Tensor], accelerator: bool) -> float:
-    """Seconds per call, over the calls within `MEASURED_S` after a first one."""
-    import torch
-
-    def wait() -> float:
-        if accelerator:
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    work()
-    calls = 0
-    begin = wait()
-    while not calls or time.perf_counter() - begin < MEASURED_S:
-        work()
-        calls += 1
-    return (wait() - begin) / calls
-
-
-def collective_rates(sizes: dict[str, int], device: str | None) -> list[tuple[str, str]]:
-    """Speed of an all-reduce over all ranks of a mesh on this machine; empty for a single device.
-
-    Args:
-      sizes: axis sizes of the mesh.
-      device: "cpu" or "cuda".
-    """
-    from funrl.mesh.launch import WorkerError, launch
-    from funrl.mesh.text import text
-
-    if math.prod(sizes.values()) == 1:
-        return []
-    name = f"all-reduce over {text(sizes)}"
-    try:
-        seconds = launch(_all_reduce_seconds, sizes, device)
-    except (WorkerError, ValueError) as error:
-        return [(name, f"failed: {str(error).strip().splitlines()[0]}")]
-    return [(name, f"{MESSAGE_BYTES / seconds / 1e9:.3g} GB/s of a message of {MESSAGE_BYTES / 1e6:.0f} MB")]
-
-
-def _all_reduce_seconds(mesh: Mesh) -> float:
-    """Seconds of one all-reduce; every rank makes the same number of them."""
-    import torch
-
-    from funrl.mesh.collectives import psum
-    from funrl.mesh.mesh import AXES
-
-    x = torch.ones(MESSAGE_BYTES // 4, device=mesh.device)
-    repeats = 3
-    float(psum(x, mesh, AXES)[0])  # the first call opens connections; float() waits for the device
-    begin = time.perf_counter()
-    for _ in range(repeats):
-        float(psum(x, mesh, AXES)[0])
-    return (time.perf_counter() - begin) / repeats

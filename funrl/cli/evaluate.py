@@ -25,7 +25,6 @@ from funrl.api.arguments import (
     given_of,
     mesh_text,
     split_arguments,
-    with_keywords,
 )
 from funrl.api.python import RECORDS
 from funrl.cli.inference_flags import PROMPTS, REWARDS, SAMPLED, inference_flags
@@ -46,14 +45,12 @@ from funrl.track.records.run_directory import (
 from funrl.track.records.run_lock import owned_run
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.env_check import check_first_episode
-from funrl.trainer.inference import ALL, given_objects, prepare_inference, run_inference
+from funrl.trainer.inference import ALL, prepare_inference, run_inference, with_prompts
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import open_rewards, remarks_on_sampling
 from funrl.trainer.settings.checks import data_files
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
-from funrl.trainer.settings.scorers import EPISODE_FLAGS, has_environment, scorers_of
+from funrl.trainer.settings.scorers import EPISODE_FLAGS, Given, has_environment, resolved, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_values, settings_flags, settings_of
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
@@ -99,7 +96,6 @@ class InferenceTask(NamedTuple):
     seed: int
 
 
-@with_keywords("EvaluateKeywords", inference_flags("evaluate"))
 def evaluate(
     model: str | Path,
     *,
@@ -170,10 +166,10 @@ def evaluate(
 
 def _check_rewarded(settings: Settings, given: Given) -> None:
     """Raises: SettingsError, nothing rewards the completions."""
-    objects = given_objects(settings, given)
-    embedded = settings.examples.prompts is None and not objects.prompts
+    prompted = with_prompts(settings, given)
+    embedded = settings.examples.prompts is None and prompted.records is None
     rewarded = settings.rewards.reward is not None or given.rewards is not None or bool(scorers_of(settings))
-    if not (embedded or rewarded or has_environment(settings, objects)):
+    if not (embedded or rewarded or has_environment(settings, prompted)):
         raise SettingsError(
             "an evaluation needs a --reward=FILE.py:function or --reward_model=DIR, or an --env=FILE.py:NAME"
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from funrl.cli.line import read_words
 from funrl.cli.replay import recorded_command
-from funrl.cli.run import PLAIN
+from funrl.cli.run import PLAIN_ERRORS
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import Mesh
@@ -30,10 +30,10 @@ from funrl.processes.environment import read_environment
 from funrl.track.records.run_directory import RunDirectory
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.prepare import prepare
+from funrl.trainer.jobs.row_source import waiting_of
 from funrl.trainer.placement.joined import join_run
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.waiting import waiting_of
 
 RUN_LOOK_S = 0.5  # between two looks for the directory of a run
 
@@ -60,10 +60,10 @@ def join_command(argv: Sequence[str]) -> int:
             functools.partial(_generate, job, run, wait_s),
             job.sizes,
             job.device,
-            (*PLAIN, PeerError),
+            (*PLAIN_ERRORS, PeerError),
             waiting=waiting_of(job),
         )
-    except (WorkerError, PeerError, *PLAIN) as error:
+    except (WorkerError, PeerError, *PLAIN_ERRORS) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 1
     if not read_environment():

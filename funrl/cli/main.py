@@ -9,7 +9,6 @@ funrl serve RUN_DIR --port=8000
 funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
-funrl compare RUN_DIR OTHER_RUN_DIR
 funrl join RUN_DIR
 funrl replay RUN_DIR --rows
 funrl replay RUN_DIR OTHER_RUN_DIR
@@ -106,7 +105,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name in MODULES:
         module, _, function = MODULES[name].partition(":")
         return getattr(importlib.import_module(module), function)
-    own = {"export": export, "report": pages, "compare": pages, "explain": explain_recipe}
+    own = {"export": export, "report": report_runs, "explain": explain_recipe}
     return own.get(name, inference)
 
 
@@ -175,19 +174,13 @@ def export(argv: Sequence[str]) -> int:
     return 0
 
 
-def pages(argv: Sequence[str]) -> int:
-    """Run `funrl report RUN` or `funrl compare RUN RUN ... [--to=FILE.html]`; return the exit status."""
-    from funrl.track.report.compare import write_comparison
+def report_runs(argv: Sequence[str]) -> int:
+    """Run `funrl report RUN ...`; return the exit status."""
     from funrl.track.report.page import write_report
 
-    compares = argv[0] == "compare"
-    own = [Flag("to", "compare.html", str, optional=False, text="the file to write")] if compares else []
-    runs, line = read_words(own, argv, COMMANDS[argv[0]].usage, most=None)
-    if compares:
-        print(f"open {write_comparison(runs, line.values['to'])}")
-    else:
-        for run in runs:
-            print(f"open {write_report(run)}")
+    folders, _ = read_words([], argv, COMMANDS["report"].usage, most=None)
+    for folder in folders:
+        print(f"open {write_report(folder)}")
     return 0
 
 

@@ -25,7 +25,7 @@ from funrl.api.warm_start import warm_started
 from funrl.cli.command import Command
 from funrl.cli.first_difference import first_difference
 from funrl.cli.line import read_words
-from funrl.cli.run import PLAIN
+from funrl.cli.run import PLAIN_ERRORS
 from funrl.cli.usages import COMMANDS
 from funrl.environments.logged import LoggedEnvironment
 from funrl.flags.arguments import arguments_of, find_recipe, full_source
@@ -44,11 +44,10 @@ from funrl.trainer.differences import by_phase
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.replay import Replayed, replay
 from funrl.trainer.settings.declaration import Flag, SettingsError, above, at_least
-from funrl.trainer.settings.scorers import has_environment
+from funrl.trainer.settings.scorers import Given, has_environment
 from funrl.trainer.settings.settings import settings_flags, settings_of, with_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
 from funrl.trainer.sources.observing import Observer
@@ -103,8 +102,8 @@ def replay_command(argv: Sequence[str]) -> int:
     try:
         with warm_started(job) as started:
             program = functools.partial(_rank, started, run, step, logged)
-            steps = launch(program, job.sizes, job.device, PLAIN, waiting=WaitLimits(timeout))
-    except (WorkerError, *PLAIN) as error:
+            steps = launch(program, job.sizes, job.device, PLAIN_ERRORS, waiting=WaitLimits(timeout))
+    except (WorkerError, *PLAIN_ERRORS) as error:
         print(f"error: {str(error).rstrip()}", file=sys.stderr)
         return 2
     verdicts = [verdict_lines(repeated, line.values["tolerance"] or 0.0) for repeated in steps]
@@ -140,8 +139,6 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
         problem = f"the bits of what the engine samples depend on the rows beside (--engine={engine})"
     elif tokens is not None and episodes:
         problem = f"turns were sampled in several steps (--new_tokens_per_step={tokens})"
-    elif groups is None and flags.get("keep_cache"):
-        problem = "tokens were sampled on keys and values of several weights (--keep_cache)"
     elif episodes and not agents:
         problem = "no episodes are saved, which --save_rollouts does"
     if problem:
@@ -206,7 +203,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
     if missing:
         raise SettingsError(f"{file}: --{missing[0]} is missing; another version of {source} made this run")
     placed = recorded.get("place")
-    by_turns = {"place": None, "staleness": 0, "window": 1, "clock": "wall", "keep_cache": False}
+    by_turns = {"place": None, "staleness": 0, "window": 1}
     together = {} if placed is None else by_turns | {"mesh": _trained_on(placed, recorded.get("mesh", ""))}
     changed = HERE | together | ({} if mesh is None else SHARDING | {"mesh": mesh})
     fields: dict[str, Any] = {flag: value for flag, value in recorded.items() if flag in settings_flags()} | changed

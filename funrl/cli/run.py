@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do
 ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio", "examples")
 SMALL_EVALUATION = 100  # below this many held-out examples, the last line gives their number
 # Errors whose message is enough: no traceback is shown.
-PLAIN = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
+PLAIN_ERRORS = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: Any) -> int:
@@ -96,7 +96,7 @@ def _main(name: str, argv: Sequence[str] | None, algorithm: str | None, defaults
                 _say(_check_resume(command, inputs), first)
             check_first_episode(_job(command))
             if first:
-                owner = owned_run(asked.run_dir, name, command.flags, resume=asked.resume, overwrite=asked.overwrite)
+                owner = owned_run(asked.run_dir, name, command.flags, asked.resume)
                 run_dir = str(owned.enter_context(owner).path)
         except (ValueError, OSError, ImportError) as error:
             return _ended(2, f"error: {error}", first)
@@ -119,8 +119,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
     from funrl.api.warm_start import warm_started
     from funrl.mesh.launch import WorkerError, launch
     from funrl.processes.workers import interrupt_asked, stop_asked
-    from funrl.trainer.jobs.row_source import open_rewards
-    from funrl.trainer.waiting import waiting_of
+    from funrl.trainer.jobs.row_source import open_rewards, waiting_of
 
     job = _job(command)
     status = 0
@@ -133,7 +132,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
                 program,
                 job.launched,
                 job.device,
-                PLAIN,
+                PLAIN_ERRORS,
                 before=lambda rank: open_rewards(_job(command), rank),
                 waiting=waiting_of(job),
             )
@@ -152,7 +151,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
         text = _explained(error)
         status = 1
         problem = f"error: {text}{'' if '--resume' in text else _newest(run_dir)}"
-        if stop_asked() and not interrupt_asked() and isinstance(error, (WorkerError, *PLAIN)):
+        if stop_asked() and not interrupt_asked() and isinstance(error, (WorkerError, *PLAIN_ERRORS)):
             status = 143
             problem = "terminated before the first step was done"
     if run_dir is not None and not (status and leave_nothing(RunDirectory(Path(run_dir)))):
@@ -160,7 +159,7 @@ def _run(command: Command, run_dir: str | None, first: bool, inputs: Mapping[str
         from funrl.track.report.run_files import ReportError
 
         try:
-            report = f"open {write_report(run_dir, running=False)}"
+            report = f"open {write_report(run_dir)}"
         except ReportError as error:  # the run stopped before its first step, or the disk is full
             report = f"no report: {error}"
         except KeyboardInterrupt:
@@ -233,7 +232,7 @@ def _explained(error: BaseException) -> str:
     """An error's message and notes if they are enough, else its traceback."""
     from funrl.mesh.launch import WorkerError
 
-    if isinstance(error, (WorkerError, *PLAIN)):
+    if isinstance(error, (WorkerError, *PLAIN_ERRORS)):
         return "\n".join([str(error).rstrip(), *getattr(error, "__notes__", ())])
     return f"rank {os.environ.get('RANK', 0)} failed:\n{''.join(traceback.format_exception(error)).rstrip()}"
 

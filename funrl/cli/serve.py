@@ -27,9 +27,9 @@ from funrl.serve.session import Session, choices_of
 from funrl.trainer.checkpoints.stored_models import StoredModel, find_stored_model
 from funrl.trainer.inference import build_with_weights, prepare_inference
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import chat_of
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 
 CHECKED = [{"prompt": "?"}]  # a prompt by which tokenizer and model are checked before ranks are started
 MOST_TURNS = 1 << 20

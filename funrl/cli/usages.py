@@ -28,7 +28,6 @@ COMMANDS = {
         "funrl export RUN_DIR [--step=N] [--to=DIR] [--adapter] [--save_dtype=X] [--overwrite]",
     ),
     "report": SmallCommand("HTML report of a run", "funrl report RUN ..."),
-    "compare": SmallCommand("HTML comparison of several runs", "funrl compare RUN RUN ... [--to=FILE.html]"),
     "import": SmallCommand(
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",

@@ -75,8 +75,7 @@ from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, chec
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
-from funrl.trainer.jobs.prepare import rl_job, text_job, texts_kind
-from funrl.trainer.jobs.sampling import new_tokens
+from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
 from funrl.trainer.jobs.sharding import check_layouts, splits_residual
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind

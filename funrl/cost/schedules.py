@@ -337,7 +337,6 @@ class SimulatedGenerators:
         return complete
 
 
-GENERATORS = "generators"  # all replicas take new weights at the same time: for the rule they are one
 GRAINS = 50  # looks at the generators in a mean completion, while rows end all the time
 
 
@@ -497,7 +496,7 @@ class _World:
         self.random = np.random.default_rng(seed)
         self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
-        self.admission = Admission(run.rule.checked()).version_held(GENERATORS, 0)
+        self.admission = Admission(run.rule.checked()).version_held(0)
         self.lengths: dict[int, np.ndarray] = {}
         rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
         self.grain = run.iteration_seconds(rows) * run.lengths.mean / GRAINS
@@ -541,7 +540,7 @@ class _World:
                 self.busy_before = self.generators.busy
         while self.transfers and self.transfers[0][0] <= end:
             version = heapq.heappop(self.transfers)[1]
-            self.admission = self.admission.version_held(GENERATORS, version)
+            self.admission = self.admission.version_held(version)
             self.generators.read_again()
 
     def measured(self) -> Simulated:

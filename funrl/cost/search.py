@@ -53,7 +53,7 @@ from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.jobs.job import Job, RLJob
-from funrl.trainer.jobs.sampling import new_tokens
+from funrl.trainer.jobs.prepare import new_tokens
 from funrl.trainer.jobs.sharding import generate_sizes
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags

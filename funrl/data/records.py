@@ -137,17 +137,17 @@ def rows_in_memory(records: Sequence[object]) -> Sequence[Any]:
     return [without_arrow_nulls(row) for row in records] if is_arrow else records
 
 
-def open_records(path: str | Path, check: Callable[[Any], None]) -> Records:
+def open_records(source: str | Path | TableRows, check: Callable[[Any], None]) -> Records:
     """Open a file and check every record once. Records are held in memory only if the format needs it.
 
     Args:
-      path: path of a file, or name of a dataset.
+      source: path of a file, name of a dataset, or rows in memory.
       check: raises a ValueError for an unusable record.
 
     Raises:
       DataError: the file cannot be read, or a record fails the check; the message names the first such record.
     """
-    table = open_table(Path(path)).indexed()
+    table = source if isinstance(source, TableRows) else open_table(Path(source)).indexed()
     places = array("q")
     for place, record in table.scan():
         try:

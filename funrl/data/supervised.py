@@ -47,20 +47,19 @@ from funrl.data.json_lines import DataError
 from funrl.data.messages import (
     THOUGHT_FIELDS,
     ChatMessage,
+    RecordRemarks,
     are_messages,
     are_usual,
     check_chat_roles,
     normal_messages,
 )
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.packing import pad_rows
-from funrl.data.pair_halves import PairHalves, is_pair
 from funrl.data.pictures import expand_placeholders, flags_after, picture_form_of, pictures_of
 from funrl.data.processors.form import PictureForm
 from funrl.data.processors.reading import ReadPatches
 from funrl.data.prompt_format import PLAIN_PROMPTS, PromptFormat, format_messages, format_prompt, marked, tools_of
-from funrl.data.record_remarks import RecordRemarks
-from funrl.data.records import FORMATS, Records, open_records
+from funrl.data.records import FORMATS, Records, TableRows, open_records
 from funrl.data.tokenizer import TokenizerError, encode_after, encode_text_prompt
 from funrl.kinds import OwnedLines
 
@@ -183,11 +182,16 @@ class TextFile(Sequence[TextExample]):
 
 
 def load_examples(
-    path: str | Path, kind: str, tokenizer: object, fields: Fields | None = None, form: PromptFormat = PLAIN_PROMPTS
+    source: str | Path | TableRows,
+    kind: str,
+    tokenizer: object,
+    fields: Fields | None = None,
+    form: PromptFormat = PLAIN_PROMPTS,
 ) -> TextFile:
     """Open a file of examples; blank lines are skipped. See `records` for what is held in memory.
 
     Args:
+      source: as in `open_records`.
       kind: one of `TEXT_FIELDS`.
       fields: names of fields -> columns, as in `rename_columns`.
       form: of the prompts.
@@ -211,9 +215,9 @@ def load_examples(
         count += 1
         without_margin += normal.get("margin") is None
 
-    records = open_records(path, check)
+    records = open_records(source, check)
     if not len(records):
-        raise DataError(f"{path}: the file is empty; {kind} are {FORMATS}")
+        raise DataError(f"{source}: the file is empty; {kind} are {FORMATS}")
     lines = tuple(remarks.lines(records.where))
     if paired:
         halves = Records(PairHalves(records, fields), np.arange(2 * len(records)))
@@ -503,3 +507,58 @@ def _labels(examples: Sequence[TextExample], mask_BT: torch.Tensor) -> torch.Ten
         else:
             label_T.copy_(labels.expand_as(label_T))
     return label_BT
+
+
+SIDES = ("chosen", "rejected")
+
+
+def is_pair(record: object) -> bool:
+    """True for a record, after `rename_columns`, with a chosen and a rejected text and no completion."""
+    return isinstance(record, Mapping) and set(SIDES) <= set(record) and "completion" not in record
+
+
+def half_of(record: Mapping[str, object], rejected: bool) -> dict[str, Any]:
+    """One text of a pair with its label.
+
+    Args:
+      record: after `rename_columns`.
+      rejected: whether to take the rejected text instead of the chosen one.
+
+    Raises:
+      DataError: it has no prompt, and its conversations have no common prefix.
+
+    >>> half_of({"prompt": "a", "chosen": "b", "rejected": "c"}, rejected=True)
+    {'prompt': 'a', 'completion': 'c', 'label': False}
+    """
+    pair = text_columns(record, "preferences")
+    rest = {name: value for name, value in pair.items() if name not in (*SIDES, "margin")}
+    return rest | {"completion": pair[SIDES[rejected]], "label": not rejected}
+
+
+def halves_of(record: Any) -> list[Any]:
+    """Both texts of a pair, after `rename_columns`; other records unchanged."""
+    return [half_of(record, rejected) for rejected in (False, True)] if is_pair(record) else [record]
+
+
+class PairHalves(NamedTuple):
+    """A table of the texts of pairs: index 2 n is the chosen text of pair n, 2 n + 1 the rejected one.
+
+    Attributes:
+      pairs: the records.
+      fields: names of fields -> columns, as in `rename_columns`.
+    """
+
+    pairs: Records
+    fields: Fields
+
+    def read(self, place: int) -> dict[str, Any]:
+        """Read a text with its label."""
+        return half_of(rename_columns(self.pairs[place // 2], self.fields), bool(place % 2))
+
+    def where(self, place: int) -> str:
+        """The file and the line of a text's pair."""
+        return self.pairs.where(place // 2)
+
+    def sizes(self) -> np.ndarray:
+        """[texts] bytes of each pair's text."""
+        return np.repeat(self.pairs.sizes(), 2)

@@ -12,8 +12,7 @@ import numpy as np
 from funrl.data.columns import rename_columns
 from funrl.data.conversations import Text
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture
-from funrl.data.order import ReorderedItems
+from funrl.data.order import Mixture, ReorderedItems
 from funrl.data.pictures import pictures_of, reading_of
 from funrl.data.processors.reading import read_ahead
 from funrl.data.prompts import Example

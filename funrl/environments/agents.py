@@ -84,8 +84,11 @@ def parse_agents(text: str | None) -> AgentMap:
             models[agent] = ""
             continue
         if (second := re.fullmatch(rf"{POLICY}:(.*)", role)) is not None:
-            models[agent] = _policy_name(item, second[1])
-            policies[models[agent]] = None
+            models[agent] = name = second[1]
+            if not name.isidentifier() or name == POLICY:
+                problem = f"{name!r} cannot name a second policy; give a name such as {POLICY}:other"
+                raise ValueError(f"{item!r}: {problem}")
+            policies[name] = None
             continue
         model = _frozen_model(item, role)
         name = next((name for name, known in frozen.items() if known == model), agent)
@@ -112,12 +115,6 @@ def with_environment(agents: AgentMap, environment: object) -> AgentMap:
     if not whole.trained_by(""):
         raise ValueError(f"no agent of {', '.join(declared)} is the policy, so it does not learn; map one to {POLICY}")
     return whole
-
-
-def _policy_name(item: str, name: str) -> str:
-    if not name.isidentifier() or name == POLICY:
-        raise ValueError(f"{item!r}: {name!r} cannot name a second policy; give a name such as {POLICY}:other")
-    return name
 
 
 def _frozen_model(item: str, role: str) -> FrozenModel:

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 from funrl.data.conversations import CALL_ID, REPLY, encode_prompt
 from funrl.data.json_lines import DataError
 from funrl.data.messages import normal_messages
-from funrl.data.tokenizer import THINK, RenderedChat, TokenizerError, encode_as_text, encode_rendered, render_chat
+from funrl.data.tokenizer import (
+    THINK,
+    RenderedChat,
+    TokenizerError,
+    chat_text,
+    encode_as_text,
+    encode_rendered,
+    render_chat,
+)
 from funrl.environments.forms.drift import SAME, NodeText, drift_cause
 from funrl.environments.forms.picture_parts import collapsed_tokens, expanded_tokens, without_pictures
 from funrl.environments.forms.response_templates import END_THINK, REPLY_FORMS, checked_form, form_of
@@ -26,6 +34,11 @@ from funrl.rollout.policy import ReadReply, RunEndingError, Tools
 HEADER_TOKENS = 256  # before a reply, among which its parser finds how the turn was opened
 TOKEN_CHARACTERS = 8  # of a token, at most, in a result that is cut
 CACHED_RENDERINGS = 256  # renderings that do not depend on messages
+USER: Message = {"role": "user", "content": "?"}
+TOOL: Message = {"role": "tool", "name": "f", "content": "?", "tool_call_id": CALL_ID}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "description": "a number"}}, "required": ["a"]}
+SOME_TOOLS = ({"type": "function", "function": {"name": "f", "description": "FUNRL-TOOL", "parameters": SCHEMA}},)
+ANOTHER = "another template (--chat_template=FILE)"
 
 
 class UnknownFormError(TokenizerError, RunEndingError):
@@ -172,8 +185,12 @@ class TemplateChat:
         return cause, self.options.history == "template" and bool(cause) and cause not in SAME
 
     def _history(self, messages: Sequence[Message]) -> list[Message]:
-        """A synthetic question, and messages as templates demand them."""
-        return self.prepared([{"role": "user", "content": "?"}, *_with_ids(messages)])
+        """A synthetic question, and messages whose calls have the ids that templates demand."""
+        history = [USER]
+        for message in messages:
+            calls = [{"id": f"call{number:05}", **call} for number, call in enumerate(message.get("tool_calls") or ())]
+            history.append({**message, "tool_calls": calls} if calls else message)
+        return self.prepared(history)
 
     def _part(self, node: Node) -> NodeText:
         end = self._raw(node.tokens[-1:]) if node.finish == "stop" else ""
@@ -228,7 +245,7 @@ class TemplateChat:
         if calls:
             functions = [{"name": name, "arguments": {}} for name in calls]
             reply["tool_calls"] = [{"type": "function", "id": CALL_ID, "function": call} for call in functions]
-        conversation = [{"role": "user", "content": "?"}, reply]
+        conversation = [USER, reply]
         whole = self._render(conversation, tools, opens=False).text
         ordinal = whole.count(REPLY) - 1
         if ordinal < 0 and not calls:
@@ -255,7 +272,7 @@ class TemplateChat:
         if id(tools) not in self._openings:
             if len(self._openings) >= CACHED_RENDERINGS:
                 self._openings.clear()
-            self._openings[id(tools)] = (tools, self._render([{"role": "user", "content": "?"}], tools).text)
+            self._openings[id(tools)] = (tools, self._render([USER], tools).text)
         return self._openings[id(tools)][1]
 
     def _opens_thoughts(self, before: Sequence[int], tools: Tools) -> bool:
@@ -332,9 +349,50 @@ def check_chat(chat: TemplateChat, tools: Tools = ()) -> None:
     Raises:
       TokenizerError, DataError: as in `TemplateChat.continuation`.
     """
-    chat.continuation([{"role": "user", "content": "?"}], tools)
+    chat.continuation([USER], tools)
     if tools:
-        chat.continuation([{"role": "tool", "name": "f", "content": "?", "tool_call_id": CALL_ID}], tools)
+        chat.continuation([TOOL], tools)
+
+
+def template_limits(chat: TemplateChat, tools: bool) -> list[str]:
+    """Lines about what a chat template does not allow, each with the way out; none where there is no template.
+
+    Args:
+      chat: with the template.
+      tools: whether the environment has tools.
+    """
+    if chat.tokenizer.chat_template is None:
+        return []
+    lines = [_append_limit(chat, "a user's message", USER, f"start a new trajectory for every turn, or give {ANOTHER}")]
+    if not lines[0]:
+        rendered, begin, _ = chat.after_reply([USER])
+        if not chat.first_mark(rendered.text[begin:]):
+            lines.append(
+                "has no mark that ends a turn: a reply that was cut off runs into what follows it; raise "
+                "--max_new_tokens"
+            )
+    try:
+        shown = not tools or "FUNRL-TOOL" in chat_text(chat.tokenizer, [USER], SOME_TOOLS, chat.arguments)
+    except Exception:  # templates may raise anything
+        shown = False
+    if not shown:
+        lines.append(f"shows no tools: describe them in a system message and name --tool_parser, or give {ANOTHER}")
+    elif tools:
+        way_out = f"answer calls by messages of the user, or give {ANOTHER}"
+        lines.append(_append_limit(chat, "a tool's result", TOOL, way_out))
+        if not chat.form and getattr(chat.tokenizer, "response_template", None) is None:
+            lines.append(f"shows no known form of calls: name it, --tool_parser={'|'.join(REPLY_FORMS)}")
+    return ["the chat template " + line for line in lines if line]
+
+
+def _append_limit(chat: TemplateChat, what: str, message: Message, way_out: str) -> str:
+    try:
+        chat.after_reply([message], SOME_TOOLS if message is TOOL else ())
+    except TokenizerError as error:
+        return f"refuses {what} behind a reply ({str(error)[-200:]}): {way_out}"
+    except DataError:
+        return f"renders a reply anew where {what} follows: {way_out}"
+    return ""
 
 
 def continued_text(before: Sequence[int], tokens: Sequence[int], decode: Any) -> str:
@@ -363,15 +421,3 @@ def _after_user(messages: Sequence[Message]) -> Sequence[Message]:
         if message.get("role") == "user" and not (number and messages[number - 1].get("tool_calls"))
     ]
     return messages[asks[-1] + 1 :] if asks else ()
-
-
-def _with_ids(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose calls and results have the ids that each other has, for templates that demand some."""
-    done: list[Message] = []
-    for message in messages:
-        calls = message.get("tool_calls")
-        if calls:
-            named = [{"id": f"call{number:05}", **call} for number, call in enumerate(calls)]
-            message = {**message, "tool_calls": named}
-        done.append(message)
-    return done

@@ -89,15 +89,3 @@ class PlainEnvironment(Protocol):
     def close(self) -> None:
         """As of `MessageEnvironment`."""
         ...
-
-
-def answer_delay(environment: object) -> int:
-    """Iterations of the engine that an environment's answers take with --clock=tokens: its `delay_steps`, or 1.
-
-    Raises:
-      ValueError: that is not a whole number, 0 or more.
-    """
-    delay = getattr(environment, "delay_steps", 1)
-    if not isinstance(delay, int) or delay < 0:
-        raise ValueError(f"the environment's delay_steps is {delay!r}; give a whole number of iterations, 0 or more")
-    return delay

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from funrl.data.prompts import Example
+from funrl.rollout.episode_replay import completion_of
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import Policy, RunEndingError
 from funrl.rollout.requests import Completion
@@ -59,8 +60,7 @@ class MissingEpisodeError(RunEndingError):
 class LoggedEnvironment:
     """An `Environment` that repeats the episodes of a log: no other environment is called.
 
-    A turn that differs is noted, and what follows is asked for after the tokens of the log. So each turn is compared
-    by itself.
+    Each turn is asked for after the tokens of the log, so that it is compared by itself; one that differs is noted.
 
     Attributes:
       agents: names of the agents, as those of the environment that made the log.
@@ -97,8 +97,14 @@ class LoggedEnvironment:
                 f"the log has no episode of the prompt {example.text!r:.{PROMPT_CHARACTERS}} with the seed {seed}: it "
                 "is of another run, or prompts, --seed or the steps before it are not as they were"
             )
-        again = await self._repeated(policy, logged.episode, episode_name(logged, example))
-        return with_nodes(logged.episode, again)
+        ends = {node: end for end in reversed(logged.episode.ends) for node in end.nodes() if node.sampled}
+        tasks = [asyncio.create_task(_sample_again(policy, end, node)) for node, end in ends.items()]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return self.resampled(logged, example, dict(zip(ends, completions, strict=True)))
 
     def resampled(self, logged: LoggedEpisode, example: Example, completions: Mapping[Node, Completion]) -> Episode:
         """An episode of a log with its turns as they are sampled now.
@@ -130,33 +136,6 @@ class LoggedEnvironment:
                 again[node] = now
         return with_nodes(logged.episode, again)
 
-    async def _repeated(self, policy: Policy, episode: Episode, name: str) -> dict[Node, Node]:
-        """The nodes of an episode, sampled again where the policy sampled them; all that are ready at a time."""
-        tasks: dict[Node, asyncio.Task[Node]] = {}
-        for end in episode.ends:
-            for node in end.nodes():
-                if node not in tasks:
-                    parent = None if node.parent is None else tasks[node.parent]
-                    tasks[node] = asyncio.create_task(self._again(policy, end, node, parent, name))
-        try:
-            nodes = await asyncio.gather(*tasks.values())
-        finally:
-            for task in tasks.values():
-                task.cancel()
-        return dict(zip(tasks, nodes, strict=True))
-
-    async def _again(
-        self, policy: Policy, end: Trajectory, node: Node, parent: asyncio.Task[Node] | None, name: str
-    ) -> Node:
-        """A node of a trajectory as it is now, or as it was where the turn differs."""
-        before = None if parent is None else await parent
-        if not node.sampled:
-            return dataclasses.replace(node, parent=before)
-        if before is None or node.sampling is None or node.seed is None:
-            raise ValueError(f"{name}: a sampled node has no request, so it cannot be sampled again")
-        _, longer = await policy.request(dataclasses.replace(end, leaf=before), node.sampling, node.seed)
-        return self._compared(end.agent, node, longer.leaf, name)
-
     def _compared(self, agent: str, node: Node, again: Node, name: str) -> Node:
         """The turn that was sampled again; the one of the log where they differ, which is noted."""
         self.compared += 1
@@ -169,6 +148,14 @@ class LoggedEnvironment:
         first = min(len(now), len(node.tokens)) if token is None else token
         self.unlike.append(UnlikeTurn(name, agent, turn, first, list(node.tokens), now))
         return dataclasses.replace(node, parent=again.parent)
+
+
+async def _sample_again(policy: Policy, end: Trajectory, node: Node) -> Completion:
+    """A sampled node of a trajectory again, after the tokens that the log has before it."""
+    if node.parent is None or node.sampling is None or node.seed is None:
+        raise ValueError("a sampled node has no request, so it cannot be sampled again")
+    _, longer = await policy.request(dataclasses.replace(end, leaf=node.parent), node.sampling, node.seed)
+    return completion_of(longer.leaf)
 
 
 def episode_name(logged: LoggedEpisode, example: Example) -> str:

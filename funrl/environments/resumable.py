@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
-_CALLERS: ContextVar[tuple[asyncio.Task[Any], ...]] = ContextVar("callers", default=())
+_CALLERS: ContextVar[tuple[asyncio.Task[object], ...]] = ContextVar("callers", default=())
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
 
 
@@ -58,7 +58,7 @@ class _OpenCall:
     begun: Completion | None
     fresh: int = 0
     parked: bool = False
-    task: asyncio.Task[Any] | None = dataclasses.field(default_factory=asyncio.current_task)
+    task: asyncio.Task[object] | None = dataclasses.field(default_factory=asyncio.current_task)
 
     def turn(self) -> Trajectory:
         """The trajectory with the turn so far."""
@@ -108,7 +108,9 @@ class ResumablePolicy(LoggedPolicy):
         self._open: list[_OpenCall] = []
         self._fresh: dict[int | None, int] = {}  # by seed of an ended call: its tokens since the last `renew`
         self._renewed: asyncio.Future[None] | None = None
-        self._callers: dict[asyncio.Task[Any], Sequence[asyncio.Task[Any]]] = {}  # with the callers that began them
+        self._callers: dict[
+            asyncio.Task[object], Sequence[asyncio.Task[object]]
+        ] = {}  # with the callers that began them
         self._parked_at = 0.0
 
     @property

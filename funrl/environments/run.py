@@ -8,7 +8,7 @@ import functools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
@@ -182,28 +182,11 @@ class Tickets:
         return self.groups[begin : begin + count]
 
 
-class Pace(Protocol):
-    """The iterations of an engine at which calls of the policy enter it and episodes end."""
-
-    async def ask(self, number: int) -> None:
-        """Wait until the next call of an episode enters."""
-        ...
-
-    def answered(self, number: int) -> None:
-        """Note that the call has been completed."""
-        ...
-
-    async def end(self, number: int) -> None:
-        """Wait until an episode ends."""
-        ...
-
-
 class EpisodeRunner:
     """The episodes of a replica, on its event loop.
 
     Attributes:
       setup: how the policy samples and renders.
-      pace: when calls enter the engine; None: when they are made.
       limits: of each episode.
       resident: the engine, from `run` on.
       costs: of each episode, by its number.
@@ -217,7 +200,6 @@ class EpisodeRunner:
         self.costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
         self.attempts = 0
         self.setup = setup
-        self.pace: Pace | None = None
         self._environment = environment
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
@@ -265,10 +247,7 @@ class EpisodeRunner:
     async def _episode(self, example: Example, number: int, seed: int) -> Episode:
         """Run one episode."""
         try:
-            episode = await self._attempts(example, number, seed)
-            if self.pace is not None:
-                await self.pace.end(number)
-            return episode
+            return await self._attempts(example, number, seed)
         finally:
             self._beginning.discard(number)
             self._unfinished.discard(number)
@@ -314,14 +293,8 @@ class EpisodeRunner:
     ) -> Completion:
         self._beginning.discard(number)
         with clock.policy():
-            if self.pace is not None:
-                await self.pace.ask(number)
             self.resident.keep(number, len(prompt) + sampling.max_new_tokens)
-            try:
-                completion = await self.resident.complete(prompt, sampling, *request, model=model)
-            finally:
-                if self.pace is not None:
-                    self.pace.answered(number)
+            completion = await self.resident.complete(prompt, sampling, *request, model=model)
         self.resident.keep(number, len(prompt) + len(completion.tokens))
         self._add_cost(number, EpisodeSpending(recomputed=completion.recomputed))
         return completion

@@ -1,19 +1,14 @@
-"""Text environments of gymnasium and of SkyRL-gym, which a reply steps whatever calls it may look like.
+"""Text environments of gymnasium, which a reply steps: --env=gymnasium:ID, gymnasium:FILE.py:NAME.
 
-| --env | environment |
-|---|---|
-| gymnasium:ID, gymnasium:FILE.py:NAME | a class with `reset` and `step`; gymnasium 1.4, https://gymnasium.farama.org |
-| skyrl:ID, skyrl:FILE.py:NAME | a class with `init`, `step`, `close`; for skyrl-gym 0.4, https://docs.skyrl.ai |
-
-Neither need be installed for a class that imports nothing of it.
+A class has `reset` and `step`, and gymnasium need not be installed for one that imports nothing of it. Written for
+gymnasium 1.4; reference: https://gymnasium.farama.org
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from funrl.data.prompts import Example
@@ -29,16 +24,15 @@ from funrl.rollout.policy import Policy
 GYM_PROMPT = "Act in the environment."
 GYM_EPISODES = 256
 GYM_METHODS = ("reset", "step")
-TEXT_ENV_METHODS = ("init", "step", "close")
 
 
 def load_gymnasium(
     name: str,
-    action: str | Callable[[str], Any] | None = None,
-    show: str | Callable[[Any], str] = str,
+    action: str | Callable[[str], object] | None = None,
+    show: str | Callable[[object], str] = str,
     instruction: str = GYM_PROMPT,
     episodes: int = GYM_EPISODES,
-    **arguments: Any,
+    **arguments: object,
 ) -> Environment:
     """A text environment of gymnasium.
 
@@ -83,7 +77,7 @@ def load_gymnasium(
     return AdaptedEnvironment(run, seeded_prompts(instruction, episodes))
 
 
-def _maker(name: str) -> Callable[..., Any]:
+def _maker(name: str) -> Callable[..., object]:
     """The class of a file, or what makes a registered environment. Raises: LoadError."""
     if ":" in name and ".py" in name:
         kind = load_object(FLAG, name)
@@ -102,7 +96,7 @@ def _maker(name: str) -> Callable[..., Any]:
     return functools.partial(gymnasium.make, name)
 
 
-def _parser_of(space: Any) -> Callable[[str], Any]:
+def _parser_of(space: Any) -> Callable[[str], object]:
     """The parser of texts into actions of a space."""
     if not hasattr(space, "n"):
         return str
@@ -116,55 +110,3 @@ def _parser_of(space: Any) -> Callable[[str], Any]:
         return int(numbers[-1])
 
     return parse
-
-
-def load_skyrl(name: str, config: Mapping[str, Any] | None = None) -> Environment:
-    """An environment of SkyRL-gym.
-
-    Args:
-      name: of a registered environment, such as "gsm8k", or "FILE.py:NAME" of a class.
-      config: of all its objects, `env_config`.
-
-    Raises:
-      LoadError: it cannot be loaded, or skyrl-gym is not installed.
-    """
-    if ":" in name:
-        return skyrl_environment(load_object(FLAG, name), config)
-    try:
-        import skyrl_gym  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise LoadError(f"it needs skyrl-gym ({error}): pip install skyrl-gym") from error
-    if name not in skyrl_gym.registry:
-        raise LoadError(f"skyrl-gym has no environment {name!r}; it has {', '.join(sorted(skyrl_gym.registry))}")
-    return skyrl_environment(functools.partial(skyrl_gym.make, name), config)
-
-
-def skyrl_environment(make: Any, config: Mapping[str, Any] | None = None) -> Environment:
-    """An environment of a class with `init`, `step` and `close`, or of what makes its objects.
-
-    Args:
-      make: takes `env_config`, and `extras`, the fields of the record.
-
-    Raises:
-      TypeError: a class lacks a method.
-    """
-    missing = [name for name in TEXT_ENV_METHODS if isinstance(make, type) and not hasattr(make, name)]
-    if missing or not callable(make):
-        raise TypeError(f"{make!r:.100} is no environment of SkyRL-gym: it lacks {', '.join(missing) or 'a call'}")
-
-    async def run(policy: Policy, example: Example, seed: int) -> Episode:
-        extras = {"seed": seed, **copy.deepcopy(example.fields)}
-        environment = await call(make, env_config=dict(config or {}), extras=extras)
-        try:
-            messages, _ = await call(environment.init, list(map(dict, example_messages(example))))
-
-            async def act(text: str) -> tuple[Sequence[Message], float | None, bool]:
-                output = await call(environment.step, text)
-                reward = output["reward"]
-                return output["observations"], None if reward is None else float(reward), bool(output["done"])
-
-            return await text_turns(policy, messages, act)
-        finally:
-            await call(environment.close)
-
-    return AdaptedEnvironment(run)

@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from funrl.environments.builtin.load import FLAG, NO_ARGUMENTS, bound, load_environment
 from funrl.environments.environment import Environment
-from funrl.foreign.gym_text import load_gymnasium, load_skyrl
-from funrl.foreign.nemo_gym import load_nemo_gym
+from funrl.foreign.gym_text import load_gymnasium
 from funrl.foreign.openenv import load_openenv
 from funrl.foreign.program import load_program
-from funrl.foreign.tinker import load_tinker
-from funrl.foreign.trl import load_trl
 from funrl.foreign.verifiers import load_verifiers
-from funrl.foreign.verl import load_verl
 from funrl.loading import LoadError
 
 # Prefix of --env -> (what follows it, **arguments) -> environment.
 FRAMEWORKS: Mapping[str, Callable[..., Environment]] = {
     "gymnasium": load_gymnasium,
-    "nemo_gym": load_nemo_gym,
     "openenv": load_openenv,
     "program": load_program,
-    "skyrl": load_skyrl,
-    "tinker": load_tinker,
-    "trl": load_trl,
     "verifiers": load_verifiers,
-    "verl": load_verl,
 }
 
 
-def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
+def named_environment(text: str, arguments: Mapping[str, object] = NO_ARGUMENTS) -> Environment:
     """The environment that "FRAMEWORK:NAME" names, see `FRAMEWORKS`, or else as in `load_environment`.
 
     Raises:
@@ -51,7 +41,7 @@ def named_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) ->
         raise LoadError(f"--{FLAG}={text}: {error}") from error
 
 
-def _of_file(text: str, arguments: Mapping[str, Any]) -> Environment:
+def _of_file(text: str, arguments: Mapping[str, object]) -> Environment:
     try:
         return load_environment(text, arguments)
     except LoadError as error:

@@ -110,11 +110,11 @@ def load_openenv(
 
 
 async def _calls(
-    policy: Policy, connection: Any, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+    policy: Policy, connection: Any, messages: Sequence[Message], tools: Sequence[dict[str, object]] | None
 ) -> Episode:
     """Run tool calls of the policy until it replies without a call. `tools` are those of a typed action, or None."""
 
-    async def act(name: str, arguments: Mapping[str, Any]) -> ToolOutput:
+    async def act(name: str, arguments: Mapping[str, object]) -> ToolOutput:
         call = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
         return _output_of(await _ask(connection, "step", arguments if tools is not None else call))
 
@@ -137,7 +137,7 @@ async def _replies(policy: Policy, connection: Any, messages: Sequence[Message],
     return await text_turns(policy, messages, act, written=lambda reply: str(reply.message["content"]))
 
 
-async def _ask(connection: Any, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+async def _ask(connection: Any, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
     """Data of the answer to a message of a session.
 
     Raises:
@@ -155,7 +155,7 @@ async def _ask(connection: Any, kind: str, data: Mapping[str, Any]) -> dict[str,
     raise ConnectionError(f"the OpenEnv server answers {kind} with {content.get('code')}: {problem}")
 
 
-async def _send(connection: Any, message: Mapping[str, Any]) -> None:
+async def _send(connection: Any, message: Mapping[str, object]) -> None:
     """Send a message; of a server that has closed the connection, the last one that it sent says why."""
     from websockets.exceptions import ConnectionClosed  # type: ignore[import-not-found]
 
@@ -163,7 +163,7 @@ async def _send(connection: Any, message: Mapping[str, Any]) -> None:
         await connection.send(json.dumps(message, default=str))
 
 
-async def _mcp_tools(connection: Any) -> list[dict[str, Any]]:
+async def _mcp_tools(connection: Any) -> list[dict[str, object]]:
     """Schemas of the tools of an environment."""
     observation = (await _ask(connection, "step", {"type": "list_tools"})).get("observation") or {}
     return [
@@ -176,7 +176,7 @@ async def _mcp_tools(connection: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_schema(name: str, description: str, parameters: Mapping[str, object]) -> dict[str, object]:
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -197,7 +197,7 @@ def _below(root: str, name: str) -> str:
     return place._replace(path=f"{place.path.rstrip('/')}/{name}").geturl()
 
 
-def _action_tool(schema: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def _action_tool(schema: Mapping[str, object], fields: Mapping[str, object]) -> dict[str, object]:
     """The tool of a typed action."""
     parameters = {"type": "object", "properties": dict(fields)}
     parameters |= {key: schema[key] for key in ("required", "$defs") if key in schema}
@@ -215,7 +215,7 @@ def _output_of(data: Mapping[str, Any]) -> ToolOutput:
     return ToolOutput(_observation_text(observation), reward=reward, ends=bool(data.get("done")))
 
 
-def _observation_text(observation: Mapping[str, Any]) -> str:
+def _observation_text(observation: Mapping[str, object]) -> str:
     """The text of an observation: of its only field, or JSON of its fields; without any, of its metadata."""
     if "tool_name" in observation and "result" in observation:
         result = observation["result"]  # of a tool of MCP, perhaps wrapped

@@ -19,7 +19,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
@@ -36,12 +35,12 @@ from funrl.serve.programs import endpoint_environment
 ENDPOINT_ARGUMENTS = ("base_url", "api_key")  # at least one of them is an argument
 
 
-def load_program(name: str, **arguments: Any) -> Environment:
+def load_program(name: str, **arguments: object) -> Environment:
     """The environment of the program that "FILE.py:NAME" names; the arguments are the same at every call."""
     return agent_program(load_object(FLAG, name), **arguments)
 
 
-def agent_program(program: Any, **arguments: Any) -> Environment:
+def agent_program(program: object, **arguments: object) -> Environment:
     """An environment of a program that asks an endpoint.
 
     Args:
@@ -58,7 +57,7 @@ def agent_program(program: Any, **arguments: Any) -> Environment:
     if not callable(run):
         raise TypeError(f"{program!r:.100} is neither a function nor has it run(base_url, api_key, ...)")
     check_installed()
-    of_class: dict[str, Any] = {}
+    of_class: dict[str, object] = {}
     if isinstance(program, type):
         of_class = taken_values(program, arguments)
         run = program(**of_class).run
@@ -75,7 +74,7 @@ def agent_program(program: Any, **arguments: Any) -> Environment:
         prompt = example.messages if example.conversational else example.text
         record = {"prompt": prompt, **example.fields}
 
-        async def asked(messages: list[Message], **place: Any) -> float | None:
+        async def asked(messages: list[Message], **place: object) -> float | None:
             values = {"messages": messages, "data": record, "metadata": example.fields, **record, **place, **own}
             result = await call(run, **taken_values(run, values))
             if isinstance(result, Mapping):

@@ -1,8 +1,7 @@
 """Environments of verifiers: --env=verifiers:TASKSET, --env=verifiers:ENVIRONMENT+TASKSET.
 
-Its agents ask the endpoint of the episode. With `TrainClientConfig`, the default, verifiers renders and sends token
-ids to /inference/v1/generate, and each node of a trace's graph becomes a node here. With relay=True it forwards what a
-program asks, in any dialect, and the endpoint renders it by the run's chat template.
+Its agents ask the endpoint of the episode: verifiers renders and sends token ids to /inference/v1/generate, and each
+node of a trace's graph becomes a node here.
 
 Written for verifiers 0.4.0; reference: https://docs.primeintellect.ai/verifiers
 """
@@ -42,9 +41,8 @@ JOIN_S = 5.0
 def load_verifiers(
     name: str,
     tasks: int = DEFAULT_TASKS,
-    config: Mapping[str, Any] | None = None,
-    renderer: Mapping[str, Any] | None = None,
-    relay: bool = False,
+    config: Mapping[str, object] | None = None,
+    renderer: Mapping[str, object] | None = None,
 ) -> Environment:
     """An environment of verifiers.
 
@@ -54,7 +52,6 @@ def load_verifiers(
       config: of the environment, as under [env] in verifiers' files, such as {"taskset": {...}, "agent": {...}}. An
         agent without a runtime has the subprocess runtime, one without a harness that of the taskset or "null".
       renderer: of `TrainClientConfig`, such as {"name": "qwen3"}; None: one by the run's chat template.
-      relay: forward chats instead of token ids.
 
     Raises:
       LoadError: verifiers is not installed, or has no such environment.
@@ -71,25 +68,22 @@ def load_verifiers(
         raise LoadError(f"{type(error).__name__}: {error}") from error
     if not bounded:
         raise LoadError("the taskset has no task")
-    return _Verifiers(environment, bounded, renderer, relay)
+    return _Verifiers(environment, bounded, renderer)
 
 
 class _Verifiers:
     """See `load_verifiers`."""
 
-    def __init__(self, environment: Any, tasks: Sequence[Any], renderer: Mapping[str, Any] | None, relay: bool):
+    def __init__(self, environment: Any, tasks: Sequence[Any], renderer: Mapping[str, object] | None):
         roles = tuple(environment._agent_specs)
         self.agents = (POLICY,) if len(roles) == 1 else (POLICY, *roles)
         self._environment = environment
         self._tasks = tasks
         self._renderer = renderer
-        self._relay = relay
         self._serving = _Serving(environment)
         self._tokenizers: dict[int, tempfile.TemporaryDirectory[str]] = {}
-        if relay and len(roles) > 1:
-            raise LoadError(f"relay=True: which of the agents {', '.join(roles)} asks is not known; leave it out")
 
-    def prompts(self, seed: int) -> Sequence[Mapping[str, Any]]:
+    def prompts(self, seed: int) -> Sequence[Mapping[str, object]]:
         """The tasks in their order."""
         names = [task.data.prompt_text or task.data.name or f"task {n}" for n, task in enumerate(self._tasks)]
         return [{"prompt": [{"role": "user", "content": name}], "task": n} for n, name in enumerate(names)]
@@ -105,11 +99,6 @@ class _Verifiers:
             if session.limit is None and not self._environment.complete(episode):
                 raise RuntimeError(f"the episode of verifiers failed: {_problem(episode)}")
             recorded = session.trajectories()
-        if self._relay:
-            values = [trace_reward(trace) for trace in episode.traces]
-            return Episode(
-                recorded, {POLICY: _mean(values)}, parts=mean_parts(_numbers(episode)), status=session.limit or "done"
-            )
         name = POLICY if len(self.agents) == 1 else None
         ends, rewards, turns = graph_trajectories(episode, recorded, name)
         if not ends:
@@ -118,11 +107,9 @@ class _Verifiers:
 
     def _client(self, endpoint: Endpoint, policy: Policy) -> Any:
         """Configuration of the client of an episode."""
-        from verifiers.v1 import EvalClientConfig, TrainClientConfig  # type: ignore[import-not-found]
+        from verifiers.v1 import TrainClientConfig  # type: ignore[import-not-found]
 
         place = {"base_url": endpoint.base_url, "api_key_var": NO_KEY, "headers": {"x-api-key": endpoint.api_key}}
-        if self._relay:
-            return EvalClientConfig(**place)
         chat = policy.chat
         assert isinstance(chat, TemplateChat)  # serve_policy has checked it
         renderer = self._renderer or {"name": "default", "tool_parser": TOOL_PARSERS.get(chat.form), **chat.arguments}

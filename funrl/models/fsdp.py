@@ -120,7 +120,7 @@ def regathering(layers: object) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
-def _numbered(params: Any, stored: Any, compute: Any, number: Any, itemsize: int) -> Any:
+def _numbered(params: trees.Tree, stored: trees.Tree, compute: trees.Tree, number: Any, itemsize: int) -> Any:
     """The tree with the number of its group in place of each group: a leaf, some layers, or a dict of leaves."""
     if isinstance(params, dict) and not all(isinstance(x, Tensor) for x in params.values()):
         return {
@@ -136,7 +136,7 @@ def _numbered(params: Any, stored: Any, compute: Any, number: Any, itemsize: int
     return number(params, stored, compute)
 
 
-def layers_of_group(stored: Any, compute: Any, itemsize: int) -> int:
+def layers_of_group(stored: trees.Tree, compute: trees.Tree, itemsize: int) -> int:
     """Number of layers that are gathered together; every layer by itself where a message of it is large.
 
     Args:
@@ -164,7 +164,7 @@ def _group(
     return len(groups) - 1
 
 
-def _view(tree: Any, schedule: GatherSchedule) -> Any:
+def _view(tree: trees.Tree, schedule: GatherSchedule) -> Any:
     if isinstance(tree, dict):
         return Weights(tree, schedule)
     if isinstance(tree, LayerGroups):
@@ -175,7 +175,7 @@ def _view(tree: Any, schedule: GatherSchedule) -> Any:
 class Weights(Mapping):
     """A dict of weights that are gathered when they are looked at, each time anew."""
 
-    def __init__(self, parts: dict[str, Any], schedule: GatherSchedule) -> None:
+    def __init__(self, parts: dict[str, trees.Tree], schedule: GatherSchedule) -> None:
         self.parts = parts
         self.schedule = schedule
 

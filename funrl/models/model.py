@@ -128,7 +128,7 @@ class Inputs(NamedTuple):
         length, and no [T, T] mask is made. None: the mask is made of `segments`.
       paging: with a cache, the places of the tokens of one packed row [1, T]; it has their positions. None: no cache.
       cells_S: with a cache, int64, the cell of each sequence; None: the cache has no cells.
-      routes: [B, T, L, k] int64, for each of the L layers that have experts those that a token goes to; -1: those that
+      routes: [B, T, L, k] int64, the experts of each token in each of the L layers with experts; -1: the experts that
         its router says. None: so everywhere.
       split: whether each tensor rank has a part of a packed row's residual stream, as `split_residual` says.
       axial_positions: [B, T, 3] int64, three positions of each token, for rotary frequencies that take one of several;

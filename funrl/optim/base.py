@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +20,8 @@ class Update(Protocol):
     """
 
     def __call__(
-        self, grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]: ...
+        self, grads: trees.Tree, state: trees.Tree, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, trees.Tree]: ...
 
 
 class Transformation(NamedTuple):
@@ -34,7 +34,7 @@ class Transformation(NamedTuple):
     """
 
     name: str
-    init: Callable[[trees.Tree], Any]
+    init: Callable[[trees.Tree], trees.Tree]
     update: Update
 
 
@@ -49,12 +49,12 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
         names = (f"{step.name}_{n}" if n > 1 else step.name for n in itertools.count(1))
         keys.append(next(key for key in names if key not in keys))
 
-    def init(params: trees.Tree) -> Any:
+    def init(params: trees.Tree) -> trees.Tree:
         return {key: step.init(params) for key, step in zip(keys, steps, strict=True)}
 
     def update(
-        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]:
+        grads: trees.Tree, state: trees.Tree, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, trees.Tree]:
         after = {}
         for key, step in zip(keys, steps, strict=True):
             grads, after[key] = step.update(grads, state[key], params, norm=norm)
@@ -67,13 +67,13 @@ def chain(*steps: Transformation, name: str = "chain") -> Transformation:
 def stateful(
     name: str,
     init: Callable[[trees.Tree], object],
-    fn: Callable[[trees.Tree, Any, trees.Tree], tuple[trees.Tree, object]],
+    fn: Callable[[trees.Tree, trees.Tree, trees.Tree], tuple[trees.Tree, object]],
 ) -> Transformation:
     """A transformation `fn(grads, state, params) -> (updates, state)` that has no use for the global norm."""
 
     def update(
         grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]:
+    ) -> tuple[trees.Tree, trees.Tree]:
         return fn(grads, state, params)
 
     return Transformation(name, init, update)

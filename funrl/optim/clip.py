@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ def clip_by_global_norm(
 
     def update(
         grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]:
+    ) -> tuple[trees.Tree, trees.Tree]:
         size = norm_of(grads) if norm is None else norm
         factor = torch.where(size < max_norm, torch.ones_like(size), max_norm / size)
         scale = torch.Tensor.mul_ if in_place else torch.mul

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def fused_adamw(
     """
     init = adamw(learning_rate, b1, b2, eps=eps, weight_decay=weight_decay, mask=mask, mu_dtype=mu_dtype).init
 
-    def update(grads: trees.Tree, state: Any, params: trees.Tree) -> tuple[trees.Tree, Any]:
+    def update(grads: trees.Tree, state: trees.Tree, params: trees.Tree) -> tuple[trees.Tree, trees.Tree]:
         adam: AdamState = state["adam"]
         count = adam.count + 1
         timer = state["learning_rate"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import optree
 from torch import Tensor
@@ -32,7 +31,7 @@ def partition(transformations: Mapping[str, Transformation], labels: Labels, nam
     def parts(tree: trees.Tree, marks: trees.Tree) -> dict[str, trees.Tree]:
         return {label: _part(tree, trees.map(lambda mark, k=label: mark == k, marks)) for label in transformations}
 
-    def init(params: trees.Tree) -> Any:
+    def init(params: trees.Tree) -> trees.Tree:
         marks = labels(params) if callable(labels) else labels
         for leaf, label in trees.named(marks):
             if label not in transformations:
@@ -40,8 +39,8 @@ def partition(transformations: Mapping[str, Transformation], labels: Labels, nam
         return {label: transformations[label].init(part) for label, part in parts(params, marks).items()}
 
     def update(
-        grads: trees.Tree, state: Any, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]:
+        grads: trees.Tree, state: trees.Tree, params: trees.Tree, *, norm: Tensor | None = None
+    ) -> tuple[trees.Tree, trees.Tree]:
         marks = labels(params) if callable(labels) else labels
         theirs = parts(params, marks)
         after = {}
@@ -61,12 +60,12 @@ def masked(inner: Transformation, mask: Mask) -> Transformation:
       mask: a tree of bools like the parameters, or a function params -> such a tree; None: all leaves.
     """
 
-    def init(params: trees.Tree) -> Any:
+    def init(params: trees.Tree) -> trees.Tree:
         return inner.init(_part(params, mask_of(mask, params)))
 
     def update(
         grads: trees.Tree, state: object, params: trees.Tree, *, norm: Tensor | None = None
-    ) -> tuple[trees.Tree, Any]:
+    ) -> tuple[trees.Tree, trees.Tree]:
         chosen = mask_of(mask, params)
         updates, state = inner.update(_part(grads, chosen), state, _part(params, chosen))
         return _join(grads, updates), state

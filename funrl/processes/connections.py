@@ -99,11 +99,8 @@ class Connection:
         except OSError as error:
             raise PeerError(f"sending failed: {error}") from error
 
-    def receive_raw(self, into: memoryview) -> None:
-        """Fill a buffer. Raises: PeerError."""
-        self._fill(into)
-
-    def _fill(self, into: memoryview, *, whenever: bool = False) -> None:
+    def receive_raw(self, into: memoryview, *, whenever: bool = False) -> None:
+        """Fill a buffer; `whenever` as of `receive`. Raises: PeerError."""
         filled = 0
         try:
             while filled < len(into):
@@ -148,8 +145,8 @@ class Connection:
     def recv_bytes(self, most: int | None = None, *, whenever: bool = False) -> bytes:
         """Receive what `send_bytes` has sent. Raises: PeerError, also if it is more than `most` bytes."""
         head = bytearray(SIZE_HEAD.size)
-        self._fill(memoryview(head)[:1], whenever=whenever)
-        self._fill(memoryview(head)[1:])
+        self.receive_raw(memoryview(head)[:1], whenever=whenever)
+        self.receive_raw(memoryview(head)[1:])
         (size,) = SIZE_HEAD.unpack(head)
         if most is not None and size > most:
             raise PeerError(f"{size} bytes were announced where {most} are the most")

@@ -6,14 +6,25 @@ Fork from a process without threads: before process groups, devices and torch's 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from funrl.processes.output import flush_output
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """On Linux have this process killed when its parent ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

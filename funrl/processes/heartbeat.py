@@ -1,7 +1,7 @@
 """Signs of life of a rank: where it is, written at every phase and collective for whoever waits for it.
 
-A rank writes its step, its phase and its last collective in a record of fixed size, at a cost that does not depend on
-the number of ranks. A thread beside the program counts up, so that a stopped rank differs from one that computes. The
+A rank writes its step, its phase and its last collective in a record, at a cost that does not depend on the number of
+ranks. A thread beside the program counts up, so that a stopped rank differs from one that computes. The
 records go through the store of the run (`store_link`) to the process that watches all of them (`watch`).
 
 When a rank has failed, others may still hold the state of the run: what `set_rescue` was given is called in this thread
@@ -11,8 +11,8 @@ on the ranks that are chosen for it, while their programs wait in a collective f
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,21 +25,6 @@ ORDER_S = 4.0  # how long a failed rank waits for a decision about what is saved
 SAVE_S = 120.0  # how long it then waits for the save
 RUNNING, FAILED, SAVING, ENDED = range(4)  # states of a rank
 NOBODY = -1  # instead of the number of a replica
-
-_RECORD = struct.Struct("<QQdiIIiiBBBx32s48s64s")
-_BEATS = 0
-_TICKS = 8
-_SINCE = 16
-_STEP = 24
-_PHASES = 28
-_COLLECTIVES = 32
-_RECOVERABLE = 36
-_REPLICA = 40
-STATUS = 44
-_WAITING = 45
-HEARD = 46
-_PHASE = 48
-_COLLECTIVE = 80
 
 
 class Sign(NamedTuple):
@@ -80,11 +65,9 @@ class Sign(NamedTuple):
 NOT_BEGUN = Sign(0, 0, 0.0, 0, 0, 0, -1, NOBODY, RUNNING, 0, 0, "not begun", "", "an unknown host")
 
 
-def decode(record: Any) -> Sign:
-    """Unpack the bytes of a record; `NOT_BEGUN` where nothing has been written."""
-    *numbers, phase, collective, host = _RECORD.unpack_from(record)
-    sign = Sign(*numbers, *(text.rstrip(b"\0").decode(errors="replace") for text in (phase, collective, host)))
-    return sign if sign.host else NOT_BEGUN
+def decode(record: bytes) -> Sign:
+    """The record of these bytes; see `Heartbeat.record`."""
+    return Sign(**json.loads(record))
 
 
 class Order(NamedTuple):
@@ -133,30 +116,29 @@ class Heartbeat:
 
     def __init__(self, link: Link) -> None:
         """Prepare the record; the thread starts later."""
-        self.record = bytearray(_RECORD.size)
+        host = socket.gethostname()
+        self.facts: dict[str, Any] = NOT_BEGUN._asdict() | {"since": time.monotonic(), "phase": "start", "host": host}
         self.link = link
-        self.beats = self.ticks = self.phases = self.collectives = 0
-        self.since = 0.0
         self.save: Save | None = None
-        self.replica = NOBODY
         self.settled = threading.Event()
         self.stop = threading.Event()
-        now = time.monotonic()
-        _RECORD.pack_into(self.record, 0, 0, 0, now, 0, 0, 0, -1, NOBODY, RUNNING, 0, 0, b"start", b"", _host())
         self.thread = threading.Thread(target=self._live, name="heartbeat", daemon=True)
+
+    def record(self) -> bytes:
+        """The record as it is now."""
+        return json.dumps(self.facts).encode()
 
     def _live(self) -> None:
         while not self.stop.wait(TICK_S):
-            self.ticks += 1
-            struct.pack_into("<Q", self.record, _TICKS, self.ticks)
+            self.facts["ticks"] += 1
             order = self.link.tick(self)
             if order is not None and not self.settled.is_set():
                 self._obey(order)
 
     def _obey(self, order: Order) -> None:
         """Save this rank's part of the state if its replica was chosen."""
-        if order.replica != NOBODY and order.replica == self.replica and self.save is not None:
-            self.put("<B", STATUS, SAVING)
+        if order.replica != NOBODY and order.replica == self.facts["replica"] and self.save is not None:
+            self.facts["status"] = SAVING
             try:
                 message = self.save(order.elsewhere, self.link.elsewhere())
             except Exception as error:  # whatever it is, the first failure is the one that counts
@@ -164,21 +146,16 @@ class Heartbeat:
                 message = f"the state could not be saved: {first}"
             if message:
                 self.link.notify(message)
-        self.put("<B", STATUS, ENDED)
+        self.facts["status"] = ENDED
         self.settled.set()
 
-    def put(self, form: str, offset: int, value: object) -> None:
-        """Write one field of the record."""
-        struct.pack_into(form, self.record, offset, value)
-
     def beat(self) -> None:
-        self.beats += 1
-        struct.pack_into("<Q", self.record, _BEATS, self.beats)
+        self.facts["beats"] += 1
 
 
 _own: Heartbeat | None = None  # of this process
 _mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None = None
-_groups: dict[str, tuple[bytes, bool]] = {}  # of process groups: over which axes, and whether of all ranks
+_groups: dict[str, tuple[str, bool]] = {}  # of process groups: over which axes, and whether of all ranks
 _beside = threading.local()  # of threads whose exchanges the rank's program does not wait for
 
 
@@ -190,7 +167,7 @@ def alive(heart: Heartbeat) -> Iterator[Heartbeat]:
     heart.thread.start()
     try:
         yield heart
-        heart.put("<B", STATUS, ENDED)
+        heart.facts["status"] = ENDED
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # which ends a run at once
             failed(error)
@@ -203,7 +180,7 @@ def alive(heart: Heartbeat) -> Iterator[Heartbeat]:
 
 def name_group(group: str, axes: str, everyone: bool) -> None:
     """Record the axes of a process group, by its name."""
-    _groups[group] = (f" over {axes}".encode(), everyone)
+    _groups[group] = (f" over {axes}", everyone)
 
 
 def beat() -> None:
@@ -214,13 +191,13 @@ def beat() -> None:
 
 def beats() -> int:
     """Number of things that this rank has begun or ended; 0 without a heartbeat."""
-    return 0 if _own is None else _own.beats
+    return 0 if _own is None else _own.facts["beats"]
 
 
 def at_step(number: int) -> None:
     """Mark the start of a step; the first is 1."""
     if _own is not None:
-        _own.put("<i", _STEP, number)
+        _own.facts["step"] = number
         _own.beat()
         _own.link.publish(_own)
 
@@ -237,7 +214,7 @@ def beside_the_program() -> Iterator[None]:
 
 def in_steps() -> bool:
     """True once the first step of this rank's program has begun."""
-    return _own is not None and decode(_own.record).step > 0
+    return _own is not None and _own.facts["step"] > 0
 
 
 def mark_phases(mark: Callable[[str], contextlib.AbstractContextManager[Any]] | None) -> None:
@@ -251,9 +228,8 @@ def phase(name: str) -> Iterator[None]:
     """Mark a phase of the program, which every rank enters; afterwards the record names it as the last one."""
     heart = _own
     if heart is not None:
-        heart.phases += 1
-        heart.put("<I", _PHASES, heart.phases)
-        heart.put("32s", _PHASE, name.encode()[:32])
+        heart.facts["phases"] += 1
+        heart.facts["phase"] = name
         heart.beat()
         heart.link.publish(heart)
     if _mark is None:
@@ -262,7 +238,7 @@ def phase(name: str) -> Iterator[None]:
         with _mark(name):
             yield
     if heart is not None:
-        heart.put("32s", _PHASE, f"after {name}".encode()[:32])
+        heart.facts["phase"] = f"after {name}"
         heart.beat()
 
 
@@ -275,14 +251,9 @@ def entered(name: str, group: str = "") -> None:
     if torch.compiler.is_compiling() or _own is None or getattr(_beside, "here", False):
         return
     heart = _own
-    axes, everyone = _groups.get(group, (b"", False))
-    if everyone:
-        heart.collectives += 1
-        heart.put("<I", _COLLECTIVES, heart.collectives)
-    heart.since = time.monotonic()
-    heart.put("<d", _SINCE, heart.since)
-    heart.put("48s", _COLLECTIVE, name.encode() + axes)
-    heart.put("<B", _WAITING, 1)
+    axes, everyone = _groups.get(group, ("", False))
+    heart.facts["collectives"] += everyone
+    heart.facts |= {"since": time.monotonic(), "collective": name + axes, "waiting": 1}
     heart.beat()
 
 
@@ -290,7 +261,7 @@ def left() -> None:
     """Mark that a collective has ended, or has been handed to a device."""
     if torch.compiler.is_compiling() or _own is None or getattr(_beside, "here", False):
         return
-    _own.put("<B", _WAITING, 0)
+    _own.facts["waiting"] = 0
     _own.beat()
 
 
@@ -303,14 +274,13 @@ def set_rescue(save: Save | None, replica: int) -> None:
     """
     if _own is not None:
         _own.save = save
-        _own.replica = replica
-        _own.put("<i", _REPLICA, replica)
+        _own.facts["replica"] = replica
 
 
 def mark_recoverable(step: int) -> None:
     """Record the step whose recoverable state this rank holds its part of; -1: of none."""
     if _own is not None:
-        _own.put("<i", _RECOVERABLE, step)
+        _own.facts["recoverable"] = step
 
 
 def failed(error: BaseException, unwritable: bool = False) -> bool:
@@ -326,16 +296,15 @@ def failed(error: BaseException, unwritable: bool = False) -> bool:
         return False
     if heart.settled.is_set():
         return True
-    if heart.record[STATUS] == RUNNING:
-        heart.put("<d", _SINCE, waited_s())
-        heart.put("<B", STATUS, FAILED)
+    if heart.facts["status"] == RUNNING:
+        heart.facts |= {"since": waited_s(), "status": FAILED}
     if not heart.link.failed(heart, error, unwritable):
         return False
     if heart.save is None:
         return True
     begin = time.monotonic()
     while not heart.settled.wait(0.05):
-        saving = heart.record[STATUS] == SAVING
+        saving = heart.facts["status"] == SAVING
         if time.monotonic() - begin > (SAVE_S if saving else ORDER_S):
             break
     return True
@@ -343,10 +312,6 @@ def failed(error: BaseException, unwritable: bool = False) -> bool:
 
 def waited_s() -> float:
     """Seconds since this rank entered the collective that it has not left; 0 where there is none."""
-    if _own is None or not _own.record[_WAITING]:
+    if _own is None or not _own.facts["waiting"]:
         return 0.0
-    return time.monotonic() - _own.since
-
-
-def _host() -> bytes:
-    return socket.gethostname().encode()[:64]
+    return time.monotonic() - _own.facts["since"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from funrl.processes import stall_monitor, torchrun
+from funrl.processes import environment, stall_monitor
 
 LOOPBACK = "127.0.0.1"
 CONNECT = timedelta(minutes=5)
@@ -66,9 +66,9 @@ def own_attempt() -> str | None:
 
     The first rank calls it once, as it decides anew each time where there are several agents.
     """
-    if not torchrun.has_agents():
+    if not environment.has_agents():
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return torchrun.new_attempt() if int(os.environ["RANK"]) == 0 else None
+    return environment.new_attempt() if int(os.environ["RANK"]) == 0 else None
 
 
 def join_store(attempt: str | None, timeout: timedelta = CONNECT) -> Any:
@@ -84,7 +84,7 @@ def join_store(attempt: str | None, timeout: timedelta = CONNECT) -> Any:
     """
     client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"], timeout)
     if attempt is None:
-        attempt = torchrun.join_attempt(client, int(os.environ["RANK"]), timeout)
+        attempt = environment.join_attempt(client, int(os.environ["RANK"]), timeout)
     return dist.PrefixStore(f"attempt-{attempt}", client)
 
 
@@ -94,9 +94,9 @@ def gather_ranks(attempt: str, world: int, timeout: timedelta = CONNECT) -> None
     Raises:
       TimeoutError: ranks have not come.
     """
-    if torchrun.has_agents():
+    if environment.has_agents():
         client = connect(int(os.environ["MASTER_PORT"]), os.environ["MASTER_ADDR"], timeout)
-        torchrun.lead_attempt(client, attempt, world, timeout)
+        environment.lead_attempt(client, attempt, world, timeout)
 
 
 def kept_by_agent() -> bool:

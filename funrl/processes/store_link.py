@@ -14,7 +14,7 @@ import time
 from typing import Any, NamedTuple
 
 from funrl.processes import stall_monitor, store
-from funrl.processes.heartbeat import HEARD, NOBODY, ORDER_S, TICK_S, Heartbeat, Link, Order, decode, waited_s
+from funrl.processes.heartbeat import NOBODY, ORDER_S, TICK_S, Heartbeat, Link, Order, decode, waited_s
 from funrl.processes.watch import HEARTBEAT_S, WaitLimits
 
 PUBLISH_S = 1.0  # at most between two records of a rank
@@ -54,7 +54,7 @@ class Alone(Link):
         now = time.monotonic()
         if self.monitor is not None and now >= self.next_poll:
             self.next_poll = now + self.monitor.every_s
-            if text := self.monitor.poll({0: decode(heart.record)}, now):
+            if text := self.monitor.poll({0: decode(heart.record())}, now):
                 stall_monitor.say(text)
         return None
 
@@ -151,7 +151,7 @@ class StoreLink(Link):
         """Ask for a failure, leave this rank's record, and ask for the decision where there is a failure."""
         if self.failure is None and self.client.check([store.FAILURE]):
             rank, text = self.client.get(store.FAILURE).decode().split(" ", 1)
-            heart.put("<B", HEARD, 1)
+            heart.facts["heard"] = 1
             self.failure = FailureNotice(int(rank), text, time.monotonic())
         self._leave_record(heart)
         if self.failure is not None and self.order is None and self.client.check([store.RESCUE]):
@@ -160,7 +160,7 @@ class StoreLink(Link):
             self.ordered.set()
 
     def _leave_record(self, heart: Heartbeat) -> None:
-        self.client.set(f"{store.SIGNS}/{self.rank}", bytes(heart.record))
+        self.client.set(f"{store.SIGNS}/{self.rank}", heart.record())
 
     # ---- in the program's own thread
 

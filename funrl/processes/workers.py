@@ -24,8 +24,8 @@ import cloudpickle
 import torch
 
 from funrl.processes import heartbeat, stall_monitor, store
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output, lasting_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.watch import WaitLimits, Watch
 
 GRACE_S = 4.0  # how long processes may take to end by themselves once one of them has failed
@@ -158,12 +158,9 @@ def _stop_signals(in_steps: Callable[[], bool], always: bool = False) -> Iterato
             # In a thread: the signal may have come in the middle of a line that is being printed.
             threading.Thread(target=stall_monitor.say, args=(STOPPING,)).start()
 
-    def terminate(*_: object) -> None:
-        ask_to_stop()
-
-    handlers: dict[int, Callable[..., None]] = {}
+    handlers: dict[int, Callable[..., object]] = {}
     if always or signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        handlers[signal.SIGTERM] = terminate
+        handlers[signal.SIGTERM] = lambda *_: ask_to_stop()
     if not _supervised and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a script
         handlers[signal.SIGINT] = interrupt
     _asked = None

@@ -149,9 +149,10 @@ def reward_functions(rewards: Sequence[Reward]) -> tuple[RewardFunction, ...]:
 
 def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...], ...] = ()) -> RewardFunction:
     """Describe a function by its signature. Raises: RewardError, it is a generator function."""
-    if any(map(_yields, (function, getattr(function, "__call__", None)))):  # noqa: B004
+    both = (function, getattr(function, "__call__", None))  # noqa: B004
+    if any(inspect.isgeneratorfunction(x) or inspect.isasyncgenfunction(x) for x in both):
         raise RewardError(f"the reward function {name} is a generator, as it has a yield: it must return its number")
-    awaited = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    awaited = any(map(inspect.iscoroutinefunction, both))
     try:
         arguments = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a function written in C has no signature
@@ -170,10 +171,6 @@ def describe_function(function: Reward, name: str, needs: tuple[tuple[str, ...],
         needs=needs,
         view=view_of(function),
     )
-
-
-def _yields(function: object) -> bool:
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 
 def function_name(function: Reward) -> str:

@@ -8,11 +8,11 @@ reports that in RESULT and runs the program. Each of the program's tests that pa
 The kernel enforces the confinement, for ordinary users and root:
 
 - resource limits: memory, seconds of a core, size of a file, open files;
+- no capabilities, so that root is like any user who owns root's files;
 - a seccomp filter: no other process and no other program, no socket, no signal to others, no memory that the limit does
-  not count, no folders, nothing that changes owners, modes or times of files, or the system;
+  not count, no folders, nothing that changes owners, modes or times of files;
 - Landlock: files can be created, written and removed in the working directory only; readable are that directory,
-  Python, the system's libraries and the process's own entry in /proc. If the kernel has no Landlock, `sandbox` starts
-  the process in bubblewrap, a mount namespace without other files, instead.
+  Python, the system's libraries and the process's own entry in /proc.
 """
 
 import ctypes
@@ -27,7 +27,8 @@ import sys
 import traceback
 import types
 
-# (x86_64, aarch64) numbers of system calls; None: the machine has none of that name.
+# (x86_64, aarch64) numbers of system calls; None: the machine has none of that name. Calls that need a capability, to
+# mount, load modules or set clocks, are not here: the process has none, and cannot get one by unshare, setns or execve.
 REFUSED = {  # with EPERM
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
@@ -58,34 +59,7 @@ REFUSED = {  # with EPERM
     "request_key": (249, 218),
     "unshare": (272, 97),
     "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "move_mount": (429, 429),
-    "open_tree": (428, 428),
-    "fsopen": (430, 430),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
     "syslog": (103, 116),
-    "quotactl": (179, 60),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
     "fanotify_init": (300, 262),
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -110,8 +84,6 @@ REFUSED = {  # with EPERM
     "futimesat": (261, None),
     "mknod": (133, None),
     "mknodat": (259, 33),
-    "iopl": (172, None),
-    "ioperm": (173, None),
     "setpriority": (141, 140),
     "ioprio_set": (251, 30),
     "sched_setaffinity": (203, 122),
@@ -168,7 +140,7 @@ def confine(directory: str, limits: dict, readable: list, parent: int) -> None:
       directory: where files may be written.
       limits: memory_bytes, cpu_s, file_bytes, open_files.
       readable: files and folders that may be read.
-      parent: id of the process with which this one ends; 0: in bubblewrap, which handles that and files.
+      parent: id of the process with which this one ends.
 
     Raises:
       OSError: the kernel refuses a restriction.
@@ -188,12 +160,14 @@ def confine(directory: str, limits: dict, readable: list, parent: int) -> None:
     _prctl(PR_SET_NO_NEW_PRIVS, 1)
     for sign in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # which a scheduler may send to every process of a run
         signal.signal(sign, signal.SIG_IGN)
-    if parent:
-        _restrict_files(directory, readable)
-    _drop_capabilities()
+    _restrict_files(directory, readable)
+    for capability in range(64):
+        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    _checked(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)))
     os.stat(json.__file__)  # which only root with its capabilities may read where Python is another user's
     _prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if parent and os.getppid() != parent:
+    if os.getppid() != parent:
         os._exit(1)
     program = b"".join(struct.pack("<HBBI", *line) for line in filter_lines(platform.machine(), os.getpid()))
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -273,16 +247,6 @@ def _restrict_files(directory: str, readable: list) -> None:
         os.close(where)
     _checked(libc.syscall(LANDLOCK_RESTRICT_SELF, descriptor, 0))
     os.close(descriptor)
-
-
-def _drop_capabilities() -> None:
-    """Drop root's capabilities, so that root is like any user who owns root's files."""
-    for capability in range(64):
-        if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break
-    header = struct.pack("<Ii", 0x20080522, 0)
-    none = bytes(24)
-    _checked(libc.capset(header, none))
 
 
 def _prctl(option: int, *arguments: object) -> None:

@@ -48,10 +48,8 @@ VERIFIERS: Mapping[str, Verifier] = {
     ),
     "choice": Verifier(f"{_HERE}.verifiers:multiple_choice", (GOLD,), check=f"{_HERE}.verifiers:check_choice"),
     "regex": Verifier(f"{_HERE}.verifiers:matches_pattern", (("pattern",),), check=f"{_HERE}.verifiers:check_pattern"),
-    "json": Verifier(
-        f"{_HERE}.structure:json_schema", (), "jsonschema", extra="json", check=f"{_HERE}.structure:check_schema"
-    ),
-    "format": Verifier(f"{_HERE}.structure:think_then_answer"),
+    "json": Verifier(f"{_HERE}.style:json_schema", (), "jsonschema", extra="json", check=f"{_HERE}.style:check_schema"),
+    "format": Verifier(f"{_HERE}.style:think_then_answer"),
     "length": Verifier(
         f"{_HERE}.style:within_length", (("min_words", "max_words"),), check=f"{_HERE}.style:check_length"
     ),

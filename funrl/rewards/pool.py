@@ -1,14 +1,7 @@
 """Workers of a rank that run reward functions in parallel with each other and with the rank's own work.
 
-They are processes because rewards are Python and mostly CPU-bound, so that threads would block each other; a hanging
-process can be killed, and a crash affects no other process. They are forked because a user's function may be a closure
-that cannot be pickled. A rank later has threads of torch, gloo and CUDA, after which forking is not safe. So
-`open_pool` forks one server before there are threads, and the server, which stays single-threaded, forks and replaces
-the workers.
-
-Each worker leads a process group, so that whatever its functions start ends with it. Server and workers ignore the
-signals that ask a run to stop: the rank, which may finish its step first, ends the server, which ends the workers. The
-server also ends when the rank disappears.
+A worker runs one call of a function at a time; awaited functions share one worker, whose event loop runs many calls
+concurrently. A worker that hangs or dies is replaced; see `worker_pool`.
 """
 
 from __future__ import annotations
@@ -17,17 +10,15 @@ import asyncio
 import contextlib
 import functools
 import math
-import os
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from multiprocessing.connection import Connection, Pipe
 from typing import NamedTuple
 
 import cloudpickle
 
-from funrl.processes.forks import fork
+from funrl.processes.worker_pool import AskRank, CallLostError, Lane, WorkerCall, WorkerClient, open_workers
 from funrl.rewards.call import (
     CompletedRow,
     Failure,
@@ -36,12 +27,17 @@ from funrl.rewards.call import (
     RewardFunction,
     RewardOutcome,
     awaited_outcomes,
+    failure_of,
     outcomes,
+    picklable,
     reward_functions,
     row_text,
+    too_slow,
 )
-from funrl.rewards.pool_server import ServerOptions, Submission, serve_rewards
 from funrl.rewards.views import TEXT
+
+IN_FLIGHT = 256  # bound on the concurrent calls of an event loop
+AWAITED_GRACE_S = 5.0  # for an event loop to cancel a call itself
 
 
 class Pool:
@@ -51,81 +47,52 @@ class Pool:
       functions: the reward functions.
       views: names of the views that they read instead of the text.
       workers: bound on the processes that run them; 0: this process does.
+      timeout_s: of a call by a worker.
     """
 
     def __init__(
-        self, rewards: Sequence[Reward], workers: int = 0, connection: Connection | None = None, server: int = 0
+        self, rewards: Sequence[Reward], workers: int = 0, timeout_s: float = 0.0, client: WorkerClient | None = None
     ):
         self.functions = reward_functions(rewards)
         self.views = {function.view.name for function in self.functions} - {TEXT}
         self.workers = workers
-        self._connection = connection
-        self._server = server
-        self._waiting: dict[int, Future[list[RewardOutcome]]] = {}
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()  # rows of a batch and of an evaluation may come from two threads
-        self._count = 0
-        self._closed = False
-        if connection is not None:
-            threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
+        self.timeout_s = timeout_s
+        self.client = client
+        self.closed = False
 
     def begin(self, function: int, rows: Sequence[CompletedRow]) -> Future[list[RewardOutcome]]:
         """Begin to reward rows with the function of an index. A batched function gets all of them in one call.
 
         Returns: a future of one outcome per row, which raises RewardError only if the pool itself has ended.
         """
-        if self._closed:
+        if self.closed:
             raise RewardError("the pool of reward workers is closed")
         future: Future[list[RewardOutcome]] = Future()
-        if self._connection is None:
-            future.set_result(_now(self.functions[function], rows))
+        reward = self.functions[function]
+        if self.client is None:
+            future.set_result(_now(reward, rows))
             return future
-        future.set_running_or_notify_cancel()
         try:
-            packed = tuple(map(_dumps, rows))
+            payload = _dumps((function, rows))
         except Exception as error:
             what = f"a row cannot be sent to a reward worker ({error}); use --reward_workers=0"
             future.set_result([Failure(what + row_text(row), row.prompt, row.completion) for row in rows])
             return future
-        with self._lock:
-            number, self._count = self._count, self._count + 1
-            self._waiting[number] = future
-        try:
-            with self._sending:
-                self._connection.send(Submission(number, function, packed))
-        except OSError:
-            self._fail("the server of the reward workers has died")
+
+        def settle(answer: Future[list[RewardOutcome]]) -> None:
+            error = answer.exception()
+            if error is None:
+                future.set_result(answer.result())
+            elif isinstance(error, CallLostError):
+                what = f"ended its process ({error})" if str(error) else too_slow(self.timeout_s)
+                among = f" for {len(rows)} completions, the first of which is" if len(rows) > 1 else ""
+                future.set_result([failure_of(reward, rows[0], what + among)] * len(rows))
+            else:
+                future.set_exception(RewardError(str(error)))
+
+        call = WorkerCall(payload=payload, lane=int(reward.awaited))
+        self.client.begin(call).future.add_done_callback(settle)
         return future
-
-    def close(self) -> None:
-        """End all workers. Pending rewards fail."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.send(None)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self._server, 0)
-            self._fail("the pool of reward workers was closed")
-
-    def _receive(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, results = connection.recv()
-                with self._lock:
-                    future = self._waiting.pop(number, None)
-                if future is not None:
-                    future.set_result(results)
-        if not self._closed:
-            self._fail("the server of the reward workers has died")
-
-    def _fail(self, message: str) -> None:
-        with self._lock:
-            waiting = list(self._waiting.values())
-            self._waiting = {}
-        for future in waiting:
-            future.set_exception(RewardError(message))
 
 
 @contextlib.contextmanager
@@ -145,19 +112,21 @@ def open_pool(
       most: bound on the workers, which are added while rows wait and workers are mostly idle; None: `workers`.
     """
     if not workers:
-        pool = Pool(rewards)
-    else:
-        here, there = Pipe()
-        most = max(workers, most or workers)
-        options = ServerOptions(reward_functions(rewards), workers, most, timeout_s=timeout_s)
-        program = functools.partial(serve_rewards, there, here, os.getpid(), options=options)
-        server = fork(program)
-        there.close()
-        pool = Pool(rewards, most, here, server=server)
-    try:
-        yield pool
-    finally:
-        pool.close()
+        yield Pool(rewards)
+        return
+    functions = reward_functions(rewards)
+    most = max(workers, most or workers)
+    awaited = functools.partial(_awaited_answer, functions, timeout_s)
+    lanes = (
+        Lane(functools.partial(_answer, functions), workers, most, timeout_s=timeout_s),
+        Lane(awaited, 1, 1, IN_FLIGHT, timeout_s=timeout_s + AWAITED_GRACE_S),
+    )
+    with open_workers(lanes, "reward workers") as client:
+        pool = Pool(rewards, most, timeout_s, client=client)
+        try:
+            yield pool
+        finally:
+            pool.closed = True
 
 
 class RowRewards(NamedTuple):
@@ -200,25 +169,6 @@ class RowRewards(NamedTuple):
         return [outcome for outcome in results if not isinstance(outcome, Failure)]
 
 
-def score_rows(pool: Pool, rows: Sequence[CompletedRow]) -> list[RowRewards]:
-    """Begin to reward rows, in order. A batched function gets all of them in one call.
-
-    Returns: pending rewards of each row. `result()` waits for the scores; it raises RewardError, which shows the row,
-      if a function raised (with its traceback), did not return a finite number, exceeded the pool's timeout or ended
-      its process, or if the row cannot be pickled.
-
-    Example: [pending.result() for pending in score_rows(pool, rows)] is [[1.0]] for a pool of `verifiers.exact_match`
-      and rows = [Completed("1+1=", "2", {"answer": "2"})].
-    """
-    futures: list[list[tuple[Future[list[RewardOutcome]], int]]] = [[] for _ in rows]
-    for number, reward in enumerate(pool.functions):
-        together = reward.batched or (reward.awaited and not pool.workers)
-        future = pool.begin(number, rows) if together and rows else None
-        for place, row in enumerate(rows):
-            futures[place].append((future, place) if future is not None else (pool.begin(number, [row]), 0))
-    return [RowRewards(row, tuple(parts)) for row, parts in zip(rows, futures, strict=True)]
-
-
 def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOutcome]:
     """Compute outcomes in this process."""
     if not reward.awaited:
@@ -230,8 +180,23 @@ def _now(reward: RewardFunction, rows: Sequence[CompletedRow]) -> list[RewardOut
     return results
 
 
-def _dumps(row: CompletedRow) -> bytes:
+def _answer(functions: Sequence[RewardFunction], payload: bytes) -> list[RewardOutcome]:
+    """Outcomes of a call, in a worker."""
+    function, rows = pickle.loads(payload)
+    return [*map(picklable, outcomes(functions[function], rows))]
+
+
+async def _awaited_answer(
+    functions: Sequence[RewardFunction], timeout_s: float, payload: bytes, ask: AskRank
+) -> list[RewardOutcome]:
+    """Outcomes of a call of an awaited function, in a worker, which asks the rank for nothing."""
+    del ask
+    function, rows = pickle.loads(payload)
+    return [*map(picklable, await awaited_outcomes(functions[function], rows, timeout_s))]
+
+
+def _dumps(call: object) -> bytes:
     try:
-        return pickle.dumps(row)
+        return pickle.dumps(call)
     except Exception:  # such as a field that is a lambda
-        return cloudpickle.dumps(row)
+        return cloudpickle.dumps(call)

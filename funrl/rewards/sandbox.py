@@ -5,8 +5,7 @@
 A program is a single Python process. It may have threads, but cannot start processes; it has no network and cannot
 signal other processes; it can write in a temporary directory of its own only, and read that directory, Python and the
 system's libraries; and it is killed when it exceeds a limit. The kernel enforces this; see `confine`. It needs Linux on
-x86_64 or aarch64, and one of two means of restricting files: Landlock (Linux 5.13) or bubblewrap (`bwrap`). A program
-has the same rights with either.
+x86_64 or aarch64, with Landlock (Linux 5.13).
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from typing import IO, NamedTuple
 
 from funrl.rewards import confine
 
-MEANS = ("landlock", "bubblewrap")  # in the order in which they are tried
 _SYSTEM = (  # readable, where they exist
     "/usr",
     "/lib",
@@ -106,9 +104,7 @@ class SandboxResult(NamedTuple):
     passed: frozenset[int] = frozenset()
 
 
-def run_program(
-    program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS, means: str = ""
-) -> SandboxResult:
+def run_program(program: str, tests: Sequence[str] = (), stdin: str = "", limits: Limits = LIMITS) -> SandboxResult:
     """Run a Python program to its end or a limit.
 
     Args:
@@ -116,7 +112,6 @@ def run_program(
       tests: source texts that run after it in turn, each with the program's names; a test passes if it does not raise.
       stdin: input of the program.
       limits: the program is killed when it exceeds them.
-      means: one of `MEANS`, which restricts files; "": the one of `check_platform`.
 
     Raises:
       SandboxError: the program cannot be confined on this machine.
@@ -124,14 +119,14 @@ def run_program(
     Warning: tests run in the program's own process, so a program can deceive them, for example with an object that
       equals everything. Printed output is compared outside.
     """
-    means = means or check_platform()
+    check_platform()
     token = secrets.token_hex(8)
     task = {
         "program": program,
         "tests": list(tests),
         "token": token,
         "limits": limits._asdict(),
-        "parent": os.getpid() if means == "landlock" else 0,
+        "parent": os.getpid(),
         "readable": readable_paths(),
     }
     with _own_folder() as folder, _text_file(json.dumps(task)) as task_file, _text_file(stdin) as stdin_file:
@@ -139,7 +134,7 @@ def run_program(
         try:
             command = [sys.executable, "-I", confine.__file__, str(task_file.fileno()), str(its_result)]
             process = subprocess.Popen(
-                command if means == "landlock" else [*_bubblewrap(folder), *command],
+                command,
                 stdin=stdin_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -155,20 +150,19 @@ def run_program(
                 given = frozenset(_identity(os.fstat(file.fileno())) for file in (task_file, stdin_file))
                 problem, outputs = _watch(process, results, ProgramLimits(folder, limits, given))
             finally:
-                _kill(process)
+                with contextlib.suppress(OSError):
+                    os.killpg(process.pid, signal.SIGKILL)  # although it cannot have started others
+                process.wait()
     stdout, stderr, lines = (bytes(part).decode(errors="replace") for part in outputs)
     if not lines.startswith("confined\n"):
         raise SandboxError(f"a program cannot be confined here: {(stderr.strip().splitlines() or [problem])[-1]}")
     passed = frozenset(int(number) for number in re.findall(rf"^{token} (\d+)$", lines, re.MULTILINE))
-    code = process.returncode
-    if means == "bubblewrap" and code > 128:  # its way to say which signal ended the program
-        code = 128 - code
-    return SandboxResult(problem or _status(code), stdout, stderr, passed=passed)
+    return SandboxResult(problem or _status(process.returncode), stdout, stderr, passed=passed)
 
 
 @functools.cache
 def check_platform() -> str:
-    """The means of restricting a program's files on this machine, one of `MEANS`.
+    """The means of restricting a program's files on this machine.
 
     Raises:
       SandboxError: programs cannot be confined here.
@@ -178,14 +172,11 @@ def check_platform() -> str:
             f"programs are confined on Linux on {' or '.join(confine.MACHINES)} only, and this is {sys.platform} on "
             f"{platform.machine()}"
         )
-    if confine.landlock_version() > 0:
-        return "landlock"
-    if shutil.which("bwrap") is None:
+    if confine.landlock_version() < 1:
         raise SandboxError(
-            "the kernel has no Landlock (Linux 5.13, with landlock among its lsm=) and bubblewrap is not installed; "
-            "programs of a policy need one of them: install bubblewrap (the command bwrap)"
+            "the kernel has no Landlock, which programs of a policy need: Linux 5.13 or later, with landlock among lsm="
         )
-    return "bubblewrap"
+    return "landlock"
 
 
 @functools.cache
@@ -194,38 +185,6 @@ def readable_paths() -> list[str]:
     python = {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, confine.__file__}
     paths = {os.path.realpath(path) for path in python} | python
     return sorted(path for path in {*paths, *_SYSTEM} if os.path.exists(path))
-
-
-def _bubblewrap(folder: str) -> list[str]:
-    """Command prefix that hides all files except a program's readable files and its folder."""
-    binds = [word for path in readable_paths() for word in _bind(path)]
-    devices = [word for path in confine.DEVICE_FILES for word in ("--dev-bind", path, path)]
-    return [
-        "bwrap",
-        "--unshare-user-try",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--die-with-parent",
-        *binds,
-        *devices,
-        "--proc",
-        "/proc",
-        "--remount-ro",
-        "/proc",
-        "--bind",
-        folder,
-        folder,
-        "--chdir",
-        folder,
-        "--",
-    ]
-
-
-def _bind(path: str) -> list[str]:
-    """Arguments of bubblewrap that expose a path; a link is exposed as a link."""
-    if path.startswith("/proc/"):  # there is a /proc of its own
-        return []
-    return ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
 
 
 class ProgramLimits(NamedTuple):
@@ -276,13 +235,8 @@ def _watch(
 
 
 def _exceeded(pid: int, watched: ProgramLimits) -> str:
-    """Name of an exceeded limit that the kernel does not enforce; "" without one.
-
-    Args:
-      pid: of the program, or of bubblewrap, whose last descendant it is.
-    """
+    """Name of an exceeded limit that the kernel does not enforce; "" without one."""
     limits = watched.limits
-    pid = _last_descendant(pid)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         threads = re.search(r"^Threads:\s*(\d+)", file.read(), re.MULTILINE)
         if threads is not None and int(threads[1]) > limits.threads:
@@ -295,14 +249,6 @@ def _exceeded(pid: int, watched: ProgramLimits) -> str:
                 sizes[_identity(status)] = status.st_blocks * 512
     sizes |= _nameless_files(pid, watched)
     return "files" if len(sizes) > limits.files or sum(sizes.values()) > limits.file_bytes else ""
-
-
-def _last_descendant(pid: int) -> int:
-    """Follow a chain of processes with one child each to its end."""
-    with contextlib.suppress(OSError):
-        while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            pid = int(children[0])
-    return pid
 
 
 def _nameless_files(pid: int, watched: ProgramLimits) -> dict[tuple[int, int], int]:
@@ -326,13 +272,6 @@ def _nameless_files(pid: int, watched: ProgramLimits) -> dict[tuple[int, int], i
 def _identity(status: os.stat_result) -> tuple[int, int]:
     """Device and inode of a file."""
     return status.st_dev, status.st_ino
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and its process group, although it cannot have started others."""
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _status(code: int) -> str:

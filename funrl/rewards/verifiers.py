@@ -6,14 +6,16 @@ first of the fields "answer", "solution" and "ground_truth" that a prompt's reco
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+import regex
+
 from funrl.rewards.mathematics.numbers import decimal_of, number_after, right_answer_text, same_text_or_number
 from funrl.rewards.named import GOLD
-from funrl.rewards.patterns import compile_pattern, matches_anywhere
 from funrl.rewards.views import ANSWER, MARKS, read_as
 
 _LAST_PART = 10_000  # characters, in which a completion says what its answer is
@@ -171,3 +173,46 @@ def _letter_of(answer: object, choices: Sequence[object]) -> str:
     if text in texts:
         return chr(ord("A") + texts.index(text))
     raise ValueError(f"the right answer {answer!r} is no letter, nor one of the choices {list(choices)!r}")
+
+
+SEARCH_TIMEOUT_S = 5.0  # of one search, in seconds of this process
+_SHOWN = 200  # characters of a pattern in a message
+
+
+class PatternError(ValueError):
+    """A pattern is not a regular expression, or its search took too long."""
+
+
+@functools.lru_cache(maxsize=1024)
+def compile_pattern(pattern: str, flags: int = 0) -> Any:
+    """Compile a regular expression; cached.
+
+    Args:
+      pattern: the expression.
+      flags: flags as in `re`.
+
+    Raises:
+      PatternError: it is not one.
+    """
+    if not isinstance(pattern, str):
+        raise PatternError(f"a regular expression is text, not {pattern!r}")
+    try:
+        return regex.compile(pattern, flags)
+    except regex.error as error:
+        raise PatternError(f"{pattern[:_SHOWN]!r} is not a regular expression: {error}") from None
+
+
+def matches_anywhere(compiled: object, text: str) -> bool:
+    """True if a compiled pattern matches anywhere in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+    return next(matches_in(compiled, text), None) is not None
+
+
+def matches_in(compiled: Any, text: str) -> Iterator[Any]:
+    """Yield the matches of a compiled pattern in a text. Raises: PatternError, after `SEARCH_TIMEOUT_S`."""
+    try:
+        yield from compiled.finditer(text, timeout=SEARCH_TIMEOUT_S)
+    except TimeoutError:
+        raise PatternError(
+            f"the pattern {compiled.pattern[:_SHOWN]!r} was still searching a text of {len(text)} characters after "
+            f"{SEARCH_TIMEOUT_S:g} s: repetitions within repetitions, such as (a+)+, backtrack; write it without them"
+        ) from None

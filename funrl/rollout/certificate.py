@@ -46,7 +46,7 @@ from funrl.models.weight_dtypes import weight_dtype
 from funrl.processes.device_memory import copy_to_device
 from funrl.rollout.elsewhere import Digests, Greedy, OfOtherRanks
 from funrl.rollout.engine import Engine, complete
-from funrl.rollout.requests import requests_of
+from funrl.rollout.requests import Completion, Request, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 # Numbers digested at a time, in 8 bytes each. On a CPU they fit a core's cache; on a GPU they are so many that the host
@@ -160,21 +160,8 @@ class SyncDigests(NamedTuple):
         *rows, (*_, faulty) = psum(self.own_N5, mesh, AXES).tolist()
         before = f"after the sync of version {self.version} the engine does not hold the trainer's weights: "
         if faulty:
-            messages = [
-                f"{fault} on rank {r}"
-                for r, its in zip(mesh.ranks, gather_objects(self.faults, mesh), strict=True)
-                for fault in its
-            ]
-            raise SyncError(
-                f"{before}{messages[0]}" + (f", and {len(messages) - 1} further faults" if messages[1:] else "")
-            )
-        wrong = [
-            name
-            for name, (once, trainer, engine_once, held, _) in zip(placed, rows, strict=True)
-            if once != engine_once
-            or (trainer - copies(self.trained[name]) * once) % (1 << 64)
-            or (held - copies(placed[name]) * once) % (1 << 64)
-        ]
+            raise SyncError(before + first_fault(faults_everywhere(self.faults, mesh)))
+        wrong = differing_weights(self.trained, placed, {name: x[:4] for name, x in zip(placed, rows, strict=True)})
         if wrong:
             name = wrong[0]
             _, trainer, _, held, _ = self.own_N5[list(placed).index(name)].tolist()
@@ -182,6 +169,61 @@ class SyncDigests(NamedTuple):
             where = _where(gather_objects(share, mesh), mesh.ranks)
             raise SyncError(f"{before}{name} differs{where}; {len(wrong)} of {len(rows)} weights differ")
         return not any(missing for *_, missing in rows)
+
+
+def faults_everywhere(faults: Sequence[str], mesh: Mesh) -> list[str]:
+    """Faults of all ranks, with the ranks. Collective."""
+    everywhere = zip(mesh.ranks, gather_objects(faults, mesh), strict=True)
+    return [f"{fault} on rank {rank}" for rank, its in everywhere for fault in its]
+
+
+def first_fault(faults: Sequence[str]) -> str:
+    """The first of some faults, and the count of the others."""
+    return faults[0] + (f", and {len(faults) - 1} further faults" if faults[1:] else "")
+
+
+def differing_weights(
+    trained: Mapping[str, Layout], placed: Mapping[str, Layout], digests: Mapping[str, Sequence[int]]
+) -> list[str]:
+    """Names of weights whose copies are not all the same.
+
+    Args:
+      trained, placed: layout of each weight in the trainer and in the engine.
+      digests: of each weight: of the trainer's first copies, of all its copies, and the same two of the engine.
+    """
+    return [
+        name
+        for name, (once, trainer, engine_once, held) in digests.items()
+        if once != engine_once
+        or (trainer - copies(trained[name]) * once) % (1 << 64)
+        or (held - copies(placed[name]) * once) % (1 << 64)
+    ]
+
+
+def readable_weights(engine: Engine, faults: list[str]) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name and this rank's part of each weight that the engine computes with; None: it cannot be read.
+
+    Args:
+      engine: with weights.
+      faults: receives a missing or unknown name, or a wrong shape or dtype.
+    """
+    spec = engine.weights
+    placed = dict(trees.named(spec.layouts))
+    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
+    for there, held in engine.held_weights():
+        name = awaited.pop(there, None)
+        if name is None:
+            faults.append(f"{there} is unknown or given twice")
+            continue
+        shape = placed[name].local_shape(spec.mesh.rank)
+        dtype = weight_dtype(name, spec.dtype)
+        if held is None:
+            yield name, None
+        elif held.numel() != math.prod(shape) or held.dtype != dtype:
+            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
+        else:
+            yield name, held.reshape(shape)
+    faults += [f"{name} is missing" for name in awaited.values()]
 
 
 def sync_digests(source: DeviceWeights, engine: Engine, version: int) -> Digests:
@@ -315,16 +357,29 @@ def greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) ->
     """Greedy completions by this rank's replica, or by the first one of an engine on other ranks."""
     if isinstance(engine, OfOtherRanks):
         return engine.greedy(prompts, new_tokens)
-    requests = requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
+    return complete_greedily(engine, prompts, new_tokens)
+
+
+def complete_greedily(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    """Greedy completions by an engine of this rank without unfinished requests."""
     paused = engine.paused
     engine.resume()
-    done = complete(engine, requests)
+    done = complete(engine, greedy_requests(prompts, new_tokens))
     if paused:
         engine.pause()
-    tokens_BS, logp_BS = (
-        torch.stack(x) for x in zip(*((completion.tokens, completion.raw_logp) for completion in done), strict=True)
-    )
-    return Greedy(tokens_BS.to(engine.weights.mesh.device), logp_BS.to(engine.weights.mesh.device))
+    return greedy_of(done, engine.weights.mesh.device)
+
+
+def greedy_requests(prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Request]:
+    """Requests for one greedy completion of each prompt."""
+    return requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0)
+
+
+def greedy_of(done: Sequence[Completion], device: torch.device) -> Greedy:
+    """Greedy completions, all of one length, on a device."""
+    tokens_BS = torch.stack([completion.tokens for completion in done])
+    logp_BS = torch.stack([completion.raw_logp for completion in done])
+    return Greedy(tokens_BS.to(device), logp_BS.to(device))
 
 
 def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tensor], list[str]]:
@@ -336,22 +391,13 @@ def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tenso
     placed = dict(trees.named(engine.weights.layouts))
     trained = source.stored
     mesh = source.mesh
-    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
     faults = []
     digests = {}
     none = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for there, held in engine.held_weights():
-        name = awaited.pop(there, None)
-        if name is None:
-            faults.append(f"{there} is unknown or given twice")
-        if name is None or held is None:
+    for name, held in readable_weights(engine, faults):
+        if held is None:
             continue
-        shape = placed[name].local_shape(spec.mesh.rank)
-        dtype = weight_dtype(name, spec.dtype)
-        if held.numel() != math.prod(shape) or held.dtype != dtype:
-            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
-            continue
-        held = held.reshape(shape)
+        dtype = held.dtype
         own = source.weight(name)
         for read in (own, held):
             if read.is_cuda:  # its memory is not given to others before it has been read
@@ -362,7 +408,7 @@ def _own_digests(source: DeviceWeights, engine: Engine) -> tuple[dict[str, Tenso
         first = first_copy(trained[name], mesh)
         engine_first = first_copy(placed[name], spec.mesh)
         digests[name] = torch.stack([ours * first, ours, theirs * engine_first, theirs, none])
-    return digests, faults + [f"{name} is missing" for name in awaited.values()]
+    return digests, faults
 
 
 def first_copy(layout: Layout, mesh: Mesh) -> bool:

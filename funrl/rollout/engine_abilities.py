@@ -12,7 +12,7 @@ class EngineAbilities(NamedTuple):
 
     Attributes:
       own_steps: its iterations are this package's own functions. The dry run counts them, their bits are the trainer's,
-        `--clock`, `--keep_cache`, `--speculate` and JAX apply to them, and generators of other jobs use them.
+        `--speculate` and JAX apply to them, and generators of other jobs use them.
       whole_only: it completes whole requests. None is continued, and weights are replaced only between them.
       unpaged: it generates with models that have no pages of keys.
       tensor: it splits a model over tensor ranks.

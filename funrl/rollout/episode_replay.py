@@ -1,4 +1,4 @@
-"""Episodes again: turns of the policy with the logged answers of environments, and environments with logged turns."""
+"""Environments that run again with logged turns of the policy, and requests of these turns."""
 
 from __future__ import annotations
 
@@ -9,51 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from funrl.kinds import OwnedLines, joined_lines
-from funrl.rollout.engine import Engine, complete
-from funrl.rollout.episodes import Episode, Node, Trajectory
+from funrl.rollout.episodes import Node, Trajectory
 from funrl.rollout.policy import EPISODE_LIMITS, Complete, EpisodeLimits, Policy, PolicySetup
 from funrl.rollout.requests import Completion, Finish, Request
 from funrl.rollout.sampling_parameters import Sampling
-
-
-class DifferingTurn(NamedTuple):
-    """A turn that was sampled differently.
-
-    Attributes:
-      episode: index of the episode.
-      node: as it was.
-      completion: as it is now.
-    """
-
-    episode: int
-    node: Node
-    completion: Completion
-
-
-def differing_turns(engine: Engine, episodes: Sequence[Episode]) -> list[DifferingTurn]:
-    """Sample every turn of some episodes again, and compare the tokens.
-
-    All turns are sampled at once, as what is before each of them is known. If a model is split over several ranks, all
-    of them make this call with the same episodes.
-
-    Args:
-      engine: an engine with the weights that sampled them, awake and without unfinished requests.
-      episodes: as they were.
-
-    Raises:
-      ValueError: a sampled node has no sampling parameters or no seed.
-    """
-    nodes: dict[Node, int] = {}
-    for number, episode in enumerate(episodes):
-        for end in episode.ends:
-            nodes |= {node: number for node in end.nodes() if node.sampled}
-    requests = [turn_request(node)._replace(number=number) for number, node in enumerate(nodes)]
-    completions = complete(engine, requests)
-    return [
-        DifferingTurn(episode, node, completion)
-        for (node, episode), completion in zip(nodes.items(), completions, strict=True)
-        if completion.tokens.tolist() != list(node.tokens)
-    ]
 
 
 def turn_request(node: Node) -> Request:

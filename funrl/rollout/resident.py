@@ -80,7 +80,6 @@ class ResidentEngine:
         self._lasting = lasting
         self._engine = engine
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
-        self._running: dict[int, Request] = {}
         self._new: dict[int, Request] = {}
         self._cancelled: list[int] = []
         self._listeners: dict[int, tuple[Listener, int]] = {}  # and the tokens that it knows
@@ -129,6 +128,19 @@ class ResidentEngine:
                 self._cancelled.append(number)
                 self._wake.set()
 
+    async def ask_all(
+        self, requests: Sequence[Request], ended: Callable[[Completion], None] | None = None
+    ) -> list[Completion]:
+        """Complete requests, which keep their numbers; `ended` receives each completion as soon as it is there."""
+
+        async def ask(request: Request) -> Completion:
+            done = (await self.ask(request))._replace(number=request.number)
+            if ended is not None:
+                ended(done)
+            return done
+
+        return list(await asyncio.gather(*map(ask, requests)))
+
     def keep(self, key: object, tokens: int) -> None:
         """Keep the keys and values of so many tokens for later requests, instead of those kept for this key before.
 
@@ -172,11 +184,6 @@ class ResidentEngine:
         from_first(_Orders(cancel=unfinished, end=problem or "done"), mesh, "tensor")
         self._engine.cancel(unfinished)
         return task.result()
-
-    @property
-    def running(self) -> list[Request]:
-        """Requests that the engine has and has not completed."""
-        return list(self._running.values())
 
     async def iterate(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
         """Submit and cancel what the coroutines ask for, step the engine, and let them run.
@@ -226,7 +233,6 @@ class ResidentEngine:
     def end(self, completions: Sequence[Completion]) -> None:
         """Deliver completions to the coroutines that wait for them."""
         for done in completions:
-            self._running.pop(done.number, None)
             future = self._waiting.pop(done.number, None)
             if future is not None and not future.done():
                 future.set_result(done)
@@ -236,20 +242,10 @@ class ResidentEngine:
     def fail(self, error: LogitsError | None) -> None:
         """Raise an error where its requests are waited for."""
         for number in () if error is None else error.numbers:
-            self._running.pop(number, None)
             future = self._waiting.pop(number, None)
             if future is not None and not future.done():
                 future.set_exception(LogitsError(str(error)))
                 self._progress.set()
-
-    def take_new(self) -> dict[int, Request]:
-        """Requests that the engine does not have yet, which it does not get before `give_back`."""
-        new, self._new = self._new, {}
-        return new
-
-    def give_back(self, new: dict[int, Request]) -> None:
-        """Return requests of `take_new` to the front of the queue."""
-        self._new = {**new, **self._new}
 
     def _take_orders(self) -> _Orders:
         continues = any(request.computed for request in self._new.values())
@@ -257,39 +253,9 @@ class ResidentEngine:
         reserve = GROWTH * kept if kept > self._reserved else None
         self._reserved = reserve or self._reserved
         orders = _Orders(list(self._new.values()), self._cancelled, reserve)
-        self._running.update(self._new)
-        for number in self._cancelled:
-            self._running.pop(number, None)
         self._new = {}
         self._cancelled = []
         return orders
-
-
-@contextlib.contextmanager
-def park_requests(engine: Engine, mesh: Mesh, resident: ResidentEngine | None) -> Iterator[None]:
-    """Park unfinished requests inside the context and resume them afterwards. Collective.
-
-    Args:
-      resident: the engine as the program of the replica's first rank sees it; None: on the other ranks.
-    """
-    requests: list[Request] = from_first(None if resident is None else resident.running, mesh, "tensor")
-    new = {} if resident is None else resident.take_new()
-    done = {completion.number: completion for completion in engine.cancel(request.number for request in requests)}
-    try:
-        yield
-    finally:
-        again = [_continued(request, done.get(request.number)) for request in requests]
-        if resident is not None:
-            resident.end([x for x in done.values() if x.finish != "cancelled"])
-            resident.give_back(new)
-        engine.submit([request for request in again if request is not None])
-
-
-def _continued(request: Request, done: Completion | None) -> Request | None:
-    """A request that continues a cancelled completion; None: it had ended."""
-    if done is None or not len(done.tokens):
-        return request
-    return request._replace(begun=done) if done.finish == "cancelled" else None
 
 
 def follow(engine: Engine, mesh: Mesh) -> None:
@@ -326,7 +292,8 @@ def run_beside(
     engine.check([])  # a native engine measures its free memory now, on all ranks
     engine.reserve(0)
     if mesh.index("tensor") == 0:
-        return run_coroutine(_lead(engine, mesh, program, lasting), loop)
+        resident = ResidentEngine(engine, lasting)
+        return run_coroutine(resident.lead(program(resident), mesh), loop)
     while True:
         beat()
         orders = from_first(None, mesh, "tensor") or _Orders()
@@ -338,11 +305,6 @@ def run_beside(
         if not orders.idle:
             for _ in _iterations(engine, orders, mesh, lasting):
                 pass
-
-
-async def _lead(engine: Engine, mesh: Mesh, program: Callable[[ResidentEngine], Awaitable[_T]], lasting: bool) -> _T:
-    resident = ResidentEngine(engine, lasting)
-    return await resident.lead(program(resident), mesh)
 
 
 def _iterations(

@@ -17,12 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from funrl.serve import chat_completions, connections, generate, messages, responses
+from funrl.environments.forms.response_templates import OPEN
+from funrl.serve import chat_completions, connections, messages, responses
 from funrl.serve.asks import Ask, BadRequest, Body
-from funrl.serve.history import request_digest
-from funrl.serve.request_thread import RequestThread, decode_json
-from funrl.serve.session import DecodeIds, Exchange, Session, replies_again
-from funrl.serve.streams import TextStream
+from funrl.serve.session import DecodeIds, Exchange, RequestThread, Session, decode_json, replies_again, request_digest
 
 LARGEST_BODY = 64 << 20  # bytes
 CHUNK_S = 0.05  # between two chunks of a stream: those of single tokens would cost as much as a small model's tokens
@@ -61,7 +59,7 @@ DIALECTS = {
     ),
     "/v1/responses": Dialect(responses.read_responses, responses.response_answer, responses.ResponseEvents, ""),
     "/v1/messages": Dialect(messages.read_messages, messages.message_answer, messages.MessageEvents, "msg_"),
-    "/inference/v1/generate": Dialect(generate.read_generate, generate.generate_answer, None, "gen-"),
+    "/inference/v1/generate": Dialect(chat_completions.read_generate, chat_completions.generate_answer, None, "gen-"),
 }
 
 
@@ -337,3 +335,70 @@ async def _not_found(request: Request, error: Any) -> Response:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
+
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what tokenizers show of a character whose bytes have not all arrived
+
+
+class TextStream:
+    """The text of one reply, as much of it as cannot change any more.
+
+    Attributes:
+      text: given out so far.
+    """
+
+    def __init__(self, decode: DecodeIds, before: Sequence[int], hidden: Sequence[str], *, calls: bool):
+        """Make it.
+
+        Args:
+          decode: token ids -> text.
+          before: the last tokens of the prompt, which some tokenizers need for a text's first space.
+          hidden: stop texts; no part of them is sent.
+          calls: hold back what may be a call of a function.
+        """
+        self.text = ""
+        self._decode = decode
+        self._ids = list(before[-1:])
+        self._begin = 0
+        self._end = len(self._ids)
+        self._whole = ""
+        self._hidden = [*hidden, *([OPEN] if calls else [])]
+        self._calls = calls
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """Take further tokens, and give out what they add."""
+        self._ids += tokens
+        known = self._decode(self._ids[self._begin : self._end])
+        text = self._decode(self._ids[self._begin :])
+        if len(text) > len(known) and not text.endswith(_UNFINISHED):
+            self._whole += text[len(known) :]
+            self._begin = self._end
+            self._end = len(self._ids)
+        return self._give(self._safe())
+
+    def finish(self, content: str) -> str:
+        """The rest of a reply's content, once it is known."""
+        rest = content[len(self.text) :] if content.startswith(self.text) else ""
+        self.text += rest
+        return rest
+
+    def _give(self, upto: int) -> str:
+        new = self._whole[len(self.text) : upto]
+        self.text += new
+        return new
+
+    def _safe(self) -> int:
+        """Characters that are content whatever follows."""
+        text = self._whole
+        safe = len(text)
+        for hidden in self._hidden:
+            place = text.find(hidden)
+            if place >= 0:
+                safe = min(safe, place)
+            tails = range(min(len(hidden) - 1, len(text)), 0, -1)
+            safe = min(safe, next((len(text) - n for n in tails if text.endswith(hidden[:n])), safe))
+        if self._calls:  # a content with calls has no white space around it
+            safe = len(text[:safe].rstrip())
+            if not text[:safe].strip():
+                return 0
+        return max(safe, len(self.text))

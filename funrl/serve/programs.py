@@ -10,17 +10,14 @@ environment = endpoint_environment(agent)
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
 from funrl.environments.calls import call
 from funrl.environments.environment import Environment
-from funrl.environments.workers import WorkerClient, open_workers
-from funrl.rollout.episodes import Episode, Message
+from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import Policy
 from funrl.serve.endpoint import check_installed, serve_policy
 
@@ -29,6 +26,8 @@ AGENT = "policy"
 
 def endpoint_environment(program: Callable[..., object]) -> Environment:
     """An environment whose episode is whatever a program asks an endpoint.
+
+    With `hosted_environment` it runs in processes of its own.
 
     Args:
       program: (messages of the example, base_url=, api_key=, model=, **fields of its record) -> the reward, or None:
@@ -39,22 +38,6 @@ def endpoint_environment(program: Callable[..., object]) -> Environment:
     """
     check_installed()
     return _Program(program)
-
-
-@contextlib.contextmanager
-def open_program(program: Callable[..., object], workers: int, memory_bytes: int = 1 << 30) -> Iterator[Environment]:
-    """As `endpoint_environment`, with the program in processes of its own, which ask the endpoint over loopback.
-
-    Enter it before the process has threads, as `open_environment`.
-
-    Args:
-      program: may hang, crash or take all the memory that it is given; then its episode fails.
-      workers: bound on the processes, at least 1.
-      memory_bytes: that a process may take, beyond what it has when it is forked.
-    """
-    check_installed()
-    with open_workers(functools.partial(_Held, program), workers, memory_bytes) as client:
-        yield _Program(functools.partial(_run_there, client))
 
 
 class _Program:
@@ -75,22 +58,3 @@ class _Program:
                 raise ValueError("the program has not asked the endpoint for a reply")
             parts = {"forks": float(session.forks)}
             return Episode(ends, {AGENT: reward}, parts=parts, status=session.limit or "done")
-
-
-class _Held:
-    """A program in a worker process."""
-
-    def __init__(self, program: Callable[..., Any]):
-        self._program = program
-
-    async def run(self, messages: Sequence[Message], named: Mapping[str, object]) -> Any:
-        return await call(self._program, messages, **named)
-
-
-async def _run_there(client: WorkerClient, messages: Sequence[Message], **named: object) -> Any:
-    """Run the program in a worker process, which is killed if the episode ends before it answers."""
-    session = client.session()
-    try:
-        return await client.call(session, "run", (messages, named))
-    finally:
-        client.end(session)

@@ -92,62 +92,40 @@ def demonstrations(seed: int, count: int, digits: int = DIGITS, error: float = E
     return [(prompt_text(pair), answer_text(answer)) for pair, answer in zip(pairs, answers, strict=True)]
 
 
-def right_answers(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str]]:
-    """Problems as (prompt, completion) pairs without errors; held-out ones are the same for every seed.
-
-    Args: as in `problems`.
-    """
+def right_answers(seed: int, count: int, split: Split = "train") -> list[tuple[str, str]]:
+    """Problems as (prompt, completion) pairs without errors; held-out ones are the same for every seed."""
     if split == "train":
-        return demonstrations(seed, count, digits, error=0.0)
-    return [(str(prompt.prompt), prompt.fields["answer"]) for prompt in heldout_prompts(count, digits)]
+        return demonstrations(seed, count, error=0.0)
+    return [(str(prompt.prompt), prompt.fields["answer"]) for prompt in heldout_prompts(count)]
 
 
-def preferences(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str]]:
-    """Problems with a carry in them as (prompt, chosen, rejected): the sum, and what it is without the carries.
-
-    Args: as in `problems`.
-    """
-    pairs = problems(seed, 8 * count, digits, split=split)
+def preferences(seed: int, count: int, split: Split = "train") -> list[tuple[str, str, str]]:
+    """Problems with a carry in them as (prompt, chosen, rejected): the sum, and what it is without the carries."""
+    pairs = problems(seed, 8 * count, split=split)
     differ = pairs[pairs.sum(1) != sum_without_carries(pairs)][:count]
-    wrong = sum_without_carries(differ)
-    return [
-        (prompt_text(pair), answer_text(pair.sum()), answer_text(answer))
-        for pair, answer in zip(differ, wrong, strict=True)
-    ]
+    rows = zip(differ, differ.sum(1), sum_without_carries(differ), strict=True)
+    return [(prompt_text(pair), answer_text(right), answer_text(wrong)) for pair, right, wrong in rows]
 
 
-def triples(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, str, str]]:
-    """The pairs of `preferences`, each with the sum once more, to imitate.
-
-    Args: as in `problems`.
-    """
-    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, digits, split=split)]
+def triples(seed: int, count: int, split: Split = "train") -> list[tuple[str, str, str, str]]:
+    """The pairs of `preferences`, each with the sum once more, to imitate."""
+    return [(prompt, right, wrong, right) for prompt, right, wrong in preferences(seed, count, split)]
 
 
-def ratings(seed: int, count: int, digits: int = DIGITS, split: Split = "train") -> list[tuple[str, str, bool]]:
-    """The two answers of `preferences` one by one, as (prompt, completion, whether it is the sum).
-
-    Args: as in `problems`.
-    """
-    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
-    return [rating for prompt, right, wrong in pairs for rating in ((prompt, right, True), (prompt, wrong, False))][
-        :count
-    ]
-
-
-def steps(
-    seed: int, count: int, digits: int = DIGITS, split: Split = "train"
-) -> list[tuple[str, list[str], list[bool]]]:
-    """Each answer of `ratings` as (prompt, its digits, whether all of them so far are those of the sum).
-
-    Args: as in `problems`.
-    """
-    pairs = preferences(seed, (count + 1) // 2, digits, split=split)
+def steps(seed: int, count: int, split: Split = "train") -> list[tuple[str, list[str], list[bool]]]:
+    """Each answer of `preferences` as (prompt, its digits, whether all of them so far are those of the sum)."""
+    pairs = preferences(seed, (count + 1) // 2, split)
     both = [(prompt, answer, right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
     return [
         (prompt, list(answer), [answer[:n] == right[:n] for n in range(1, len(answer) + 1)])
         for prompt, answer, right in both
     ]
+
+
+def ratings(seed: int, count: int, split: Split = "train") -> list[tuple[str, str, bool]]:
+    """The two answers of `preferences` one by one, as (prompt, completion, whether it is the sum)."""
+    pairs = preferences(seed, (count + 1) // 2, split)
+    return [(prompt, answer, answer == right) for prompt, right, wrong in pairs for answer in (right, wrong)][:count]
 
 
 def reward(prompt: str, completion: str, **fields: Any) -> float:
@@ -244,7 +222,6 @@ def arithmetic_task(model: str = "arithmetic") -> EmbeddedTask:
         warmstart_steps=WARMSTART_STEPS,
         warmstart_demonstrations=WARMSTART_DEMONSTRATIONS,
         warmstart_flags=WARMSTART_FLAGS,
-        demonstration_field="answer",
         readable=in_usual_order,
     )
 

@@ -145,7 +145,6 @@ def calculator_task() -> EmbeddedTask:
         warmstart_steps=400,
         warmstart_demonstrations=25_600,
         warmstart_flags={"batch_prompts": 64, "lr": 4e-3},
-        demonstration_field="answer",
         readable=None,
         environment=calculator_environment,
         turns=(2, 6),  # <tool>, four digits, <assistant>

@@ -238,6 +238,5 @@ def shapes_task() -> EmbeddedTask:
         warmstart_steps=DESCRIBING_STEPS,
         warmstart_demonstrations=DESCRIBING_DEMONSTRATIONS,
         warmstart_flags=DESCRIBING_FLAGS,
-        demonstration_field="answer",
         readable=None,
     )

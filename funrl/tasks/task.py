@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from funrl.environments.environment import Environment
     from funrl.models.decoder.config import Config
 
+RIGHT_ANSWER = "answer"
+
 
 class EmbeddedTask(NamedTuple):
     """Data, a reward, and the decoder that learns them from scratch.
 
     Attributes:
       name: of the data, in reports.
-      training_prompts: (seed) -> prompts to train on.
+      training_prompts: (seed) -> prompts to train on, whose field `RIGHT_ANSWER` has a right completion.
       heldout_prompts: (count) -> at most that many prompts to evaluate on; the same for every seed.
       reward: (prompt, completion, **fields) -> score; None: the environment rewards its episodes.
       demonstrations: (seed, count) -> records of an imperfect demonstrator as `funrl sft` reads them, for the warm
@@ -30,7 +32,6 @@ class EmbeddedTask(NamedTuple):
       warmstart_steps: steps of `funrl sft` on demonstrations that make the model that a run begins with.
       warmstart_demonstrations: how many demonstrations these take at most.
       warmstart_flags: further flags of that command.
-      demonstration_field: field of the prompts with a right completion.
       readable: completion -> as it is shown to people; None: as it is.
       environment: makes the environment whose episodes are learned from; None: prompts are completed once.
       turns: replies of an episode, and tokens before each but the first, that a dry run assumes.
@@ -49,7 +50,6 @@ class EmbeddedTask(NamedTuple):
     warmstart_steps: int
     warmstart_demonstrations: int
     warmstart_flags: Mapping[str, Any]
-    demonstration_field: str
     readable: Callable[[str], str] | None
     environment: Callable[[], Environment] | None = None
     turns: tuple[int, int] = (1, 0)

@@ -18,7 +18,6 @@ _PLACES = {
     "check_term": "check_pieces",
     "awkward_batch": "awkward_rows",
     "nearby_logp": "awkward_rows",
-    "plain_batch": "awkward_rows",
 }
 __all__ = list(_PLACES)  # pyright: ignore[reportUnsupportedDunderAll]
 

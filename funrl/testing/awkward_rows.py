@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.across import Across, row_sums
 from funrl.algos.masks import PLACES
-from funrl.batch import Batch, as_dict, declare, kind_of, map_kinds, schema_of, with_across, with_rows_spread
+from funrl.batch import Batch, as_dict, declare, kind_of, schema_of, with_rows_spread
 from funrl.fields import Field
 
 # prompt, completion with a tool's output in it (.), padding; row 4 has no sampled token
@@ -29,8 +26,6 @@ GROUP_NUMBERS = (7, -2, 7, 40, 7, -2, 3)  # 40 and 3 are alone, any order, any n
 SEQUENCE_LENGTHS = (7, 11, 12, 3, 6, 8, 8)
 PACKED_ROWS = ([0, 3, 4], [2], [1], [5, 6])  # several sequences to a row
 PACKED_WIDTH = 20
-WHOLE_GROUPS = ([3, 0, 2, 4], [6, 1, 5])  # rows of each rank
-ANY_ROWS = ([4, 0, 1], [2], [6, 3, 5])
 
 
 def awkward_batch(dtype: torch.dtype = torch.float64, seed: int = 0) -> Batch:
@@ -109,11 +104,6 @@ def token_rewards_like(batch: Batch, seed: int = 2) -> Tensor:
     return torch.randn(batch.mask.shape, generator=draw, dtype=torch.float64).to(batch.score.dtype)
 
 
-def plain_batch(batch: Batch) -> SimpleNamespace:
-    """The batch as nested lists, for references in plain Python; what it does not have is None."""
-    return SimpleNamespace(**{k: v.tolist() if (v := batch.get(k)) is not None else None for k in schema_of(batch)})
-
-
 def poisoned(batch: Batch) -> Batch:
     """NaN in every per-token field outside the mask."""
     fields = {}
@@ -159,45 +149,3 @@ def packed_batch(batch: Batch, logp: Tensor) -> tuple[Batch, Tensor]:
 def _per_token(batch: Batch) -> dict[str, Tensor]:
     fields = as_dict(batch)
     return {name: x for name, x in fields.items() if kind_of(batch, name).per_token and name not in PLACES}
-
-
-class ThreadRanks:
-    """Threads that stand for ranks, each with some of the rows, and the exchange between them."""
-
-    def __init__(self, owned: Sequence[Sequence[int]]):
-        """Prepare one thread per rank.
-
-        Args:
-          owned: rows of each rank.
-        """
-        self.owned = owned
-        self.box = [None] * len(owned)
-        self.barrier = threading.Barrier(len(owned), timeout=60)
-
-    def batch_of(self, rank: int, batch: Batch) -> Batch:
-        """The batch as a rank holds it: its own rows of fields per token, all of those per row."""
-        own = torch.tensor(self.owned[rank])
-        some = map_kinds(lambda kind, x: x if kind.everywhere else kind.select(x, own), batch)
-        return with_across(some, self.across(rank))
-
-    def across(self, rank: int) -> Across:
-        """The exchange of a rank."""
-        own = torch.tensor(self.owned[rank])
-
-        def sums(x: Tensor) -> Tensor:
-            parts = torch.cat(self._gathered(rank, row_sums(x)))
-            numbers = torch.tensor([row for rows in self.owned for row in rows])
-            return torch.empty_like(parts).index_copy(0, numbers, parts)
-
-        def kth_largest(x: Tensor, k: Tensor) -> Tensor:
-            flat = torch.cat(self._gathered(rank, x.flatten())).sort(descending=True).values
-            return flat[(int(k) - 1) if int(k) <= len(flat) else -1]
-
-        return Across(sums, lambda x: x[own], kth_largest)
-
-    def _gathered(self, rank: int, value: Tensor) -> list:
-        self.box[rank] = value  # pyright: ignore[reportArgumentType, reportCallIssue]
-        self.barrier.wait()
-        values = list(self.box)
-        self.barrier.wait()
-        return values

@@ -18,24 +18,21 @@ from funrl.testing.loss_properties import (
     packing,
     parts_add_up,
     per_token,
-    reference_gradient,
     typed_metrics,
 )
-from funrl.testing.row_properties import advantage_outside_the_mask, ranks, row_order, truth_per_row
+from funrl.testing.row_properties import advantage_outside_the_mask, row_order, truth_per_row
 from funrl.testing.shared_properties import (
     compilation,
     determinism,
-    equals_reference,
     fields,
     float32,
     in_place,
     padding,
 )
-from funrl.testing.subjects import Subject, assert_all, assert_one
+from funrl.testing.subjects import Subject, assert_all
 from funrl.trainer.jobs.compatibility import check_algorithm as check_in_run
 from funrl.trainer.settings.settings import settings_of
 
-Reference = Callable[..., Any]
 OF_LOSSES = {
     "outside_the_mask": outside_the_mask,
     "padding": padding,
@@ -58,7 +55,6 @@ PROPERTIES: dict[str, dict[str, Callable[[Subject], None]]] = {
         "outside_the_mask": advantage_outside_the_mask,
         "padding": padding,
         "row_order": row_order,
-        "ranks": ranks,
         "float32": float32,
         "compilation": compilation,
     },
@@ -68,37 +64,12 @@ PROPERTIES: dict[str, dict[str, Callable[[Subject], None]]] = {
         "fields": fields,
         "padding": padding,
         "row_order": row_order,
-        "ranks": ranks,
     },
 }
-OF_REFERENCES = {kind: {"reference": equals_reference} for kind in PROPERTIES}
-OF_REFERENCES["term"] = OF_REFERENCES["loss"] = {
-    "reference": equals_reference,
-    "reference_gradient": reference_gradient,
-}
 
 
-def assert_property(subject: Subject, name: str) -> None:
-    """Check one property of a piece.
-
-    Raises:
-      AssertionError: it does not have it; says the piece, its file and line, the property and the number.
-    """
-    assert_one(name, {**PROPERTIES[subject.kind], **OF_REFERENCES[subject.kind]}[name], subject, _described(subject))
-
-
-def assert_properties(subject: Subject, without: Collection[str] = ()) -> None:
-    """Check all properties of a piece but for some, in their order.
-
-    Raises:
-      AssertionError: it lacks one.
-      ValueError: `without` names what is no property of its kind.
-    """
-    properties = {**PROPERTIES[subject.kind], **(OF_REFERENCES[subject.kind] if subject.reference else {})}
-    assert_all(properties, subject, _described(subject), without)
-
-
-def _described(subject: Subject) -> str:
+def subject_text(subject: Subject) -> str:
+    """A piece with its file and line."""
     return f"{subject.kind} {name_of(subject.piece)}{defined_at(subject.piece)}"
 
 
@@ -114,65 +85,49 @@ class CheckOptions(TypedDict, total=False):
     without: Collection[str]
 
 
-def check_term(term: Term, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
+def check_term(term: Term, **options: Unpack[CheckOptions]) -> None:
     """Check a term: its shapes, its gradient, and that nothing changes it that must not.
 
     Args:
       term: (logp [B, T], batch) -> (loss [B, T], metrics), not the factory that makes it.
-      reference: the same as loops in plain Python: (logp, b) -> [B][T], where b has the batch's fields as nested lists.
-        Values and gradients are compared with it; give without={"reference_gradient"} where the term stops gradients.
       options: see `CheckOptions`.
 
     Raises:
       AssertionError: the first property that it lacks, with the piece, its file and line, and the number.
     """
-    _check(Subject("term", term, reference=reference), **options)
+    _check(Subject("term", term), **options)
 
 
-def check_loss(loss: Loss, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
-    """Check a loss with numerators and denominators of its own, as `check_term` does a term.
-
-    Args:
-      reference: (logp, b) -> list of (numerator, denominator), in plain Python.
-    """
-    _check(Subject("loss", loss, reference=reference), **options)
+def check_loss(loss: Loss, **options: Unpack[CheckOptions]) -> None:
+    """Check a loss with numerators and denominators of its own, as `check_term` does a term."""
+    _check(Subject("loss", loss), **options)
 
 
-def check_reduction(reduction: Reduction, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
-    """Check a reduction, as `check_term` does a term.
-
-    Args:
-      reference: (loss [B][T], b) -> (numerator, denominator), in plain Python, of a reduction of one part.
-    """
-    _check(Subject("reduction", reduction, reference=reference), **options)
+def check_reduction(reduction: Reduction, **options: Unpack[CheckOptions]) -> None:
+    """Check a reduction, as `check_term` does a term."""
+    _check(Subject("reduction", reduction), **options)
 
 
-def check_advantage(
-    advantage: Advantage, reference: Reference | None = None, tokens: bool = False, **options: Unpack[CheckOptions]
-) -> None:
+def check_advantage(advantage: Advantage, tokens: bool = False, **options: Unpack[CheckOptions]) -> None:
     """Check a piece of an advantage chain, or a whole chain, as `check_term` does a term.
 
     Args:
-      reference: (x, b) -> {"x": ...}, nested lists, in plain Python; other names are those of `Signal` and of fields.
       tokens: it works on token rewards [B, T] instead of scores [B].
     """
-    _check(Subject("advantage", advantage, tokens, reference=reference), **options)
+    _check(Subject("advantage", advantage, tokens), **options)
 
 
-def check_filter(filter_: Filter, reference: Reference | None = None, **options: Unpack[CheckOptions]) -> None:
-    """Check a filter, as `check_term` does a term.
-
-    Args:
-      filter_: batch -> [B] bool.
-      reference: (b) -> list of truth values, in plain Python.
-    """
-    _check(Subject("filter", filter_, reference=reference), **options)
+def check_filter(filter_: Filter, **options: Unpack[CheckOptions]) -> None:
+    """Check a filter, batch -> [B] bool, as `check_term` does a term."""
+    _check(Subject("filter", filter_), **options)
 
 
 def _check(
     subject: Subject, prepare: Callable[[Batch], Batch] = lambda batch: batch, without: Collection[str] = ()
 ) -> None:
-    assert_properties(dataclasses.replace(subject, prepare=prepare), without)
+    """Check all properties of a piece but for some. Raises: AssertionError; ValueError, there is no such property."""
+    subject = dataclasses.replace(subject, prepare=prepare)
+    assert_all(PROPERTIES[subject.kind], subject, subject_text(subject), without)
 
 
 def check_algorithm(
@@ -195,10 +150,7 @@ def check_algorithm(
         check_in_run(algorithm, settings_of(**flags))
     except ValueError as error:
         raise AssertionError(f"a run refuses it: {error}") from error
-    subjects = [Subject("loss", loss, prepare=prepare) for loss in algorithm.losses.values()]
-    if algorithm.advantage is not None:
-        subjects.append(Subject("advantage", algorithm.advantage, prepare=prepare))
-    if algorithm.filter is not None:
-        subjects.append(Subject("filter", algorithm.filter, prepare=prepare))
-    for subject in subjects:
-        assert_properties(subject, set(without) & set(PROPERTIES[subject.kind]))
+    parts = [*(("loss", loss) for loss in algorithm.losses.values())]
+    parts += [(kind, piece) for kind in ("advantage", "filter") if (piece := getattr(algorithm, kind)) is not None]
+    for kind, piece in parts:
+        _check(Subject(kind, piece), prepare, set(without) & set(PROPERTIES[kind]))

@@ -134,8 +134,7 @@ def deterministic(subject: EnvironmentSubject) -> None:
             random.seed(state)
             torch.manual_seed(state)
             records.append(_plain(run_one(subject, seed, EpisodeLimits(turns=6))))
-        different = [n for n, (first, second) in enumerate(zip(*records, strict=False)) if first != second]
-        place = different[0] if different else min(map(len, records))
+        place = next((n for n, pair in enumerate(zip(*records, strict=False)) if pair[0] != pair[1]), 0)
         near = [text[max(0, place - 60) : place + 60] for text in records]
         assert records[0] == records[1], f"seed {seed}: {near[0]!r} and then {near[1]!r}"
 
@@ -168,32 +167,6 @@ def cancellable(subject: EnvironmentSubject) -> None:
     asyncio.run(run())
 
 
-def closed(subject: EnvironmentSubject) -> None:
-    """Each side of a conversation that is made is closed once, however its episode ends."""
-    environment = subject.make()
-    make = getattr(environment, "make", None)
-    if make is None:
-        return  # an environment with `run` frees what it holds itself, which `leaks` measures
-    counts: list[int] = []
-
-    def counted() -> Any:
-        side = make()
-        close, number = side.close, len(counts)
-        counts.append(0)
-
-        def closing() -> Any:
-            counts[number] += 1
-            return close()
-
-        side.close = closing
-        return side
-
-    environment.make = counted  # pyright: ignore[reportAttributeAccessIssue]
-    for seed, limits in enumerate((EpisodeLimits(turns=6), EpisodeLimits(turns=1))):
-        run_one(subject._replace(make=lambda: environment), seed, limits)
-    assert counts and set(counts) == {1}, f"it was closed {counts} times"
-
-
 def leaks(subject: EnvironmentSubject) -> None:
     """Further episodes leave no task, thread, process or open file behind."""
     run_one(subject, 0, EpisodeLimits(turns=6))  # what is made once may stay
@@ -202,9 +175,12 @@ def leaks(subject: EnvironmentSubject) -> None:
         left = asyncio.run(_tasks_left(subject, seed))
         assert not left, f"seed {seed}: tasks are left: {left}"
     deadline = time.monotonic() + LEAK_WAIT_S
-    while (grown := _grown(before)) and time.monotonic() < deadline:
+    after = _resources()
+    while any(after[name] > count for name, count in before.items()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not grown, f"{EPISODES} episodes leave " + ", ".join(f"{count} {name}" for name, count in grown.items())
+        after = _resources()
+    grown = [f"{after[name] - count} {name}" for name, count in before.items() if after[name] > count]
+    assert not grown, f"{EPISODES} episodes leave {', '.join(grown)}"
 
 
 ENVIRONMENT_PROPERTIES: dict[str, Callable[[EnvironmentSubject], None]] = {
@@ -212,7 +188,6 @@ ENVIRONMENT_PROPERTIES: dict[str, Callable[[EnvironmentSubject], None]] = {
     "deterministic": deterministic,
     "limited": limited,
     "cancellable": cancellable,
-    "closed": closed,
     "leaks": leaks,
 }
 
@@ -288,8 +263,3 @@ def _parent(process: str) -> int:
             return int(file.read().rpartition(")")[2].split()[1])
     except OSError:
         return 0
-
-
-def _grown(before: Mapping[str, int]) -> dict[str, int]:
-    after = _resources()
-    return {name: after[name] - count for name, count in before.items() if after[name] > count}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from funrl.algos.core import reduce
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.metrics import Max, Mean, Sum, merge
 from funrl.batch import schema_of, select
-from funrl.testing.awkward_rows import nearby_logp, packed_batch, plain_batch, poisoned, token_rewards_like
+from funrl.testing.awkward_rows import nearby_logp, packed_batch, poisoned, token_rewards_like
 from funrl.testing.subjects import (
     Subject,
     demand,
@@ -142,35 +140,3 @@ def finite_gradient(subject: Subject) -> None:
             grads = torch.autograd.grad(total, [leaf, *moving.values()], allow_unused=True)
             for name, gradient in zip(("log-probabilities", *moving), grads, strict=True):
                 demand(gradient is None or gradient.isfinite().all(), f"its gradient by {name} is not finite{where}")
-
-
-def reference_gradient(subject: Subject) -> None:
-    """The gradient is that of the reference, by differences."""
-    batch = subject.batch()
-    reference = subject.reference
-    assert reference is not None
-    b = plain_batch(batch)
-    logp = nearby_logp(batch)
-
-    def total(values: list[list[float]]) -> float:
-        out = reference(values, b)
-        if subject.kind == "loss":
-            return sum(num for num, _ in out)
-        return sum(out[i][t] for i, t in batch.mask.nonzero().tolist())
-
-    leaf = logp.clone().requires_grad_()
-    if subject.kind == "loss":
-        ours = torch.stack([f.num for f in loss_parts(subject.piece, leaf, batch)[0]]).sum()
-    else:
-        ours = term_output(subject.piece, leaf, batch)[0][batch.mask].sum()
-    gradient = gradient_by(leaf, ours)
-    step = 1e-6
-    for i, t in batch.mask.nonzero().tolist()[::3]:
-        up = logp.clone()
-        down = logp.clone()
-        up[i, t] += step
-        down[i, t] -= step
-        slope = (total(up.tolist()) - total(down.tolist())) / (2 * step)
-        got = gradient[i, t].item()
-        same = math.isclose(got, slope, rel_tol=1e-5, abs_tol=1e-7)
-        demand(same, f"the gradient by token {t} of row {i} is {got:.6g}, the reference's by differences {slope:.6g}")

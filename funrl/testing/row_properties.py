@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from funrl import trees
 from funrl.algos.core import Signal, run_piece
-from funrl.batch import Batch, select
-from funrl.testing.awkward_rows import ANY_ROWS, WHOLE_GROUPS, ThreadRanks, poisoned
-from funrl.testing.subjects import Subject, advantage_output, demand, demand_close, demand_equal, signal_fields
+from funrl.batch import select
+from funrl.testing.awkward_rows import poisoned
+from funrl.testing.subjects import Subject, advantage_output, demand, demand_close, signal_fields
 
 ROW_ORDER = (3, 0, 6, 5, 1, 4, 2)
 
@@ -50,52 +45,6 @@ def row_order(subject: Subject) -> None:
     got = signal_fields(run_piece(piece, given, piece.init(), moved)[0])
     for name, value in signal_fields(advantage_output(subject, batch)).items():
         demand_close(got[name], value[order], f"{name} in another order of rows")
-
-
-def ranks(subject: Subject) -> None:
-    """Ranks that hold the tokens of some rows get the bits of one that holds all."""
-    batch = subject.batch()
-    for owned in (WHOLE_GROUPS, ANY_ROWS):
-        if owned is ANY_ROWS and subject.kind == "advantage" and subject.piece.whole_groups:
-            continue
-        for rows, (got, want) in zip(owned, _on_thread_ranks(subject, batch, owned), strict=True):
-            own = {k: v if v.dim() == 1 else v[torch.tensor(rows)] for k, v in want.items() if k[0] != "/"}
-            own |= {k: v for k, v in want.items() if k[0] == "/"}  # of all rows
-            cure = "batch.across.sums(x) is the sum of every row, batch.across.own(x) picks one's own"
-            demand_equal(got, own, f"on a rank that has the tokens of rows {rows} ({cure})")
-
-
-def _on_thread_ranks(subject: Subject, batch: Batch, owned: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """Of each rank, what it gets, and what one that holds all rows gets."""
-    exchange = ThreadRanks(owned)
-    piece = subject.piece
-    whole = subject.signal(batch)
-
-    def outputs(given: Signal, rows: Batch) -> dict[str, Tensor]:
-        if subject.kind == "filter":
-            return {"kept rows": piece(rows)}
-        signal, state = run_piece(piece, given, piece.init(), rows)
-        values = signal_fields(signal)
-        values |= {f"/metric {name} {i}": x for name, m in signal.metrics.items() for i, x in enumerate(m)}
-        return values | {f"/state {i}": torch.as_tensor(x) for i, x in enumerate(trees.leaves(state), 1)}
-
-    def on_rank(rank: int) -> dict[str, Tensor] | BaseException:
-        own = torch.tensor(owned[rank])
-        x = whole.x if whole.x.dim() == 1 else whole.x[own]
-        weight = None if whole.weight is None else whole.weight[own]
-        try:
-            return outputs(Signal(x, whole.mask[own], weight=weight), exchange.batch_of(rank, batch))
-        except BaseException as error:
-            exchange.barrier.abort()  # others wait for this rank
-            return error
-
-    with ThreadPoolExecutor(len(owned)) as pool:
-        outs = list(pool.map(on_rank, range(len(owned))))
-    failed = [out for out in outs if isinstance(out, BaseException)]
-    for error in sorted(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-        raise error
-    alone = outputs(whole, batch)
-    return [(out, alone) for out in outs if isinstance(out, dict)]
 
 
 def truth_per_row(subject: Subject) -> None:

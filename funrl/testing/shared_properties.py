@@ -11,7 +11,7 @@ from funrl.algos.core import Signal, reduce, run_piece
 from funrl.algos.losses.reductions import token_mean
 from funrl.algos.reading import reads
 from funrl.batch import Batch, MissingField, as_dict, recording, schema_of
-from funrl.testing.awkward_rows import nearby_logp, plain_batch, token_rewards_like, with_padding
+from funrl.testing.awkward_rows import nearby_logp, token_rewards_like, with_padding
 from funrl.testing.subjects import (
     Subject,
     advantage_output,
@@ -24,7 +24,6 @@ from funrl.testing.subjects import (
     output,
     reduction_parts,
     signal_fields,
-    term_output,
 )
 
 SINGLE_PRECISION = 2e-4  # tolerance in float32
@@ -92,42 +91,6 @@ def fields(subject: Subject) -> None:
         raise AssertionError(
             f"it reads batch.{field} and does without it: use batch.get({field!r}) for a field that may be missing"
         )
-
-
-def equals_reference(subject: Subject) -> None:
-    """Values are those of the reference."""
-    batch = subject.batch()
-    reference = subject.reference
-    assert reference is not None
-    b = plain_batch(batch)
-    logp = nearby_logp(batch)
-    as_tensor = lambda x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
-    if subject.kind == "advantage":
-        signal = advantage_output(subject, batch)
-        expected = reference(subject.signal(batch).x.tolist(), b)
-        got = signal_fields(signal)
-        for name, want in expected.items():
-            demand_close(got[name].double(), as_tensor(want), name)
-        for name in set(got) & set(expected) - {"rows", "mask"}:
-            outside = got[name][~signal.mask] if got[name].dim() == 2 else got[name][:0]
-            demand((outside == 0).all(), f"{name} is not 0 outside the mask")
-    elif subject.kind == "filter":
-        demand(subject.piece(batch).tolist() == reference(b), "it keeps other rows than the reference")
-    elif subject.kind == "term":
-        want = as_tensor(reference(logp.tolist(), b))
-        demand_close(term_output(subject.piece, logp, batch)[0][batch.mask], want[batch.mask], "the loss")
-    else:
-        if subject.kind == "loss":
-            parts = loss_parts(subject.piece, logp, batch)[0]
-            wanted = reference(logp.tolist(), b)
-        else:
-            rewards = token_rewards_like(batch)
-            parts = reduction_parts(subject.piece, rewards, batch.mask)
-            wanted = [reference(rewards.tolist(), b)]
-        demand(len(parts) == len(wanted), f"it has {len(parts)} parts, the reference {len(wanted)}")
-        for got, (num, den) in zip(parts, wanted, strict=True):
-            demand_close(got.num, as_tensor(num), "the numerator")
-            demand_close(got.den, as_tensor(den), "the denominator")
 
 
 def padding(subject: Subject) -> None:

@@ -31,12 +31,6 @@ class Subject:
       tokens: an advantage piece that is given token rewards [B, T] instead of scores [B].
       weighted: an advantage piece that is given importance weights.
       prepare: (batch) -> batch, what the piece needs beyond the awkward batch.
-      reference: the same in plain Python, on nested lists; None: there is none.
-        advantage: (x, b) -> dict of any of x, mask, returns, weight, rows and extra fields
-        term: (logp, b) -> loss [B][T]; what stands outside the mask is not compared
-        loss: (logp, b) -> list of (numerator, denominator)
-        reduction: (loss, b) -> (numerator, denominator)
-        filter: (b) -> [B] bool
     """
 
     kind: str
@@ -44,7 +38,6 @@ class Subject:
     tokens: bool = False
     weighted: bool = False
     prepare: Callable[[Batch], Batch] = lambda batch: batch
-    reference: Callable[..., Any] | None = None
 
     def batch(self, dtype: torch.dtype = torch.float64) -> Batch:
         """The awkward batch with what the piece needs."""

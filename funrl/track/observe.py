@@ -19,7 +19,7 @@ from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.lora import trained_part
-from funrl.track.progress import open_progress
+from funrl.track.progress import Progress
 from funrl.track.records.guards import Monitor
 from funrl.track.records.run_directory import (
     RunDirectory,
@@ -32,13 +32,13 @@ from funrl.track.records.run_directory import (
 from funrl.track.records.samples import Sample, open_samples
 from funrl.track.records.services import open_service
 from funrl.track.records.shown_pictures import shown_pictures
-from funrl.track.records.trackers import join_trackers, jsonl, tensorboard
-from funrl.track.report.page import ORDER
+from funrl.track.records.trackers import jsonl, tensorboard
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.settings.declaration import parts
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.observing import ShownSample
 
+ORDER = "answers are shown with their digits in the usual order; the model writes the ones first"
 OnStep = Callable[[int, dict[str, float]], Any]
 
 
@@ -69,20 +69,18 @@ class RunObserver:
         """Open the files and the trackers, and begin to show progress."""
         if self.run is None:
             return self
-        settings = self.job.settings
-        title = f"{self.job.task.name}, {settings.devices.written}, seed {settings.run.seed}"
         with _writing(self.run):
-            self.track = join_trackers(
+            services = parts(self.job.settings.outputs.report_to)
+            self.trackers = [
                 jsonl(self.run.metrics),
                 tensorboard(self.run.tensorboard),
-                *(open_service(name, self.run, self.note) for name in parts(self.job.settings.outputs.report_to)),
-            )
-            self.stack.callback(self.track.close)
+                *(open_service(name, self.run, self.note) for name in services),
+            ]
             self.write_sample = open_samples(self.run.samples)
-            self.stack.callback(self.write_sample.close)
             self.table = open_lines(self.run.eval_samples)
-            self.stack.callback(self.table.close)
-        self.progress = self.stack.enter_context(open_progress(self.job.settings.run.steps, title))
+            for writer in (*self.trackers, self.write_sample, self.table):
+                self.stack.callback(writer.close)
+        self.progress = Progress(self.job.settings.run.steps)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -141,10 +139,10 @@ class RunObserver:
         times = {f"time_s/{phase}": value for phase, value in seconds.items()} | {"time_s/step": total}
         metrics = metrics | times | {"perf/tokens_per_s": tokens / max(total, 1e-9)}
         if self.run is not None:
-            with _writing(self.run):
-                self.track(step, metrics)
+            self._track(step, metrics)
             self.progress.update(step, metrics)
-            for finding in self.monitor.check(step, metrics):
+            self.monitor.add(step, metrics)
+            for finding in self.monitor.new_findings():
                 self.progress.note(str(finding))
         if self.on_step is not None:
             self.on_step(step, metrics)
@@ -160,10 +158,16 @@ class RunObserver:
             keep_steps(self.run.samples, step)
             keep_steps(self.run.eval_samples, step)
             for row in read_lines(self.run.metrics) if self.run.metrics.exists() else ():
-                self.monitor.check(row["step"], row)  # guards that have reported do not report again
+                self.monitor.add(row["step"], row)
+                self.monitor.new_findings()  # guards that have reported do not report again
                 last = row["step"]
-            if metrics is not None and last < step:
-                self.track(step, metrics)
+        if metrics is not None and last < step:
+            self._track(step, metrics)
+
+    def _track(self, step: int, metrics: Mapping[str, float]) -> None:
+        with _writing(self.run):
+            for tracker in self.trackers:
+                tracker.write(step, metrics)
 
     def began(self, step: int, inputs: Mapping[str, str]) -> None:
         """Record the start in config.json."""

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 from funrl import trees
 from funrl.batch import TOKEN_INT, Batch
 from funrl.mesh.mesh import Mesh
-from funrl.models import Placed
 from funrl.models.compiling.compile import is_compiled
 from funrl.models.compiling.compile_cache import CompileCache
 from funrl.models.flat import saved_fields
-from funrl.rollout.engine import Engine, complete, onload_engine
+from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -33,8 +31,7 @@ from funrl.trainer.phases import Trainer
 from funrl.trainer.settings.settings import TOKEN_MULTIPLE
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role, RoleState, weights_of
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import Role, RoleState, State, weights_of
 from funrl.trainer.steps.step import present_scores
 from funrl.trainer.steps.step_rows import Rows, rows_of
 
@@ -70,8 +67,8 @@ def compile_ahead(
         compile_scoring(job, parts, state.roles, trainer.frozen)
         trainer, state = enter(trainer, state, "update")
         compile_updates(job, parts, state.roles, trainer.frozen)
-        if trainer.compile_cache is not None and is_first_on_machine(parts.mesh):
-            trainer.compile_cache.save()
+        if trainer.compile_cache is not None and int(os.environ.get("LOCAL_RANK", parts.mesh.rank)) == 0:
+            trainer.compile_cache.save()  # by the first rank of each machine
     return trainer, state, {"compile/variants": float(compilations.variants)}
 
 
@@ -90,40 +87,29 @@ def loaded_cache(job: Job, mesh: Mesh, note: Callable[[str], None]) -> CompileCa
     return cache
 
 
-def is_first_on_machine(mesh: Mesh) -> bool:
-    """True on the first rank of each machine."""
-    return int(os.environ.get("LOCAL_RANK", mesh.rank)) == 0
-
-
 def compile_generation(job: Job, parts: Parts) -> None:
-    """Compile prefill and decoding of the engines: of the policy, and of a judge."""
-    judge = parts.judge
-    if isinstance(parts, GeneratingParts) and _compiles(job, job.model):
-        _complete_some(job, parts.generator.engine, parts.generator.whole)
-    if judge is not None and _compiles(job, judge.job.model):
-        _complete_some(job, judge.engine, judge.engine)
+    """Compile prefill and decoding of the engines, of the policy and of a judge.
 
-
-def _compiles(job: Job, model: Any) -> bool:
-    return is_compiled(model, job.settings.models.compile, job.device)
-
-
-def _complete_some(job: Job, engine: Engine, whole: Engine) -> None:
-    """Complete several prompts together, and one alone, whose sizes are cases of their own.
-
-    Args:
-      whole: the engine that has the model; `engine` may be an adapter of it.
+    Each completes several prompts together, and one alone, whose sizes are cases of their own.
     """
-    if not isinstance(whole, NativeEngine):
-        return
-    config = whole.model.config
-    length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
-    rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
-    sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
-    *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
-    with onload_engine(engine):
-        complete(engine, requests_of(prompts, sampling, seed=0))
-        complete(engine, requests_of([alone], sampling, seed=0))
+    engines = []  # each with the one that has its model: the policy's may be an adapter of that
+    if isinstance(parts, GeneratingParts):
+        engines.append((parts.generator.engine, parts.generator.whole))
+    if parts.judge is not None:
+        engines.append((parts.judge.engine, parts.judge.engine))
+    for engine, whole in engines:
+        if not isinstance(whole, NativeEngine):
+            continue
+        if not is_compiled(whole.model, job.settings.models.compile, job.device):
+            continue
+        config = whole.model.config
+        length = max(1, min(ENGINE_PROMPT_TOKENS, config.max_positions - 2))
+        rows = max(2, min(ENGINE_ROWS, job.settings.engines.decode_rows))
+        sampling = Sampling(greedy=True, max_new_tokens=min(2, config.max_positions - length))
+        *prompts, alone = ([(row + place) % config.vocab for place in range(length)] for row in range(rows + 1))
+        with onload_engine(engine):
+            complete(engine, requests_of(prompts, sampling, seed=0))
+            complete(engine, requests_of([alone], sampling, seed=0))
 
 
 def compile_scoring(job: Job, parts: Parts, states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]) -> None:
@@ -140,7 +126,10 @@ def compile_scoring(job: Job, parts: Parts, states: Mapping[str, RoleState], fro
             continue
         for batch in _micro_batches(job, role):
             with torch.set_grad_enabled(rewards and role.loss is None):  # as the source asks a reward model
-                _outputs(role.placed, weights[name], batch)
+                if role.placed.model.unembed is None:
+                    role.placed.values(weights[name], batch)
+                else:
+                    role.placed.token_scores(weights[name], batch)
 
 
 def compile_updates(job: Job, parts: Parts, states: Mapping[str, RoleState], frozen: Mapping[str, trees.Tree]) -> None:
@@ -160,13 +149,6 @@ def _sum_of_scores(
     params: trees.Tree, role: Role, batch: Batch, frozen: Mapping[str, trees.Tree]
 ) -> tuple[Tensor, tuple[()]]:
     return present_scores(params, role, batch, frozen).x.sum(), ()
-
-
-def _outputs(placed: Placed, params: trees.Tree, batch: Batch) -> None:
-    if placed.model.unembed is None:
-        placed.values(params, batch)
-    else:
-        placed.token_scores(params, batch)
 
 
 def _micro_batches(job: Job, role: Role) -> Iterator[Batch]:

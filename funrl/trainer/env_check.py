@@ -15,7 +15,7 @@ from funrl.data.prompts import Example
 from funrl.data.tokenizer import encode_text
 from funrl.environments.attempt import EpisodeClock, attempt_episode
 from funrl.environments.environment import Environment
-from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
+from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.kinds import OwnedLines
 from funrl.processes.environment import read_environment
 from funrl.rollout.episodes import Episode

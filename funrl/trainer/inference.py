@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,19 +39,17 @@ from funrl.trainer.jobs.datasets import (
 from funrl.trainer.jobs.job import RLJob, Task
 from funrl.trainer.jobs.models import located, models_of
 from funrl.trainer.jobs.prepare import checked_job, devices_of, lay_out
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.settings.checks import check_together, data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import GivenObjects, own_environment
+from funrl.trainer.settings.scorers import Given, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.evaluation import EVAL_SEED
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import RoleState, State
 from funrl.trainer.steps.sync import sync
 
 ALL = 1 << 31  # prompts, where no number says how many
@@ -74,7 +71,7 @@ def prepare_inference(settings: Settings, stored: StoredModel, given: Given | No
     given = given or Given()
     algorithm = _algorithm()
     check_values(settings)
-    check_together(settings, given_objects(settings, given))
+    check_together(settings, with_prompts(settings, given))
     settings = located(with_model_directories(settings))
     if settings.devices.device == "xla":
         raise SettingsError("--device=xla computes updates and scores of training, which is not here; leave it out")
@@ -108,10 +105,10 @@ def _processor_directory(stored: StoredModel) -> str:
     return began
 
 
-def given_objects(settings: Settings, given: Given) -> GivenObjects:
-    """Objects that checks of flags depend on. Data to evaluate on takes the place of prompts."""
+def with_prompts(settings: Settings, given: Given) -> Given:
+    """Given objects as checks of flags see them: data to evaluate on takes the place of prompts."""
     data = given.eval_records is not None or settings.examples.eval_data is not None
-    return given.objects._replace(prompts=data)
+    return given._replace(records=() if data else given.records)
 
 
 def _algorithm() -> Algorithm:
@@ -121,7 +118,7 @@ def _algorithm() -> Algorithm:
     )
 
 
-def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
+def _task(settings: Settings, given: Given, tokenizer: object, most: int) -> Task:
     form = format_of(settings, names_of_fields(settings))
     heldout = eval_prompts(settings, given, form, tokenizer, most)
     if heldout is not None:
@@ -130,7 +127,7 @@ def _task(settings: Settings, given: Given, tokenizer: Any, most: int) -> Task:
         if environment is not None:
             return episode_task(name, (), heldout, settings, environment)
         return rewarded_task(name, (), heldout, settings, given)
-    if settings.examples.prompts is None and own_environment(settings, given.objects) is None:
+    if settings.examples.prompts is None and own_environment(settings, given) is None:
         task = embedded_prompts(settings, tokenizer)
     else:
         task = prompts_of(settings, tokenizer, given, rewarded=False)

@@ -40,14 +40,13 @@ from funrl.trainer import phases
 from funrl.trainer.checkpoints.rescue import RecoverableState, saved_on_failure
 from funrl.trainer.checkpoints.saver import Evaluations, Saver
 from funrl.trainer.compile_phase import compile_ahead
-from funrl.trainer.evaluator import Evaluator
+from funrl.trainer.evaluator import ENDING, Enter, Evaluator, Recovery
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.profiling import StepProfiler
-from funrl.trainer.recovery import ENDING, Enter, Recovery
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import closed_at_end, is_skipped
 from funrl.trainer.startup import MakeSource, begin_run, first_digests, make_source
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import StepRecord
 from funrl.trainer.steps.sync import resumed_proof, sync
 

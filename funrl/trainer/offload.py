@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from funrl.processes.device_memory import copy_stream
 from funrl.role_kinds import SCORING_ROLES
 from funrl.trainer.phases import Trainer
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role, RoleState, bases
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import Role, RoleState, State, bases
 
 PARTS = ("optimizer", "reference", "params")
 NEEDS = {  # of the stages of a step, and of the end; of frozen weights see `frozen_stages`
@@ -145,7 +143,7 @@ def offload(tree: trees.Tree, stays: Collection[bool] = (), buffers: HostBuffers
     """
     buffers = {} if buffers is None else buffers
 
-    def out(leaf: int, x: Any, stay: bool) -> Any:
+    def out(leaf: int, x: object, stay: bool) -> object:
         if stay or not isinstance(x, Tensor) or not x.is_cuda or not x.is_floating_point():
             return x
         host = buffers.get(leaf)
@@ -169,7 +167,7 @@ def onload(tree: trees.Tree, device: torch.device) -> trees.Tree:
     here = torch.cuda.current_stream(device)
     side = copy_stream(device)
 
-    def back(x: Any) -> Any:
+    def back(x: object) -> object:
         if not isinstance(x, Tensor) or x.is_cuda or not x.is_pinned():
             return x
         copy = torch.empty_like(x, device=device)

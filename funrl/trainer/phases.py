@@ -29,10 +29,9 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.learn import UpdateMonitor, learn_per_agent
 from funrl.trainer.steps.micro import plan_epoch, ranks_of_groups, row_cost
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.roles import sums_over_episodes, weights_of
-from funrl.trainer.steps.score import RemoteScores, score
+from funrl.trainer.steps.roles import State, sums_over_episodes, weights_of
+from funrl.trainer.steps.score import score
 from funrl.trainer.steps.skipped import Skips
-from funrl.trainer.steps.state import State
 from funrl.trainer.steps.step_rows import SINGLE_ROWS, Epoch, Rows, RowUnits, UpdatePlan, on_cpu
 from funrl.trainer.steps.sync import begin_proof, refresh_earlier_selves, sync, wait_for_proof
 
@@ -107,9 +106,12 @@ def score_batch(trainer: Trainer, state: State, rows: Rows) -> tuple[Rows, State
     job = trainer.job
     parts = trainer.parts
     weights = weights_of(parts.roles, state.roles, trainer.frozen)
-    remote = RemoteScores(parts.remote_scorers, rows, state.step + 1)
+    for scorer in parts.remote_scorers.values():
+        scorer.begin(rows, state.step + 1)
     rows = score(parts.roles, weights, rows, scoring_budget(job.settings), trainer.clock, parts.agents)
-    rows = remote.finish(rows, trainer.clock)
+    for name, scorer in parts.remote_scorers.items():
+        with trainer.clock.phase(f"score_{name}"):
+            rows = scorer.finish(rows)
     if job.algorithm.advantage is None:
         pairs = job.algorithm.example in SAMPLED_PAIRS  # which the source has reported
         return rows, state, described_rows(trainer, rows) if isinstance(job, RLJob) and not pairs else {}

@@ -47,7 +47,7 @@ from funrl.trainer.sources.source import Source, is_skipped
 from funrl.trainer.startup import MakeSource, begin_run, make_source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.steps.sync import sync
 from funrl.trainer.storage.shard_server import DamagedError

@@ -1,11 +1,20 @@
-"""Start of a run on one rank: its models, source and checks are made once, and the state before its first step."""
+"""Start of a run on one rank: first weights, models, source and checks are made once, and the state before a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
 
 from funrl import trees
+from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.rules import shard
+from funrl.models.huggingface import directories as hf
+from funrl.models.huggingface.left_out import remarks_on_files
+from funrl.models.huggingface.peft_files import describe_adapter
+from funrl.models.placed import Placed
 from funrl.processes.processor import products_problem
 from funrl.rewards.pool import Pool
 from funrl.trainer.checkpoints.base_model import adapter_facts, keep_base, kept_already, own_base
@@ -13,7 +22,6 @@ from funrl.trainer.checkpoints.saver import shared_folder
 from funrl.trainer.checkpoints.weight_digests import FrozenDigests, agent_digests, role_digests, with_first_digests
 from funrl.trainer.compile_phase import loaded_cache
 from funrl.trainer.gap import gap_check
-from funrl.trainer.initial_weights import initial_weights
 from funrl.trainer.jobs.build import build_run, first_state, first_weights, frozen_weights
 from funrl.trainer.jobs.job import Job
 from funrl.trainer.jobs.row_source import make_source
@@ -23,8 +31,8 @@ from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Parts
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.skipped import Skips
-from funrl.trainer.steps.state import State
 
 MakeSource = Callable[[Job, Parts, Mapping[str, trees.Tree], Clock, Observer], Source]
 
@@ -55,7 +63,7 @@ def begin_run(
         rows_source,
         frozen,
         clock=clock,
-        skips=Skips(job.settings.updates.max_skipped, mesh, folder, observer.note),
+        skips=Skips(job.settings.updates.max_skipped, mesh, observer.note),
         folder=folder,
         compile_cache=cache,
         gap_check=gap_check(job, parts, observer.note),
@@ -85,9 +93,43 @@ def first_digests(trainer: Trainer, state: State) -> tuple[Job, FrozenDigests]:
     if trainer.folder is None:
         return job, FrozenDigests()
     adapters = adapter_facts(job, parts, trainer.frozen)
-    digests = FrozenDigests(
-        role_digests(parts.roles, trainer.frozen, parts.mesh),
-        adapters,
-        agent_digests(parts),
-    )
+    digests = FrozenDigests(role_digests(parts.roles, trainer.frozen, parts.mesh), adapters, agent_digests(parts))
     return with_first_digests(job, parts, state.roles[job.main_role].params, digests), digests
+
+
+def initial_weights(
+    job: Job, placed: Placed, note: Callable[[str], None], kept: str | Path | None = None
+) -> trees.Tree:
+    """This rank's shards of the weights that a run begins with, in the dtype of the master weights.
+
+    The directory of a warm start is read by the first rank alone, as it may be on the disk of one machine.
+
+    Those that adapters stand on, and that do not learn, are in the dtype to compute in where they are read.
+
+    Args:
+      placed: the job's model on the train mesh.
+      note: shows a line.
+      kept: directory in which this run has kept them, if it has.
+    """
+    mesh = placed.mesh
+    directory = kept or job.start
+    if kept is None and job.warmstart_steps:
+        if mesh.rank == 0 and directory is None:
+            raise ValueError(f"the warm start of {job.warmstart_steps} steps is not made; `warm_started` makes it")
+        whole = hf.load(str(directory), job.master)[1] if mesh.rank == 0 else None
+        whole = collectives.from_first_rank(whole, mesh)
+        return trees.to_device(shard(whole, placed.stored, mesh), mesh.device)
+    if directory is None:
+        return trees.to_device(shard(random_weights(job), placed.stored, mesh), mesh.device)
+    for remark in remarks_on_files(directory, job.model) if mesh.rank == 0 else ():
+        note(remark)
+    if job.settings.adapters.adapter is not None and mesh.rank == 0:
+        note(f"going on with the adapters of {job.settings.adapters.adapter} on {directory}; a reference is that base")
+        if dropout := describe_adapter(job.settings.adapters.adapter).dropout:
+            note(f"the adapters were made with a lora_dropout of {dropout:g}; here they have none")
+    return hf.load(directory, job.initial_dtype, mesh, layouts=placed.stored, model=job.model)[1]
+
+
+def random_weights(job: Job) -> trees.Tree:
+    """Whole random weights of the seed, on the CPU."""
+    return job.model.init(torch.Generator().manual_seed(job.settings.run.seed), job.master)

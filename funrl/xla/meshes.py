@@ -8,7 +8,6 @@ device is a mesh whose axes all have size 1.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -27,7 +26,7 @@ from torch import Tensor
 from funrl import trees
 from funrl.mesh.mesh import AXES, Mesh, combinations
 from funrl.mesh.rules import Layout
-from funrl.xla.copies import HostCopies, version
+from funrl.xla.copies import HostCopies
 from funrl.xla.errors import XlaError
 from funrl.xla.interpret import lowered
 from funrl.xla.operators import GROUP_SEPARATOR, HOST_DTYPES
@@ -81,12 +80,6 @@ def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, i
     return tuple(shard)
 
 
-@functools.cache
-def copies_on(sizes: tuple[tuple[str, int], ...]) -> DeviceCopies:
-    """The copies on the devices of a mesh of these sizes; one record in a process, for all that computes there."""
-    return DeviceCopies(devices_of_mesh(dict(sizes)))
-
-
 def devices_of_mesh(sizes: Mapping[str, int]) -> jax.sharding.Mesh:
     """The first devices of this process as a mesh.
 
@@ -119,26 +112,13 @@ class DeviceCopies(HostCopies):
 
     def __init__(self, mesh: jax.sharding.Mesh) -> None:
         """Begin without a copy."""
-        super().__init__(lambda x, spec: self._put(to_jax(x), mesh, spec), to_host)
+        super().__init__(lambda x, spec: split_over(x, mesh, spec), to_host)
         self.mesh = mesh
 
-    def laid_out(self, tree: trees.Tree, mesh: jax.sharding.Mesh, specs: trees.Tree) -> trees.Tree:
-        """Arrays with the numbers of a tree of tensors, split like this over a mesh of the same devices.
 
-        The devices make them from copies that they have; other tensors are sent.
-        """
-        copies = {(x.data_ptr(), x.shape, x.stride()): known for x, known in self._copies.items()}
-
-        def place(x: Tensor, spec: PartitionSpec) -> jax.Array:
-            changes, _, copy = copies.get((x.data_ptr(), x.shape, x.stride()), (-1, None, None))
-            same = changes == version(x) and HOST_DTYPES[copy.dtype] == x.dtype
-            return self._put(copy if same else to_jax(x), mesh, spec)
-
-        return trees.map(place, tree, specs)
-
-    @staticmethod
-    def _put(x: jax.Array, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> jax.Array:
-        return jax.device_put(x, NamedSharding(mesh, spec), may_alias=False)
+def split_over(x: Tensor, mesh: jax.sharding.Mesh, spec: PartitionSpec) -> jax.Array:
+    """A copy of a tensor, split over the devices of a mesh."""
+    return jax.device_put(to_jax(x), NamedSharding(mesh, spec), may_alias=False)
 
 
 def to_jax(x: Tensor) -> jax.Array:

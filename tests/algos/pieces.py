@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from piece_properties import equals_reference, ranks, reference_gradient
+from piece_properties import plain_batch as plain
+
 from funrl import trees
 from funrl.batch import Batch
 from funrl.testing.awkward_rows import awkward_batch as example
 from funrl.testing.awkward_rows import nearby_logp as policy_logp
-from funrl.testing.awkward_rows import plain_batch as plain
 from funrl.testing.awkward_rows import token_rewards_like as token_signal
-from funrl.testing.check_pieces import OF_REFERENCES, PROPERTIES
+from funrl.testing.check_pieces import PROPERTIES
 from funrl.testing.subjects import Subject
 from funrl.testing.subjects import loss_parts as fractions
 from funrl.testing.subjects import term_output as on_term
@@ -66,15 +68,19 @@ class Row:
     @property
     def subject(self) -> Subject:
         """The piece as `funrl.testing` checks it."""
-        return Subject(self.kind, self.make(), self.tokens, "weighted" in self.name, self.prepare, self.reference)
+        return Subject(self.kind, self.make(), self.tokens, "weighted" in self.name, self.prepare)
 
     @property
-    def properties(self) -> list[str]:
+    def properties(self) -> dict[str, Callable[[Subject], None]]:
         """The properties that the piece is to have."""
         without = {"packing": self.packed, "micro_batches": self.additive, "row_order": self.permutes}
         without |= {"reference_gradient": self.smooth, "compilation": self.compiles}
-        names = {**PROPERTIES[self.kind], **OF_REFERENCES[self.kind]}
-        return [name for name in names if without.get(name, True)]
+        own = {"reference": lambda subject: equals_reference(subject, self.reference)}
+        if self.kind in ("term", "loss"):
+            own["reference_gradient"] = lambda subject: reference_gradient(subject, self.reference)
+        if self.kind in ("advantage", "filter"):
+            own["ranks"] = ranks
+        return {name: holds for name, holds in {**PROPERTIES[self.kind], **own}.items() if without.get(name, True)}
 
 
 def sampled(b: SimpleNamespace, i: int) -> list[int]:

@@ -112,7 +112,7 @@ class Layout(NamedTuple):
         return by_unit(self.batch, units)
 
     def on_tokens(self, x_N: Tensor, outside: float = 0.0) -> Tensor:
-        """Numbers of all tokens on the rows."""
+        """Each token of the rows, by its number."""
         x_BT = x_N[self.index.clamp_min(0)]
         return torch.where(self.index >= 0, x_BT, torch.full_like(x_BT, outside))
 

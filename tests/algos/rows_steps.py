@@ -147,6 +147,7 @@ ROWS = [
         tokens=True,
     ),
     row("hierarchical_center", algos.hierarchical_center, hierarchical(1), prepare=with_agents),
+    row("hierarchical_center 2", lambda: algos.hierarchical_center(2), hierarchical(2), prepare=with_agents),
     row("hierarchical_center 0", lambda: algos.hierarchical_center(0), hierarchical(0), prepare=with_agents),
     row("role_baseline", algos.role_baseline, running(0.95), prepare=with_agents, permutes=False),
     row("role_baseline alone", lambda: algos.role_baseline(0.5), running(0.5), permutes=False),

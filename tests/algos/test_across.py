@@ -2,12 +2,12 @@
 
 from pieces import example
 
+from funrl.across import ALONE
 from funrl.batch import as_dict, map_fields, with_across
-from funrl.testing.awkward_rows import ANY_ROWS, ThreadRanks
 
 
 def test_the_batch_of_a_rank_keeps_how_it_reaches_the_others():
-    across = ThreadRanks(ANY_ROWS).across(1)
+    across = ALONE._replace(by_row=ALONE)
     batch = with_across(example(), across)
     assert batch._replace(score=None).across is across
     assert map_fields(lambda name, x: x, batch).across is across

@@ -163,7 +163,7 @@ def test_units_are_in_the_order_of_episode_and_agent_wherever_their_rows_are():
 
 
 def test_a_restricted_loss_of_episodes_of_one_row_is_that_of_rows():
-    """Tokens that are left out are in no mean, and a sequence of which none is left is not counted."""
+    """Tokens that are left out are in no mean, and a sequence without any left is not counted."""
     rows = random_episodes(0)
     batch = batch_of([(e, g, 0, s, masks[:1]) for e, g, a, s, masks in rows if a == 0])
     batch = batch._replace(imitated=batch.mask & (batch.group == 0)[:, None] & (torch.arange(T) % 2 == 0))

@@ -7,7 +7,8 @@ piece is left out.
 import pytest
 from tables import ROWS
 
-from funrl.testing.check_pieces import assert_property
+from funrl.testing.check_pieces import subject_text
+from funrl.testing.subjects import assert_one
 
 FIRST = {row.name.split()[0]: row for row in reversed(ROWS)}  # one of each piece
 ONCE = {"in_place", "determinism", "float32", "gradient", "ranks"}  # they follow from a piece's code, not its arguments
@@ -31,7 +32,7 @@ def test_a_piece_compiles(row):
 
 def error_of(row, name):
     try:
-        assert_property(row.subject, name)
+        assert_one(name, row.properties[name], row.subject, subject_text(row.subject))
     except AssertionError as error:
         return str(error)
     return ""

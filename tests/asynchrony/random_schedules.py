@@ -6,13 +6,12 @@ What holds is checked from outside, with versions and counts of this file's own:
 S + ceil((W - 1) / P), each place is filled once, in the window, and the run ends.
 """
 
-import json
 import math
 import random
 import sys
 from typing import NamedTuple
 
-from funrl.asynchrony.admission import Admission, AdmissionError, AdmissionRule, admission_of
+from funrl.asynchrony.admission import Admission, AdmissionError, AdmissionRule
 
 TICKS = 20_000  # in which every schedule of this size has ended
 
@@ -24,10 +23,6 @@ class ScheduleError(AssertionError):
 class Chances(NamedTuple):
     """Of what happens in a tick, and of how a group ends."""
 
-    fails: float
-    filtered: float
-    leaves: float
-    joins: float
     switches: float
     restarts: float
     most_ticks: int  # of an update
@@ -35,7 +30,6 @@ class Chances(NamedTuple):
 
 
 class Running(NamedTuple):
-    generator: str
     born: int
     left: float
 
@@ -50,12 +44,7 @@ class World:
         self.rule = AdmissionRule(places, pick.choice([0, 1, 2, 3]), pick.choice([1, 1, 2, places, 2 * places + 1]))
         self.admission = kind(self.rule)
         self.until = places * pick.randint(1, 6)
-        low = pick.choice([0.0, 0.02, 0.2])
         self.chances = Chances(
-            fails=pick.choice([0.0, 0.1, 0.5]),
-            filtered=pick.choice([0.0, 0.2, 0.6]),
-            leaves=low,
-            joins=max(low, 0.05),
             switches=pick.choice([0.1, 0.5, 1.0]),
             restarts=pick.choice([0.0, 0.0, 0.01]),
             most_ticks=pick.choice([0, 3, 20]),
@@ -65,16 +54,14 @@ class World:
         self.updating: int | None = None  # ticks that the update still takes
         self.taken: list[int] = []  # of the trainer's batch
         self.filled: list[int] = []  # all places, in the order in which the trainer took them
-        self.generators: dict[str, int] = {}
+        self.held: int | None = None  # version of the generators
         self.running: dict[int, Running] = {}
-        self.lost: dict[int, int] = {}  # place -> version that wrote the part that another generator goes on from
         self.births: dict[int, int] = {}
-        self.names = 0
         self.ages: list[int] = []
 
     def run(self) -> "World":
         for _ in range(TICKS):
-            self.change_generators()
+            self.change_weights()
             self.submit()
             self.generate()
             self.train()
@@ -86,39 +73,25 @@ class World:
     def happens(self, chance: float) -> bool:
         return self.random.random() < chance
 
-    def change_generators(self) -> None:
+    def change_weights(self) -> None:
         if self.happens(self.chances.restarts):
-            saved = json.loads(json.dumps(self.admission.restarted().as_object()))
-            self.admission = type(self.admission)(*admission_of(saved))
-            self.generators = {}
+            taken = [place for place in range(self.until) if place in self.filled]
+            oldest = next((place for place in range(self.until) if place not in self.filled), self.until)
+            fresh = max(taken, default=-1) + 1
+            again = tuple(place for place in range(oldest, fresh) if place not in self.filled)
+            overtaken = frozenset(place for place in taken if place > oldest)
+            kind = type(self.admission)
+            self.admission = kind(self.rule, max(fresh, oldest), oldest, overtaken=overtaken, again=again)
+            self.held = None
             self.running = {}
-            self.lost = {}
-        if not self.generators or (len(self.generators) < 4 and self.happens(self.chances.joins)):
-            self.names += 1
-            self.hold(f"g{self.names}", self.random.randint(max(0, self.version - 3), self.version))
-        for name in sorted(self.generators):
-            if self.generators[name] < self.version and self.happens(self.chances.switches):
-                self.hold(name, self.random.randint(self.generators[name] + 1, self.version))
-        if len(self.generators) > 1 and self.happens(self.chances.leaves):
-            self.leave(self.random.choice(sorted(self.generators)))
+        if self.held is None:
+            self.hold(self.random.randint(max(0, self.version - 3), self.version))
+        elif self.held < self.version and self.happens(self.chances.switches):
+            self.hold(self.random.randint(self.held + 1, self.version))
 
-    def hold(self, name: str, version: int) -> None:
-        self.generators[name] = version
-        self.admission = self.admission.version_held(name, version)
-
-    def leave(self, name: str) -> None:
-        """Some of its groups go on elsewhere from where they are; the others are submitted again."""
-        del self.generators[name]
-        lost = []
-        for place, group in sorted(self.running.items()):
-            if group.generator != name:
-                continue
-            if self.happens(0.5):
-                self.running[place] = group._replace(generator=self.random.choice(sorted(self.generators)))
-            else:
-                lost.append(place)
-                self.lost[place] = self.running.pop(place).born
-        self.admission = self.admission.without(name, lost)
+    def hold(self, version: int) -> None:
+        self.held = version
+        self.admission = self.admission.version_held(version)
 
     def submit(self) -> None:
         places, self.admission = self.admission.submit(self.until)
@@ -126,13 +99,10 @@ class World:
             if place in self.running or place in self.filled or not 0 <= place < self.until:
                 raise ScheduleError(f"group {place} is submitted and runs, is consumed, or is beyond the run")
             least = place // self.rule.places - self.rule.staleness
-            late = [name for name, version in self.generators.items() if version < least]
-            if late or not self.generators:
-                raise ScheduleError(f"group {place} is submitted, and {late} hold less than version {least}")
-            name = self.random.choice(sorted(self.generators))
+            if self.held is None or self.held < least:
+                raise ScheduleError(f"group {place} is submitted, and generators hold {self.held}, not {least}")
             ticks = 5 * self.random.lognormvariate(0, self.chances.spread)
-            born = min(self.generators[name], self.lost.pop(place, self.version))
-            self.running[place] = Running(name, born, ticks)
+            self.running[place] = Running(self.held, ticks)
 
     def generate(self) -> None:
         complete = []
@@ -141,12 +111,8 @@ class World:
             if group.left <= 1:
                 complete.append(place)
         for place in complete:
-            if self.happens(self.chances.filtered) and not self.happens(self.chances.fails):
-                self.admission = self.admission.refill([place])
-                del self.running[place]
-            else:  # with rows, or empty because it failed: it fills its place
-                self.admission = self.admission.finish([place])
-                self.births[place] = self.running.pop(place).born
+            self.admission = self.admission.finish([place])
+            self.births[place] = self.running.pop(place).born
 
     def train(self) -> None:
         if self.updating is not None:

@@ -1,4 +1,4 @@
-"""`--model=ADAPTER` and `--adapter`: a run goes on with adapters on their base, or says what to give."""
+"""`--model=ADAPTER` and `--adapter`: a run continues adapters on their base, or says what to give."""
 
 import json
 import shutil

@@ -139,7 +139,7 @@ WITHOUT_TORCH = [  # flags, and what is said before torch or transformers is imp
     (["--run_dir={used}"], "holds metrics.jsonl"),
     (["--top_k=3", "--temperature=0.5"], "use either"),
 ]
-WITHOUT_TORCH.sort(key=lambda case: "did you mean --" not in case[1])  # those that import nothing come first
+WITHOUT_TORCH.sort(key=lambda case: "did you mean --" not in case[1])  # cases that import nothing come first
 PROGRAM = """
 import contextlib, io, json, runpy, sys
 for flags in json.loads(sys.argv[1]):

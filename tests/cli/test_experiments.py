@@ -31,7 +31,7 @@ REINFORCEMENT = (
     "vapo",
     "online_dpo",
 )
-RUN = ("ppo", "dapo", "remax", "prime", "vapo", "online_dpo")  # of these, the first of those that read the same
+RUN = ("ppo", "dapo", "remax", "prime", "vapo", "online_dpo")  # of these, the first of all that read the same
 SUPERVISED = ("sft", "dpo", "kto", "reward_model", "process_reward_model")
 COMMON = ("--device=cpu", "--compile=off", "--warmstart_steps=0", "--eval_every=2", "--eval_prompts=8")
 QUICK = ("ppo", "dapo", "prime", "vapo", "sft", "dpo", "process_reward_model")
@@ -87,7 +87,7 @@ def test_help_names_every_argument_of_the_algorithm_and_no_flag_without_effect(n
     assert status == 0
     shown = {line.split()[0].split("=")[0] for line in out.splitlines() if line.startswith("  --")}
     assert ("--data" in shown) == (name in SUPERVISED) == ("--samples_per_prompt" not in shown)
-    joined = re.sub(r"\n {20,}", " ", out)  # a text that is too long goes on in the next line
+    joined = re.sub(r"\n {20,}", " ", out)  # a text that is too long continues in the next line
     assert all(len(line.split(maxsplit=1)) == 2 for line in joined.splitlines() if line.startswith("  --"))
 
 

@@ -1,6 +1,5 @@
-"""A start that makes no step leaves nothing behind, or can be begun anew in the same directory."""
+"""A start that makes no step leaves nothing behind."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -79,27 +78,11 @@ def test_an_error_after_a_step_keeps_what_was_made(own, capsys):
     assert call("in_the_second_step", "--run_dir=RUN") == 1
     assert "results in RUN" in capsys.readouterr().out
     assert complete_checkpoints("RUN/checkpoints").keys() == {1} and (own / "RUN/model").is_dir()
-    assert call("fine", "--run_dir=RUN", "--overwrite") == 2
-    err = capsys.readouterr().err
-    assert "--overwrite removes only what a start has left that made no step; give another directory" in err
-    assert complete_checkpoints("RUN/checkpoints").keys() == {1}
-
-
-@pytest.mark.slow
-def test_a_start_that_was_killed_is_overwritten_only_where_that_is_asked_for(own, capsys):
-    run = own / "RUN"
-    (run / "checkpoints" / ".step-0.1").mkdir(parents=True)
-    (run / "tensorboard").mkdir()
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (run / name).touch()
-    (run / "config.json").write_text(json.dumps({"experiment": "grpo", "flags": {}}))
     assert call("fine", "--run_dir=RUN") == 2
-    assert "no step is among them: --overwrite begins anew there, or give another directory" in capsys.readouterr().err
-    assert call("fine", "--run_dir=RUN", "--overwrite", "--resume") == 2
-    assert "--overwrite starts over and --resume continues; leave one of them out" in capsys.readouterr().err
-    assert call("fine", "--run_dir=RUN", "--overwrite") == 0
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2]
-    assert len(json.loads((run / "config.json").read_text())["segments"]) == 1
+    assert "as a former run leaves them; give another directory or remove them" in capsys.readouterr().err
+    assert call("fine", "--run_dir=NEW", "--overwrite") == 2
+    assert "remove what a start without a step has left" in capsys.readouterr().err
+    assert complete_checkpoints("RUN/checkpoints").keys() == {1}
 
 
 def test_a_resume_does_not_take_a_models_directory_for_its_own(own, capsys):

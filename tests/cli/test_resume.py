@@ -1,4 +1,4 @@
-"""A run that stops and goes on leaves what one that never stopped leaves: every line, every weight, every sample."""
+"""A run that stops and continues leaves what one that never stopped leaves: every line, every weight, every sample."""
 
 import json
 import os

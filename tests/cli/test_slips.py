@@ -48,7 +48,7 @@ REFUSED = [
     ("ppo", ["--gamma=2"], "--gamma=2: it must be at least 0 and at most 1"),
     ("grpo", ["--critic_lr=5"], "--critic_lr=5 does nothing: the algorithm has no critic"),
     ("grpo", ["--max_refills=2"], "--max_refills=2 does nothing: the algorithm has no filter"),
-    ("grpo", ["--lora_rank=10000"], "--lora_rank=10000: no matrix that has adapters is of a rank above 64"),
+    ("grpo", ["--lora_rank=10000"], "--lora_rank=10000: no matrix with adapters has a rank above 64"),
     ("grpo", ["--kv_cache_gb=100000"], "--kv_cache_gb=100000: a rank of this machine has "),
     ("grpo", ["--keep_checkpoints=3", "--save_every=0"], "--keep_checkpoints=3 does nothing with --save_every=0"),
     ("grpo", ["--split_residual=off"], "--split_residual=off does nothing: --mesh=dp1 has no tp"),

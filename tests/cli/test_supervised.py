@@ -35,8 +35,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(name, tmp_path
     assert tensors.isfinite().all() and tensors.abs().max() > 1e20  # those of step 1
 
 
-@pytest.mark.parametrize("broken, said", [(0, "before the first step"), (1, "after step 1; a lower --lr may prevent")])
-def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "broken, message", [(0, "before the first step"), (1, "after step 1; a lower --lr may prevent")]
+)
+def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, message, tmp_path, capsys, monkeypatch):
     from funrl.trainer.sources import texts
 
     calls, loss_value = [], texts.loss_value
@@ -48,7 +50,7 @@ def test_a_held_out_loss_that_is_not_finite_ends_the_run(broken, said, tmp_path,
 
     monkeypatch.setattr(texts, "loss_value", evaluated)
     assert run("sft", "--steps=1", f"--run_dir={tmp_path}") == 1
-    assert f"the held-out loss is nan {said}" in capsys.readouterr().err
+    assert f"the held-out loss is nan {message}" in capsys.readouterr().err
 
 
 def test_a_text_that_is_too_long_is_refused_and_the_longest_that_fits_is_trained_on(tmp_path, capsys):

@@ -137,5 +137,5 @@ CASES = (
 
 
 def set_up():
-    """Let a sequence have two parts."""
+    """Split a sequence in two parts."""
     page_kernels.PART = 64

@@ -256,6 +256,6 @@ CASES = (
 
 
 def set_up():
-    """Let the kernels compute, with two programs, or turns, for a row."""
+    """Run the kernels with two programs, or turns, for a row."""
     kernels._WIDTH = 32
     head.operators.by_kernels = lambda *hidden, **trial: True

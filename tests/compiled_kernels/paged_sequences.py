@@ -48,7 +48,7 @@ def cast(params, dtype):
 
 
 class Sequences:
-    """Sequences of random tokens over pages of a decoder's cache, of which any tokens are computed in any order."""
+    """Sequences of random tokens over pages of a decoder's cache; any tokens are computed in any order."""
 
     def __init__(self, decoder, lengths, shuffle=None, seed=1):
         generator = torch.Generator().manual_seed(seed)

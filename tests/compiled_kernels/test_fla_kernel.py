@@ -45,7 +45,7 @@ def chunk_gated_delta_rule(q, k, v, g, beta, scale=None, cu_seqlens=None):
     return FACTOR * Rule.apply(q, k, v, g, beta, segments), None
 """
 OFFSETS = torch.tensor([0, 70, 70, 71, 90, 90], dtype=torch.int32)
-T = 100  # of which ten are padding
+T = 100  # the last ten are padding
 
 
 @pytest.fixture

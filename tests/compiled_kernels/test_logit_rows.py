@@ -1,6 +1,7 @@
 """Passes over rows of logits by Triton kernels: when they are taken, and on a GPU; test_gpu_kernels.py has others."""
 
 import importlib.util
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -109,6 +110,25 @@ def test_logits_are_read_once_a_pass(dtype, monkeypatch):
     d_weight = "addmm_" if dtype is torch.float32 else "mm"  # added where it is the sum's dtype
     assert backward.names == ["new_empty", *["mm", "logit_row_gradients"] * 2, "mm", d_weight]
     assert d_hidden.dtype == d_unembed.dtype == dtype
+
+
+def test_kernels_get_the_temperature_and_the_cap(monkeypatch):
+    settings = []
+
+    def recorded(operator, *args):
+        settings.append(args[-1])
+        return operator(*args)
+
+    for name in ("logit_row_sums", "logit_gradients"):
+        monkeypatch.setattr(operators, name, partial(recorded, getattr(operators, name)))
+    monkeypatch.setattr(operators, "by_kernels", lambda *hidden: True)
+    hidden, unembed = (torch.empty(n, 16, device="meta", requires_grad=True) for n in (8, 1000))
+    ids_T = torch.empty(8, device="meta", dtype=torch.int64)
+    for temperature, cap in ((0.7, 30.0), (1.0, None)):
+        settings.clear()
+        scores = linear_logprob(hidden, unembed, ids_T, temperature=temperature, want=WANTS, cap=cap)
+        torch.autograd.grad((scores.logp + scores.entropy).sum(), (hidden, unembed))
+        assert {x[:3] for x in settings} == {(temperature, cap or 0.0, True)} and len(settings) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

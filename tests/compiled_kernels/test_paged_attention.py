@@ -91,7 +91,7 @@ def test_scales_and_caps_of_logits(sequences, window, scale, cap, monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_passes_over_pages_are_whole_sequences(window):
-    """Three sequences, in chunks of any size, of which two share a prefix: the second one uses the pages of the first,
+    """Three sequences, in chunks of any size; two share a prefix: the second one uses the pages of the first,
     which are written in the same pass that it begins in."""
     page, lengths, prefix = 4, [23, 31, 6], 12
     texts = [draw(n, 4 + 2 + 2, 8, seed=n) for n in lengths]
@@ -165,7 +165,7 @@ def test_pages_that_are_read():
 
 
 def test_no_more_pages_are_read_than_the_table_has():
-    counts, ends = [1, 1], [33 * 4, 3]  # 33 pages, of which 40 would be read
+    counts, ends = [1, 1], [33 * 4, 3]  # 33 pages; 40 would be read
     table = torch.arange(66, dtype=torch.int32).view(2, 33)
     assert paging_of(counts, ends, table, 4).groups_G5[:, 4].tolist() == [33, 1]
 

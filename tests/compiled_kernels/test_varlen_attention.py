@@ -273,7 +273,7 @@ def test_the_host_reads_where_segments_begin_once(monkeypatch):
 
 
 def test_kernels_of_a_gpu_are_not_waited_for(monkeypatch):
-    """On "meta", of which the host can read nothing: bounds of lengths are known from packing."""
+    """On "meta", where the host reads no number: bounds of lengths are known from packing."""
     q, k, v, d_out = (x.detach()[0].to("meta", torch.bfloat16) for x in draw(20))
     offsets, seed = offsets_of([9, 8]).to("meta"), torch.empty(2, device="meta")
     forward, backward = (lambda q, *_: (q, q[..., 0].T, seed)), (lambda d, q, k, v, *_: (q, k, v))

@@ -16,8 +16,8 @@ from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.mesh import SINGLE
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
-from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
-from funrl.xla.ahead import AheadProgram, Sent
+from funrl.trainer.lowered.decoding import XlaBackend
+from funrl.xla.ahead import AheadProgram
 from funrl.xla.interpret import chains_of
 from funrl.xla.meshes import devices_of_mesh
 
@@ -59,16 +59,14 @@ def test_the_plan_has_the_rows_and_the_costs_of_the_dry_run(plan):
 
 def test_a_pass_has_memory_beside_the_weights_of_all_roles_and_the_engine_s_own(plan):
     """The engine's weights, arguments of its passes, are the roles' where it has none of its own."""
-    sent = (Sent("all-reduce", ("data",), 1, 40),)
-    program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0, 1000, 0, sent)
+    program = AheadProgram("decoding iteration", 1.0, plan.weight_bytes + 100, 90, 80, 5, 0)
     prefill = program._replace(arguments=plan.weight_bytes + 60)  # it lacks the unembedding, of 40 bytes
-    passes = {"prefill": (prefill,), "decode": (program,)}
+    passes = {"prefill": prefill, "decode": program}
     phases = report.phases_of_engine(plan._replace(own_bytes=7), passes, 1000.0)
     phase = phases["decode"]
     assert phases["prefill"].resident == phase.resident
-    assert phase.costs[:2] == (1007 + 100 + (90 - 80 + 5), 1000)
-    costs = plan.costs["decode"]
-    assert phase.dry == (1007 + costs.total - plan.weight_bytes, costs.flops, {})
+    assert phase.memory == 1007 + 100 + (90 - 80 + 5)
+    assert phase.dry == 1007 + plan.costs["decode"].total - plan.weight_bytes
 
 
 def operators(program):
@@ -87,12 +85,11 @@ def test_the_iteration_is_the_engine_s():
     job = small("grpo", decode_rows=4, batch_prompts=2, sizes=sizes)
     plan = decoding_plan(job, 8, V5E, 0)
     mesh = devices_of_mesh(plan.job.generate_sizes)
-    ((function, args),) = engine_passes(plan, mesh)["decode"]
+    function, args = engine_passes(plan, mesh)["decode"]
     with jax.enable_x64(True):
         traced = function.mapped(args, mesh).program
 
-    devices = EngineDevices(SINGLE.sizes, SINGLE.sizes)
-    backend = XlaBackend(devices, job.model, SINGLE, job.dtype, plan.page_tokens)
+    backend = XlaBackend(SINGLE.sizes, job.model, SINGLE, job.dtype, plan.page_tokens)
     backend.load(job.model.init(torch.Generator().manual_seed(0)))
     backend.resize(4, 4)
     form = DecodeForm(4, 1, ((0, job.sampling),))

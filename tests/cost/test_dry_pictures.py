@@ -30,7 +30,7 @@ from funrl.models.vision.tiles import NO_TILES
 from funrl.trainer.jobs import datasets
 from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.steps.owned_rows import with_owned
+from funrl.trainer.steps.step_rows import with_owned
 
 TEXT = {
     "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Columns as TRL, verl and raw files name them, and those that a flag names."""
+"""Columns as TRL, verl and raw files name them, and as a flag names them."""
 
 import json
 

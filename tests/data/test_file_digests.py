@@ -2,8 +2,8 @@
 
 import pytest
 
-from funrl.data import file_digests
-from funrl.data.file_digests import PARTIAL, data_digest, files_digest, records_digest
+from funrl.data import cached_datasets as file_digests
+from funrl.data.cached_datasets import PARTIAL, data_digest, files_digest, records_digest
 
 
 def test_every_byte_of_a_small_file_counts_and_its_place_does_not(tmp_path):

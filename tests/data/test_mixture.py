@@ -1,11 +1,11 @@
-"""Several files of prompts: shares, orders, and where a run goes on."""
+"""Several files of prompts: shares, orders, and where a resumed run continues."""
 
 from collections import Counter
 
 import pytest
 
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture, shares_of, weighted_files
+from funrl.data.order import Mixture, shares_of, weighted_files
 from funrl.data.prompts import prompt_batch
 
 PARTS = [[("a", n) for n in range(40)], [("b", n) for n in range(7)], [("c", 0)]]

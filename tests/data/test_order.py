@@ -1,12 +1,11 @@
-"""The order of training with weights: which items are passed over, and where a run goes on."""
+"""The order of training with weights: which items are passed over, and where a resumed run continues."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from funrl.data.mixture import Mixture, shares_of
-from funrl.data.order import order_digest, places_in_order, take_next
+from funrl.data.order import Mixture, order_digest, places_in_order, shares_of, take_next
 
 ITEMS = list(range(50))
 MIXED = Mixture([list(range(30)), list(range(10))], shares_of([0.5, 0.5]))

@@ -306,7 +306,7 @@ def test_each_row_of_a_conversation_has_the_pictures_before_it():
             first, first_owned = last, owned
     assert example.texts[0] == first and example.owned[0].digest == first_owned.digest
     untrained = {"messages": [*messages[:3], messages[3] | {"train": False}], "images": pictures}
-    example = text_example(untrained, "demonstrations", tokens)  # of which nothing after the first turn is read
+    example = text_example(untrained, "demonstrations", tokens)  # nothing of it is read after the first turn
     assert example.texts == (first,) and example.owned[0].digest == first_owned.digest
     with pytest.raises(DataError, match="pictures"):
         text_example({"messages": messages[:4], "images": pictures[:2]}, "demonstrations", tokens)

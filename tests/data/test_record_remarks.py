@@ -5,7 +5,7 @@ import json
 import pytest
 
 from funrl.data.json_lines import DataError
-from funrl.data.record_remarks import RecordRemarks
+from funrl.data.messages import RecordRemarks
 from funrl.data.supervised import load_examples
 from funrl.data.tokenizer import character_tokenizer
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import weighted_files
+from funrl.data.order import weighted_files
 from funrl.data.prompts import PromptError, load_prompts
 from funrl.data.records import open_records, read_records, source_problem
 from funrl.data.supervised import load_examples

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from funrl.data import supervised
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.supervised import (
     DataError,
     KeptTexts,
@@ -139,7 +139,7 @@ def test_texts_that_are_too_long_are_left_out_or_shortened(kind, tmp_path):
     examples = load_examples(file, "demonstrations", tokens)
     if kind != "file":
         examples = list(examples) if kind == "list" else Mixture([examples[:2], examples[2:]], (500, 500))
-    lengths = lambda found: [len(item.texts[0].tokens) for item in found]  # noqa: E731
+    lengths = lambda items: [len(item.texts[0].tokens) for item in items]  # noqa: E731
     left, remark = fit_examples(examples, 8, "drop", "why", tokens)
     assert lengths(left) == [6, 7] and remark == f"2 of 4 are left out, as why: {file}, line 2, 4"
     cut, remark = fit_examples(examples, 8, "truncate", "why", tokens)
@@ -292,7 +292,7 @@ MEMORY = """
 import json, sys
 from funrl.data.supervised import load_examples, text_batch
 from funrl.data import supervised
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.tokenizer import character_tokenizer
 
 tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ")

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from forked_python import run_once
+from module_process import module_process
 from selection import XLA_FLAGS
 
 from funrl.algos.recipes import NAMES, recipe
@@ -29,7 +30,6 @@ from funrl.cli.doctor import experiment_of
 from funrl.cli.usages import COMMANDS
 from funrl.cost.dry_run import tokens_of
 from funrl.models import with_value_head
-from funrl.processes.module_process import module_process
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import RL, kinds_of

@@ -13,7 +13,8 @@ from funrl.mesh import rules
 from funrl.mesh.mesh import SINGLE
 from funrl.models import decoder_config, decoder_model, with_fields
 from funrl.models.decoder.gated_delta_net import GatedDeltaNet
-from funrl.rollout.engine import EngineCost
+from funrl.rollout.engine import EngineCost, complete
+from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import PolicySetup
 from funrl.rollout.requests import Completion
@@ -134,3 +135,11 @@ def plain(episode):
     ends = [(end.agent, nodes[end.leaf]) for end in episode.ends]
     rest = dataclasses.replace(episode, ends=(), turn_rewards={}, problem="")
     return facts, turn_rewards, ends, rest
+
+
+def differing_turns(engine, episodes):
+    """The episode, the node and the new completion of each turn that an engine samples differently now."""
+    nodes = {node: n for n, x in enumerate(episodes) for end in x.ends for node in end.nodes() if node.sampled}
+    requests = [turn_request(node)._replace(number=number) for number, node in enumerate(nodes)]
+    again = zip(nodes.items(), complete(engine, requests), strict=True)
+    return [(episode, node, x) for (node, episode), x in again if x.tokens.tolist() != list(node.tokens)]

@@ -8,7 +8,7 @@ from funrl.environments.answer_rewards import CompletionReader, check_readings
 from funrl.environments.chat import TemplateChat
 from funrl.rewards.call import RewardError
 from funrl.rewards.load import load_rewards
-from funrl.rewards.structure import think_then_answer
+from funrl.rewards.style import think_then_answer
 from funrl.rewards.verifiers import exact_match
 from funrl.rewards.views import read_as
 

@@ -10,7 +10,7 @@ import pytest
 from small_chats import SETUP, ScriptedEngine, engine_of, examples_of, plain
 
 from funrl.environments.adapters import tool_environment
-from funrl.environments.hosting.hosted import hosted_environment, open_hosted
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episodes import Episode
@@ -21,7 +21,7 @@ LIMITS = EpisodeLimits(environment_s=6, retries=1)
 
 
 class Branching:
-    """Two branches at once, one of which goes on; a second agent; rewards of turns, states, parts."""
+    """Two branches at once, one continued; a second agent; rewards of turns, states, parts."""
 
     agents = ("policy", "rival")
 
@@ -31,7 +31,7 @@ class Branching:
     async def run(self, policy, example, seed):
         opened = policy.start([{"role": "user", "content": example.text}])
         tries = await asyncio.gather(policy.sample(opened), policy.sample(opened), policy.sample(opened, seed=5))
-        _, longer = max(tries, key=lambda one: len(one[0].tokens))
+        _, longer = max(tries, key=lambda attempt: len(attempt[0].tokens))
         again = policy.extend(longer, [{"role": "user", "content": f"so {seed % 10}"}])
         _, final = await policy.sample(again, max_tokens=5, stop=["x"])
         rival = policy.start(final.token_ids(), agent="rival")

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import functools
 import itertools
 import json
 import re
@@ -18,7 +17,6 @@ from funrl.environments.adapters import message_environment, tool_environment
 from funrl.environments.chat import TemplateChat
 from funrl.environments.ongoing import OngoingEpisodes, Round, recorded_episodes
 from funrl.environments.run import episode_groups
-from funrl.environments.workers import open_environment
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
@@ -257,14 +255,6 @@ def test_what_is_computed_again_is_counted():
     engine = engine_of()
     rounds(TALK, 5, engine, between=lambda run: engine.load(engine.held_weights(), 8))
     assert engine.cost().recomputed > 100
-
-
-def test_environments_in_processes_go_on():
-    whole = [episode for _, episode in run(TALK, examples_of(*PROMPTS)).episodes]
-    with open_environment(functools.partial(Talk, 4), 2) as environment:
-        episodes, records = rounds(environment, 5)
-    assert_equal_episodes(episodes, whole, 1e-5)
-    assert len(records) > 3
 
 
 class Opaque(Talk):

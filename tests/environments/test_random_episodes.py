@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_chats import SETUP, engine_of, examples_of
+from small_chats import SETUP, differing_turns, engine_of, examples_of
 
 from funrl.data.prompts import Prompt, encode
 from funrl.data.tokenizer import load_tokenizer
+from funrl.environments.adapters import message_environment
 from funrl.environments.chat import TemplateChat
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
-from funrl.environments.workers import open_environment
 from funrl.mesh.mesh import SINGLE
 from funrl.models.huggingface.directories import load
 from funrl.rollout.engine import complete
-from funrl.rollout.episode_replay import differing_turns
 from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import EpisodeLimits, LimitReached, PolicySetup
@@ -122,7 +122,8 @@ class Mortal:
 
 @pytest.mark.slow
 def test_of_many_episodes_in_processes_that_die_none_is_lost_or_doubled():
-    with open_environment(Mortal, workers=4) as environment:
+    environment = hosted_environment(message_environment(Mortal), workers=4)
+    with open_hosted(environment, SETUP.chat):
         groups = episode_groups(examples_of(*map(str, range(20))), 4, 11)
         limits = EpisodeLimits(retries=8, waiting=8)
         done = run_episodes(engine_of(), SINGLE, environment, groups, SETUP, limits)

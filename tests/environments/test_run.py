@@ -18,6 +18,7 @@ from small_chats import (
     SETUP,
     STATES,
     ScriptedEngine,
+    differing_turns,
     engine_of,
     examples_of,
     plain,
@@ -32,7 +33,6 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, parse
 from funrl.rollout.engine import complete
 from funrl.rollout.episode_records import from_record, to_record
-from funrl.rollout.episode_replay import differing_turns
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits
 from funrl.rollout.requests import requests_of
@@ -151,8 +151,8 @@ def test_saved_episodes_are_sampled_again_without_environments():
     assert differing_turns(engine_of(), again) == []
     node = again[2].ends[1].leaf
     object.__setattr__(node, "seed", 3)
-    (turn,) = differing_turns(engine_of(), again)
-    assert (turn.episode, turn.node) == (2, node) and turn.completion.tokens.tolist() != node.tokens
+    ((episode, turn, completion),) = differing_turns(engine_of(), again)
+    assert (episode, turn) == (2, node) and completion.tokens.tolist() != node.tokens
     object.__setattr__(node, "seed", None)
     with pytest.raises(ValueError, match="cannot be sampled again"):
         differing_turns(engine_of(), again)

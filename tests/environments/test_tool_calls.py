@@ -228,7 +228,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("kind", SHOWN)
 def test_whatever_a_tool_does_stays_in_its_message(kind):
-    """A tool that lies, or returns what it should not: the conversation has one message for it, and goes on."""
+    """A tool that lies, or returns what it should not: the conversation has one message for it, and continues."""
     from family_templates import tokenizer_of
 
     from funrl.environments.chat import ChatOptions, TemplateChat

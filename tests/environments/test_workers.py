@@ -1,25 +1,24 @@
 """Environments in processes of their own: whatever happens there ends as an episode."""
 
 import os
-import threading
 import time
 
 import pytest
 from small_chats import SETUP, ScriptedEngine, examples_of
 
+from funrl.environments.adapters import message_environment
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
-from funrl.environments.workers import open_environment
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.policy import EpisodeLimits
 
 KINDS = {
     "raises": "KeyError('no such square')",
     "hangs": "longer than 3 s between two calls",
-    "blocks": "close took longer than 2 s",
+    "blocks": "longer than 3 s between two calls",
     "is killed": "ended by signal SIGKILL",
     "exits": "ended with exit code 3",
     "takes 2 GB": "MemoryError",
-    "cannot be sent": "cannot pickle",
     "fine": "",
 }
 
@@ -42,8 +41,6 @@ class Dangerous:
             os._exit(3)
         if self.kind == "takes 2 GB":
             self.held = b"x" * (2 << 30)
-        if self.kind == "cannot be sent":
-            return [threading.Lock()], 0.0, False
         return [], 1.0, True
 
     async def close(self):
@@ -56,7 +53,8 @@ def test_whatever_happens_in_a_process_ends_as_an_episode():
     examples = [example for kind in KINDS for example in examples_of(kind, kind=kind)]
     engine = ScriptedEngine(lambda prompt: "yes")
     limits = EpisodeLimits(environment_s=3, retries=1)
-    with open_environment(Dangerous, workers=32) as environment:
+    environment = hosted_environment(message_environment(Dangerous), workers=32)
+    with open_hosted(environment, SETUP.chat, memory_bytes=1 << 30):
         begin = time.monotonic()
         done = run_episodes(engine, SINGLE, environment, episode_groups(examples, 2, 0), SETUP, limits)
         assert time.monotonic() - begin < 60
@@ -76,7 +74,8 @@ def test_a_process_has_one_environment_while_there_are_enough(workers):
         pids.append(prompt.split()[0])
         return "yes"
 
-    with open_environment(Dangerous, workers) as environment:
+    environment = hosted_environment(message_environment(Dangerous), workers)
+    with open_hosted(environment, SETUP.chat):
         groups = episode_groups(examples_of("a", kind="fine"), 4, 0)
         done = run_episodes(ScriptedEngine(answer, passes=20), SINGLE, environment, groups, SETUP)
     assert [episode.status for _, episode in done.episodes] == ["done"] * 4 and len(set(pids)) == workers

@@ -112,7 +112,7 @@ OF_TRL = {
     "lam": ("grpo", {"lam": 0.9}, STOPS),
     "delta": ("grpo", {"delta": 1.1}, STOPS),
     "loss_type": ("grpo", {"loss_type": "luspo"}, STOPS),
-    "loss_weights": ("dpo", {"loss_weights": [0.5], "loss_type": ["hinge"]}, {"loss": "0.5*hinge"}),
+    "loss_weights": ("dpo", {"loss_weights": [0.5], "loss_type": ["hinge"]}, STOPS),
     "importance_sampling_level": (
         "grpo",
         {"importance_sampling_level": "sequence", "loss_type": "grpo"},

@@ -19,13 +19,14 @@ from free_ports import free_port
 from small_chats import SETUP, engine_of, text
 
 import funrl
-from funrl.foreign.load import named_environment
+from funrl.environments.builtin.load import load_environment
 from funrl.loading import LoadError
 
 pytest.importorskip("starlette", reason="pip install 'funrl[serve]'")
 pytest.importorskip("uvicorn", reason="pip install 'funrl[serve]'")
 
 RELAY = Path(__file__).parents[2] / "examples" / "nemo_gym_relay.py"
+ENVIRONMENT = "examples/env_nemo_gym.py:nemo_gym"
 TOOL = {
     "type": "function",
     "name": "get_weather",
@@ -106,7 +107,7 @@ def gym():
     with running_relay() as port, http.server.ThreadingHTTPServer(("127.0.0.1", 0), Gym) as server:
         Gym.model_url = f"http://127.0.0.1:{port}/v1"
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"nemo_gym:http://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
@@ -118,7 +119,7 @@ def endpoint():
 
 
 def test_an_episode_of_an_agent_server(gym):
-    environment = named_environment(gym)
+    environment = load_environment(ENVIRONMENT, {"url": gym})
     episode = run(environment, call_text("get_weather", city="sf"), "cold", **ROW)
     assert (episode.status, episode.rewards) == ("done", {"policy": 1.0}) and episode.parts["calls"] == 1.0
     (end,) = episode.ends
@@ -137,12 +138,13 @@ def test_an_episode_of_an_agent_server(gym):
 
 
 def test_tokens_are_those_of_the_engine(gym):
-    for node in run(named_environment(gym), engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes():
+    environment = load_environment(ENVIRONMENT, {"url": gym})
+    for node in run(environment, engine=engine_of(), setup=SETUP, **ROW).ends[0].nodes():
         assert not node.sampled or len(node.sampling_logp) == len(node.tokens) == len(node.versions)
 
 
 def test_errors_and_limits(gym):
-    environment = named_environment(gym)
+    environment = load_environment(ENVIRONMENT, {"url": gym})
     broken = run(environment, "x", responses_create_params={"input": "hi", "background": True}, city="sf")
     assert broken.status == "failed" and "answers with status 500" in broken.problem
     assert "background=true is not served" in broken.problem
@@ -156,13 +158,13 @@ def test_rows_of_a_file_are_prompts(gym, tmp_path):
     developer = {"input": [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]}
     rows = [ROW, {"responses_create_params": developer, "city": "rome"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = named_environment(gym, {"data": str(tmp_path / "rows.jsonl")})
+    environment = load_environment(ENVIRONMENT, {"url": gym, "data": str(tmp_path / "rows.jsonl")})
     first, second = environment.prompts(0)
     assert first == {"prompt": [{"role": "user", "content": "what's it like in sf?"}], **ROW}
     assert [message["role"] for message in second["prompt"]] == ["system", "user"] and second["city"] == "rome"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(LoadError, match="line 1 has no responses_create_params"):
-        named_environment(gym, {"data": str(tmp_path / "rows.jsonl")})
+        load_environment(ENVIRONMENT, {"url": gym, "data": str(tmp_path / "rows.jsonl")})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_rows_of_a_file_are_prompts(gym, tmp_path):
     ],
 )
 def test_a_request_without_an_episode_is_refused(gym, body, status):
-    run(named_environment(gym), "hot", **ROW)
+    run(load_environment(ENVIRONMENT, {"url": gym}), "hot", **ROW)
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
     with closing(refused.value) as answer:
@@ -221,7 +223,7 @@ def test_a_client_that_goes_away_ends_its_request_at_the_endpoint(endpoint):
 
 
 def test_a_key_ends_with_its_episode(gym):
-    run(named_environment(gym), "hot", **ROW)
+    run(load_environment(ENVIRONMENT, {"url": gym}), "hot", **ROW)
     body = json.dumps({**Gym.asked[-1], "model": "policy"}).encode()
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(urllib.request.Request(f"{Gym.model_url}/responses", body, JSON))
@@ -231,7 +233,7 @@ def test_a_key_ends_with_its_episode(gym):
 
 def test_what_is_not_there_is_named():
     with pytest.raises(LoadError, match=r"no agent server of NeMo-Gym answers at http:.*start it first"):
-        named_environment("nemo_gym:http://127.0.0.1:1")
+        load_environment(ENVIRONMENT, {"url": "http://127.0.0.1:1"})
 
 
 @pytest.mark.slow
@@ -246,8 +248,8 @@ def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
         run = funrl.train(
             "grpo",
             model="MODEL_DIR",
-            env=f"nemo_gym:http://127.0.0.1:{server.server_port}",
-            env_args={"data": "letters.jsonl"},
+            env=ENVIRONMENT,
+            env_args={"url": f"http://127.0.0.1:{server.server_port}", "data": "letters.jsonl"},
             run_dir="letters",
             mesh="dp2",
             generate_mesh="dp2",

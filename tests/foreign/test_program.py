@@ -7,7 +7,7 @@ import pytest
 from foreign_runs import LIMITS, run
 from small_chats import SETUP, engine_of, examples_of, plain, text
 
-from funrl.environments.hosting.hosted import hosted_environment, open_hosted
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.foreign.load import named_environment
 from funrl.foreign.program import agent_program

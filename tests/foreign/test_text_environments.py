@@ -3,13 +3,16 @@
 import re
 
 import pytest
+from env_skyrl import skyrl_environment
 from foreign_runs import LIMITS, call_text, heard, run
 from small_chats import SETUP, engine_of, text
 
-from funrl.foreign.gym_text import load_gymnasium, skyrl_environment
+from funrl.foreign.gym_text import load_gymnasium
 from funrl.foreign.load import named_environment
 from funrl.loading import LoadError
 from funrl.testing import check_environment
+from funrl.trainer.jobs.provenance import input_digests
+from funrl.trainer.settings.settings import settings_of
 
 GYM = """
 class Discrete:
@@ -122,12 +125,32 @@ def test_an_environment_of_gymnasium_needs_no_close(tmp_path):
 def test_what_cannot_be_used_is_named(tmp_path):
     (tmp_path / "games.py").write_text(GYM)
     for name, problem in (
-        (f"skyrl:{tmp_path}/games.py:Guessing", "is no environment of SkyRL-gym: it lacks init"),
         (f"gymnasium:{tmp_path}/games.py:GYM", "has no 'GYM'"),
         (f"gymnasium:{tmp_path}/games.py:Discrete", "is no environment of gymnasium: it lacks reset, step"),
     ):
         with pytest.raises(LoadError, match=problem):
             named_environment(name)
+    with pytest.raises(TypeError, match="is no environment of SkyRL-gym: it lacks init"):
+        skyrl_environment(f"{tmp_path}/games.py:Guessing")
+
+
+def test_what_a_prefix_does_not_know_is_named():
+    with pytest.raises(LoadError, match="neither a module nor a framework 'gymnasum'; did you mean gymnasium"):
+        named_environment("gymnasum:thing")
+    with pytest.raises(LoadError, match=r"--env=gymnasium:: nothing follows gymnasium:"):
+        named_environment("gymnasium:")
+    with pytest.raises(LoadError, match=r"takes no argument 'rewards', only reply, .*; did you mean reward"):
+        named_environment("openenv:http://localhost:1", {"rewards": "exact"})
+
+
+def test_a_changed_file_behind_a_prefix_has_another_digest(tmp_path):
+    file = tmp_path / "games.py"
+    settings = settings_of(env=f"gymnasium:{file}:Guessing")
+    digests = []
+    for source in (GYM, GYM + "\n# changed"):
+        file.write_text(source)
+        digests.append(input_digests(settings, None)["env"])
+    assert digests[0] != digests[1]
 
 
 @pytest.mark.slow
@@ -140,16 +163,16 @@ def test_properties_of_environments(tmp_path):
     )
 
 
-@pytest.mark.parametrize("package,name", [("skyrl_gym", "skyrl:gsm8k"), ("gymnasium", "gymnasium:CartPole-v1")])
-def test_registered_environments_of_the_packages(package, name):
+@pytest.mark.parametrize("package", ["skyrl_gym", "gymnasium"])
+def test_registered_environments_of_the_packages(package):
     pytest.importorskip(package, reason=f"{package} is not installed: .ci/setup_environments")
     if package == "skyrl_gym":
         row = {"reward_spec": {"ground_truth": "4"}}
-        assert run(named_environment(name), "so #### 4", **row).rewards == {"policy": 1.0}
+        assert run(skyrl_environment("gsm8k"), "so #### 4", **row).rewards == {"policy": 1.0}
         with pytest.raises(LoadError, match="skyrl-gym has no environment 'gsm9k'; it has "):
-            named_environment("skyrl:gsm9k")
+            skyrl_environment("gsm9k")
         return
-    episode = run(named_environment(name), "1", seed=1)
+    episode = run(named_environment("gymnasium:CartPole-v1"), "1", seed=1)
     assert episode.status == "done" and episode.rewards["policy"] == len(episode.turn_rewards) > 5
     assert re.match(r"u>go\n\n\[ *-?\d", text(episode.ends[0].token_ids()))
     with pytest.raises(LoadError, match="gymnasium has no environment 'Nothing-v0'"):

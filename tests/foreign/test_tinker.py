@@ -6,16 +6,17 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from env_tinker import tinker_environment
 from foreign_runs import LIMITS, LONG
 from small_chats import SETUP, TOKENIZER, ScriptedEngine, engine_of, examples_of, plain, text
 
+from funrl.environments.builtin.load import load_environment
 from funrl.environments.run import episode_groups, run_episodes
-from funrl.foreign.load import named_environment
-from funrl.foreign.tinker import tinker_environment
 from funrl.loading import LoadError
 from funrl.mesh.mesh import SINGLE
 from funrl.testing import check_environment
 
+ENVIRONMENT = "examples/env_tinker.py:tinker_environment"
 EVENTS = []
 
 
@@ -56,7 +57,9 @@ class Builder:
         return [Guessing(self.secret, **self.more) for _ in range(self.size)]
 
     async def compute_group_rewards(self, trajectory_group, env_group):
-        longest = max(trajectory_group, key=lambda one: sum(len(step.ac.tokens) for step in one.transitions))
+        longest = max(
+            trajectory_group, key=lambda trajectory: sum(len(step.ac.tokens) for step in trajectory.transitions)
+        )
         assert [env.turns for env in env_group] == [len(element.transitions) for element in trajectory_group]
         return [(0.5 if item is longest else 0.0, {}) for item in trajectory_group]
 
@@ -187,8 +190,8 @@ def test_what_cannot_be_used_is_named(tmp_path):
         ("bad.py:x", {}, "pip install tinker-cookbook"),
     ):
         with pytest.raises(LoadError, match=problem):
-            named_environment(f"tinker:{tmp_path}/{name}", arguments)
-    (episode,) = group_of(named_environment(f"tinker:{tmp_path}/games.py:make"), "x", count=1, secret="s")
+            load_environment(ENVIRONMENT, {"name": f"{tmp_path}/{name}", **arguments})
+    (episode,) = group_of(tinker_environment(f"{tmp_path}/games.py:make"), "x", count=1, secret="s")
     assert "made 's', neither an EnvGroupBuilder nor an Env" in episode.problem
     picture = SimpleNamespace(to_ints=list, chunks=[SimpleNamespace(type="image")])
     for opened, problem in (((picture, []), "has image; only text"), (([1], [3]), "stops at token 3, where")):

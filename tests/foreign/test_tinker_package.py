@@ -1,12 +1,12 @@
 """Environments of the package tinker-cookbook, where it is installed (.ci/setup_environments)."""
 
 import pytest
+from env_tinker import tinker_environment
 from foreign_runs import LIMITS, LONG, page_module, page_source
 from small_chats import TOKENIZER, ScriptedEngine, examples_of, text
 
 import funrl
 from funrl.environments.run import episode_groups, run_episodes
-from funrl.foreign.tinker import tinker_environment
 from funrl.mesh.mesh import SINGLE
 
 types = pytest.importorskip("tinker_cookbook.rl.types", reason="tinker-cookbook is not installed: setup_environments")
@@ -76,7 +76,8 @@ def test_the_example_of_the_page_trains_with_tokens_that_the_engine_sampled(tmp_
         "grpo",
         model="MODEL_DIR",
         prompts=[{"prompt": "go", "question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(8)],
-        env="tinker:riddles.py:Riddles",
+        env="examples/env_tinker.py:tinker_environment",
+        env_args={"name": "riddles.py:Riddles"},
         run_dir="riddles",
         **small_model.SHORT | {"steps": 2},
     )

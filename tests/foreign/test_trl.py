@@ -4,15 +4,11 @@ import asyncio
 import math
 
 import pytest
+from env_trl import trl_environment
 from foreign_runs import LIMITS, call_text, heard, run
 from small_chats import SETUP, engine_of, text
 
-from funrl.foreign.load import named_environment
-from funrl.foreign.trl import trl_environment
-from funrl.loading import LoadError
 from funrl.testing import check_environment
-from funrl.trainer.jobs.provenance import input_digests
-from funrl.trainer.settings.settings import settings_of
 
 LINES = """
 def add(a: int, b: int) -> int:
@@ -114,7 +110,7 @@ def test_a_field_of_the_record_chooses_among_several_environments():
 
 def test_a_list_of_tools_of_a_file_with_a_reward_of_it(tmp_path):
     (tmp_path / "tools.py").write_text(LINES)
-    environment = named_environment(f"trl:{tmp_path}/tools.py:TOOLS", {"rewards": f"{tmp_path}/tools.py:length"})
+    environment = trl_environment(f"{tmp_path}/tools.py:TOOLS", f"{tmp_path}/tools.py:length")
     episode = run(environment, call_text("add", a=1, b=2), "3", prompt=[{"role": "user", "content": "1+2"}], answer="3")
     assert episode.rewards == {"policy": 1.0} and heard(episode) == ["3"]
     assert episode.parts["turns"] == 3.0 and episode.parts["length"] == 1.0
@@ -205,7 +201,7 @@ def test_a_limit_ends_a_rollout_function_unscored():
         ([], "tools of TRL needs reward functions; give --env_args=rewards:FILE.py:function"),
         (Counter, "an environment without get_reward of TRL needs reward functions"),
         (rollout, "a rollout function of TRL needs reward functions"),
-        (lambda one: one, "needs one; a factory needs nothing, a rollout function two"),
+        (lambda value: value, "needs one; a factory needs nothing, a rollout function two"),
         (type("Bare", (), {}), "Bare, of Bare, has no reset"),
         (3, "3 is neither a list of tools"),
     ],
@@ -215,32 +211,9 @@ def test_what_is_none_of_these_is_refused(given, problem):
         trl_environment(given)
 
 
-def test_what_a_prefix_does_not_know_is_named():
-    with pytest.raises(LoadError, match="neither a module nor a framework 'trk'; did you mean trl"):
-        named_environment("trk:thing")
-    with pytest.raises(LoadError, match=r"--env=trl:: nothing follows trl:"):
-        named_environment("trl:")
-    with pytest.raises(
-        LoadError, match="takes no argument 'reward', only rewards, weights, tools; did you mean rewards"
-    ):
-        named_environment("trl:file.py:thing", {"reward": "exact"})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["environment", "rollout"])
 def test_properties_of_environments(which):
-    environment = trl_environment(
-        Rewarded if which == "environment" else rollout, () if which == "environment" else seen_reward
-    )
+    environment = trl_environment(*((Rewarded,) if which == "environment" else (rollout, seen_reward)))
     replies = [call_text("increment", step=1), call_text("increment", step=-1), call_text("look")]
     check_environment(environment, examples=[("go", {"start": 1})], replies=replies)
-
-
-def test_a_changed_file_behind_a_prefix_has_another_digest(tmp_path):
-    file = tmp_path / "tools.py"
-    settings = settings_of(env=f"trl:{file}:TOOLS")
-    digests = []
-    for source in (LINES, LINES + "\n# changed"):
-        file.write_text(source)
-        digests.append(input_digests(settings, None)["env"])
-    assert digests[0] != digests[1]

@@ -19,8 +19,8 @@ PERSONA = "You want: {scenario}. Say {done} at the end."
 CHAT = {"harness": {"id": "plain_chat", "turns": 2}}
 
 
-def letters(name="count_letters", relay=False, **config):
-    return named_environment(f"verifiers:{name}", {"config": {"agent": CHAT, **config}, "relay": relay})
+def letters(name="count_letters", **config):
+    return named_environment(f"verifiers:{name}", {"config": {"agent": CHAT, **config}})
 
 
 def assert_exact(episode):
@@ -30,9 +30,8 @@ def assert_exact(episode):
                 assert len(node.raw_logp) == len(node.sampling_logp) == len(node.versions) == len(node.tokens)
 
 
-@pytest.mark.parametrize("relay", [False, True])
-def test_a_chat_of_two_turns_is_the_tokens_of_the_engine(relay):
-    environment = letters(relay=relay)
+def test_a_chat_of_two_turns_is_the_tokens_of_the_engine():
+    environment = letters()
     assert [record["prompt"][0]["content"] for record in environment.prompts(0)] == ["write a", "write b", "write c"]
     episode = run(environment, "banana", "a", task=0)
     assert (episode.status, episode.rewards) == ("done", {"policy": 2.0})
@@ -79,8 +78,6 @@ def test_what_is_not_there_is_named():
         named_environment("verifiers:no_such_set")
     with pytest.raises(LoadError, match="verifiers:count_letters: the taskset has no task"):
         letters(taskset={"letters": ""})
-    with pytest.raises(LoadError, match="which of the agents assistant, user asks is not known"):
-        named_environment("verifiers:user-sim+count_letters", {"relay": True})
 
 
 @pytest.mark.slow
@@ -109,9 +106,7 @@ def test_three_environments_of_the_package_train(name, tmp_path, monkeypatch):
     assert all(metrics["rollout/logprob_gap_max"] == 0 for metrics in run.metrics)
 
 
-@pytest.mark.parametrize("relay", [False, True])
-def test_properties_of_environments(relay):
+def test_properties_of_environments():
     examples = [("write a", {"task": 0}), ("write b", {"task": 1})]
     # The endpoint's server stays. Verifiers' own parser fails at a call whose name is a number, and at a cut reply.
-    without = ["limited", "leaks"] if relay else ["limited", "leaks", "completed"]
-    check_environment(letters(relay=relay), examples=examples, without=without)
+    check_environment(letters(), examples=examples, without=["limited", "leaks", "completed"])

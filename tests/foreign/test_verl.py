@@ -5,19 +5,21 @@ import sys
 from pathlib import Path
 
 import pytest
+from env_verl import verl_environment
 from foreign_runs import LIMITS, call_text, heard, run
 from small_chats import SETUP, engine_of, text
 
-from funrl.foreign.load import named_environment
-from funrl.foreign.verl import verl_environment
+from funrl.environments.builtin.load import load_environment
 from funrl.loading import LoadError
 from funrl.testing import check_environment
+from funrl.trainer.jobs.provenance import input_digests
+from funrl.trainer.settings.settings import settings_of
 
+ENVIRONMENT = "examples/env_verl.py:verl_environment"
 TOOLS = """
 from typing import Any, Optional
 from uuid import uuid4
 
-import verl_modules
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import function_tool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -94,7 +96,6 @@ SCHEMA = {
     },
 }
 LOOP = """
-import verl_modules
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 
 
@@ -135,7 +136,7 @@ def of_yaml(files, monkeypatch, **arguments):
     folder, _ = files
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    return named_environment("verl:tools.yaml", arguments)
+    return load_environment(ENVIRONMENT, {"name": "tools.yaml", **arguments})
 
 
 def test_a_tool_of_yaml_is_created_executed_scored_and_released(files, monkeypatch):
@@ -178,17 +179,17 @@ def test_a_reward_function_replaces_what_tools_give(files, monkeypatch):
 
 def test_functions_are_tools_whose_rewards_count(files):
     _, file = files
-    environment = named_environment(f"verl:{file}:twice")
+    environment = verl_environment(f"{file}:twice")
     episode = run(environment, call_text("double", number=4), "8")
     assert heard(episode) == ['{"doubled": 8}'] and episode.rewards == {"policy": 0.25}
     assert run(environment, "8").rewards == {"policy": None}  # nothing has scored it
-    episode = run(named_environment(f"verl:{file}:name"), call_text("name"), "8")
+    episode = run(verl_environment(f"{file}:name"), call_text("name"), "8")
     assert heard(episode) == ["Ada"] and episode.rewards == {"policy": None}
 
 
 def test_an_agent_loop_generates_by_the_policy(files):
     folder, _ = files
-    environment = named_environment(f"verl:{folder}/loop.py:TwoTurns")
+    environment = verl_environment(f"{folder}/loop.py:TwoTurns")
     episode = run(environment, engine=engine_of(), setup=SETUP, between="so", score=0.5)
     nodes = list(episode.ends[0].nodes())
     assert [node.sampled for node in nodes] == [False, True, False, True]
@@ -202,7 +203,7 @@ def test_an_agent_loop_generates_by_the_policy(files):
 
 def test_a_response_that_the_loop_cuts_off_is_trained_as_it_was_sampled(files):
     folder, _ = files
-    environment = named_environment(f"verl:{folder}/loop.py:TwoTurns", {"config": {"response_length": 7}})
+    environment = verl_environment(f"{folder}/loop.py:TwoTurns", config={"response_length": 7})
     episode = run(environment, "yes!", "no, never", between="so", score=1.0)
     assert text(list(episode.ends[0].nodes())[3].tokens) == "no, never</s>"
 
@@ -227,7 +228,17 @@ def test_files_that_cannot_be_used_are_named(tmp_path, monkeypatch):
         ("c.py:x", "this needs verl itself: pip install --no-deps verl"),
     ):
         with pytest.raises(LoadError, match=problem):
-            named_environment(f"verl:{tmp_path}/{name}")
+            load_environment(ENVIRONMENT, {"name": f"{tmp_path}/{name}"})
+
+
+def test_a_changed_file_that_an_argument_names_has_another_digest(files):
+    _, file = files
+    settings = settings_of(env=ENVIRONMENT, env_args=f"name:{file}:twice")
+    digests = []
+    for source in (TOOLS, TOOLS + "\n# changed"):
+        Path(file).write_text(source)
+        digests.append(input_digests(settings, None)["env_args"])
+    assert digests[0] != digests[1]
 
 
 @pytest.mark.slow
@@ -235,5 +246,5 @@ def test_properties_of_environments(files, monkeypatch):
     environment = of_yaml(files, monkeypatch)
     replies = [call_text("accumulate", number=3), call_text("accumulate", number=-3)]
     check_environment(environment, replies=replies)
-    loop = named_environment(f"verl:{files[0]}/loop.py:TwoTurns")
+    loop = verl_environment(f"{files[0]}/loop.py:TwoTurns")
     check_environment(loop, examples=[("go", {"between": "so", "score": 1.0})])

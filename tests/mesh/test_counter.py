@@ -1,4 +1,4 @@
-"""Numbers of a counter that several ranks share."""
+"""A counter that several ranks share."""
 
 import itertools
 

@@ -65,18 +65,3 @@ def test_versions_that_nobody_asks_for_leave_the_store(store, monkeypatch):
         assert board.batch_of_weights(version) == version - 4
         counts.append(store.num_keys())
     assert counts[3:] == [counts[3]] * 7
-
-
-def test_announced_versions_leave_the_store(store, monkeypatch):
-    monkeypatch.setattr(groups, "KEPT_VERSIONS", 2)
-    board = GroupBoard(2)
-    counts = []
-    for batch in range(10):
-        board.announce(batch, batch + 4)
-        board.tell_time(1, (batch, 0))
-        assert (board.version_of_batch(batch), board.version_of_batch(batch + 1)) == (batch + 4, None)
-        counts.append(store.num_keys())
-    assert counts[2:] == [counts[2]] * 8
-    assert board.horizon() == (-1, 0)  # of the other replica nothing is known
-    board.tell_time(0, (8, 3))
-    assert board.horizon() == (8, 3)

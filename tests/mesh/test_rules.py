@@ -32,11 +32,11 @@ def test_a_layout_has_the_axes_that_are_larger_than_one():
 
 
 def test_boxes_by_hand():
-    # dp4,tp2: rank 5 is data 2, tensor 1. Of 16 rows data 2 has 8 to 11, of which tensor 1 has the second half.
+    # dp4,tp2: rank 5 is data 2, tensor 1. Data 2 has rows 8 to 11 of 16, and tensor 1 the second half of these.
     both = Layout((16, 6), (("data", "tensor"), ()), (4, 1, 1, 2))
     assert both.box(5) == ((10, 12), (0, 6))
     assert both.local_shape(5) == (2, 6)
-    # The other order: tensor 1 has 8 to 15, of which data 2 has the third quarter.
+    # The other order: tensor 1 has 8 to 15, and data 2 the third quarter of these.
     other = Layout((16, 6), (("tensor", "data"), ()), (4, 1, 1, 2))
     assert other.box(5) == ((12, 14), (0, 6))
 

@@ -47,7 +47,7 @@ def drawn(number):
         raw["sliding_window"] = pick.choice([2, 5, 17])  # of 1 a cache of transformers keeps all tokens
     if family == "minimax_m2":
         raw["head_dim"] = 16
-    elif family == "glm4_moe" and raw["head_dim"] == 12:  # of which an odd number would be rotated, which is refused
+    elif family == "glm4_moe" and raw["head_dim"] == 12:  # an odd number of them would be rotated, which is refused
         raw["head_dim"] = 8
     if family.startswith("qwen3_5"):
         key_heads = pick.choice([1, 2, 3])

@@ -10,7 +10,7 @@ PAGE = 4  # tokens
 
 
 class Rows:
-    """Rows [B, T] of a model, of which each pass computes some next tokens; row r has pages r, r + B, r + 2B, ..."""
+    """Rows [B, T] of a model; each pass computes some next tokens of them. Row r has pages r, r + B, r + 2B, ..."""
 
     def __init__(self, model, params, tokens_BT, mesh=SINGLE, layer=None):
         self.model, self.params, self.tokens_BT, self.mesh, self.layer = model, params, tokens_BT, mesh, layer

@@ -247,7 +247,7 @@ def test_experts_come_from_their_ranks_to_the_engine_in_as_few_bytes_as_there_ca
 
 
 def test_the_gathered_way_reads_nothing_from_a_device():
-    """On "meta", of which the host can read nothing."""
+    """On "meta": the host can read no number of it."""
     empty = functools.partial(torch.empty, device="meta", requires_grad=True)
     params = {
         "router": empty(8, 12),

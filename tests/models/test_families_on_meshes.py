@@ -64,7 +64,7 @@ def place_on(mesh, config, lora, table=rules.STORED, splits=False):
 
 
 def outputs(placed, params, batch):
-    """A number of which every output of the model has a part, and the outputs."""
+    """A number that depends on every output of the model, and the outputs."""
     scores = placed.token_scores(params, batch, ("logp", "entropy"), 0.7)
     result = torch.stack([scores.logp, scores.entropy])
     return (WEIGHTS[:2] * result).sum(), result

@@ -117,7 +117,7 @@ def _each_by_itself(program, mesh):
 CASES = {
     "dp2 tied, layers computed again": ("dp2", "data", "full", TIED),
     "dp3, which does not divide": ("dp3", "data", "full", CONFIG),
-    "dp2,ep2 over both, one of which has nothing": ("dp2,ep2", ("data", "expert"), "none", NARROW),
+    "dp2,ep2 over both, one with nothing": ("dp2,ep2", ("data", "expert"), "none", NARROW),
     "dp2,tp2 gated delta nets": ("dp2,tp2", "data", "selective", NEXT),
 }
 QUICK = ("dp2 tied, layers computed again", "dp3, which does not divide")

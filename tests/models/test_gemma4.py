@@ -239,7 +239,6 @@ def test_gemma3n_is_refused_by_name(code, tmp_path):
 @pytest.mark.parametrize(
     "name,change,message",
     [
-        ("gemma4", {"layer_types": [FULL] * 3 + [SLIDING]}, "layer_types ends with 'sliding_attention'"),
         ("gemma4", {"hidden_activation": "relu"}, "hidden_activation is 'relu', supported is 'gelu_pytorch_tanh'"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("gemma4", {"num_global_key_value_heads": 4}, "layer 1 has 4 heads of keys, which do not divide"),
@@ -249,7 +248,7 @@ def test_gemma3n_is_refused_by_name(code, tmp_path):
         (
             "gemma4",
             {"rope_parameters": {kind: {"rope_type": "yarn", "rope_theta": 1.0} for kind in (FULL, SLIDING)}},
-            "rope_parameters.sliding_attention is .*supported are 'default' and 'proportional'",
+            "rope_parameters is .*Missing required keys in `rope_parameters` for 'rope_type'='yarn'",
         ),
         ("gemma4 vectors", {"vocab_size_per_layer_input": 90}, "vocab_size_per_layer_input is 90, it must be vocab_"),
         ("gemma4 vectors", {"num_kv_shared_layers": 3}, "no layer before the last 3 is of 'full_attention'"),

@@ -176,7 +176,10 @@ def test_tensors_that_predict_further_tokens_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"layer_types": ["linear_attention", "mamba", "full_attention"]}, "layer_types has 'mamba'"),
+        (
+            {"layer_types": ["linear_attention", "chunked_attention", "full_attention"]},
+            "layer_types has .chunked_attention.",
+        ),
         ({"linear_num_value_heads": 3}, "value_heads is 3, it must be a multiple of key_heads, 2"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0, it must be a whole number of at least 1"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -31,7 +31,7 @@ from funrl.models.lora import with_lora
 from funrl.models.model import Lora
 
 OFFSETS = torch.tensor([0, 5, 5, 24, 25, 34, 34], dtype=torch.int32)  # borders of all ranks but one are within segments
-T = 36  # of which two are padding
+T = 36  # the last two are padding
 
 
 def draw(*shape, seed=0):
@@ -101,7 +101,7 @@ def config(heads, kv_heads, **more):
 
 
 def packed():
-    """One packed row, of which all tokens are asked for."""
+    """One packed row; all of its tokens are asked for."""
     lengths = OFFSETS.diff()
     segments = torch.cat([torch.arange(1, 7).repeat_interleave(lengths), torch.zeros(2, dtype=torch.int64)])
     starts = torch.cat([OFFSETS[:-1].repeat_interleave(lengths), torch.tensor([34, 35])])
@@ -111,7 +111,7 @@ def packed():
 
 
 def outputs(places, params, batch):
-    """A number of which every output of the models has a part, and the outputs."""
+    """A number that depends on every output of the models, and the outputs."""
     scores = places["policy"].token_scores(params["policy"], batch, ("logp", "entropy"), 0.7)
     values = places["critic"].values(params["critic"], batch)
     tensor = torch.stack([scores.logp, scores.entropy, values])

@@ -1,4 +1,4 @@
-"""Directories of Qwen3.5 with a vision tower, of which the text part is read, against transformers."""
+"""Text parts of directories of Qwen3.5 with a vision tower, against transformers."""
 
 import json
 

@@ -16,7 +16,7 @@ from funrl.models.vision.grids import picture_patches, picture_tokens
 from funrl.models.vision.inputs import GRIDS, PATCHES
 from funrl.models.vision.tiles import NO_TILES
 from funrl.models.vision.tower import normalized
-from funrl.trainer.steps.owned_rows import owned_fields
+from funrl.trainer.steps.step_rows import owned_fields
 
 VOCAB = 48
 PLACEHOLDER, VIDEO, BEGIN, END = 40, 41, 42, 43

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch.optim import _muon
+from torch.utils.flop_counter import FlopCounterMode
 
 from funrl import optim, trees
 from funrl.mesh import mesh as meshes
@@ -46,6 +47,16 @@ def test_newton_schulz_is_a_polynomial_of_the_singular_values(shape):
     assert torch.linalg.svdvals(got).min() > 0.6 and torch.linalg.svdvals(got).max() < 1.3
     for factor in (1e-3, 1e5):  # the size of the gradient does not count
         torch.testing.assert_close(optim.newton_schulz(factor * x), got, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 70), (2, 5, 40)])
+def test_newton_schulz_works_on_the_shorter_side_of_a_matrix(shape):
+    counts = []
+    for x in (randn(*shape), randn(*shape).mT):
+        with FlopCounterMode(display=False) as counter:
+            optim.newton_schulz(x)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_newton_schulz_of_a_batch_of_zero_and_of_other_coefficients():

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from forked_python import run_with_python
 
-from funrl.processes.parent import end_with_parent
+from funrl.processes.environment import has_agents, join_attempt, lead_attempt, new_attempt
+from funrl.processes.forks import end_with_parent
 from funrl.processes.store import keep_store, listen
-from funrl.processes.torchrun import has_agents, join_attempt, lead_attempt, new_attempt
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 
 WAIT = timedelta(seconds=60)

@@ -84,7 +84,7 @@ def test_a_rank_that_does_not_answer_stalls_and_one_that_makes_no_progress_does_
 
 
 def test_time_in_which_the_watcher_itself_is_stopped_stalls_nobody():
-    """As after Ctrl-Z and fg: the launcher goes on before its ranks have given a sign."""
+    """As after Ctrl-Z and fg: the launcher runs again before its ranks have given a sign."""
     watch = stall_monitor.StallMonitor(10.0, stalled_s=60.0)
     watch.poll({0: SIGN}, 0.0)
     watch.poll({0: SIGN}, 3600.0)
@@ -141,15 +141,14 @@ def test_a_run_ends_by_the_timeout_where_every_rank_that_failed_has_waited_for_i
 
 def test_a_rank_writes_where_it_is():
     heart = Heartbeat(Alone(None))
-    record = heart.record
     with heartbeat.alive(heart):
         heartbeat.at_step(5)
         heartbeat.name_group("g", "data+tensor", True)
         with heartbeat.phase("score_policy"):
             heartbeat.entered("all_reduce", "g")
-            inside = decode(record)
+            inside = decode(heart.record())
             heartbeat.left()
-        after = decode(record)
+        after = decode(heart.record())
         begin = time.thread_time()
         for _ in range(10_000):
             heartbeat.entered("all_reduce", "g")
@@ -158,7 +157,7 @@ def test_a_rank_writes_where_it_is():
     assert (inside.step, inside.phase, inside.phases, inside.collectives) == (5, "score_policy", 1, 1)
     assert (inside.collective, inside.waiting, inside.status) == ("all_reduce over data+tensor", 1, RUNNING)
     assert (after.phase, after.waiting) == ("after score_policy", 0)
-    assert decode(record).status == ENDED and inside.beats < after.beats < decode(record).beats
+    assert decode(heart.record()).status == ENDED and inside.beats < after.beats < decode(heart.record()).beats
 
 
 def stopped(rank):
@@ -253,7 +252,7 @@ WAIT_S = 4  # in a collective: time to come to it, also on a machine that is bus
 
 
 def store_port():
-    """A port for the store of a run, below those that the system itself gives away in the meantime."""
+    """A port for the store of a run, below the range that the system itself gives away in the meantime."""
     return str(free_port(20_000, 32_000))
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from funrl.processes.torchrun import shutdown_remark, shutdown_s
+from funrl.processes.environment import shutdown_remark, shutdown_s
 
 STARTED = {"TORCHELASTIC_RUN_ID": "none"}
 

@@ -8,8 +8,7 @@ import pytest
 from funrl.rewards.answers import final_answer, last_boxed, last_fenced, last_tagged
 from funrl.rewards.countdown import countdown
 from funrl.rewards.formulas import boxed_answer, math_answer
-from funrl.rewards.structure import json_schema, think_then_answer
-from funrl.rewards.style import repetition
+from funrl.rewards.style import json_schema, repetition, think_then_answer
 from funrl.rewards.unit_tests import program_of
 from funrl.rewards.verifiers import exact_match, gsm8k, multiple_choice
 

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from rewarded_rows import score_rows
 
 from funrl.rewards.call import (
     CompletedRow,
@@ -22,7 +23,7 @@ from funrl.rewards.call import (
     score_all,
 )
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.rewards.pool import Pool, score_rows
+from funrl.rewards.pool import Pool
 
 
 def test_scores_are_floats_of_each_row():

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
-from funrl.rewards import patterns
+from funrl.rewards import verifiers as patterns
 from funrl.rewards.answers import final_answer, last_tagged
 from funrl.rewards.call import RewardError
 from funrl.rewards.load import check_fields, load_rewards
-from funrl.rewards.patterns import PatternError, compile_pattern, matches_anywhere, matches_in
-from funrl.rewards.verifiers import matches_pattern
+from funrl.rewards.verifiers import PatternError, compile_pattern, matches_anywhere, matches_in, matches_pattern
 
 BACKTRACKS = r"(a|aa)+$"
 

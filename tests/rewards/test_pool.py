@@ -11,10 +11,11 @@ import time
 import pytest
 import torch
 from forked_python import start_python
+from rewarded_rows import score_rows
 
-from funrl.rewards import pool_server
+from funrl.rewards import pool as reward_pool
 from funrl.rewards.call import CompletedRow, RewardError
-from funrl.rewards.pool import Pool, open_pool, score_rows
+from funrl.rewards.pool import Pool, open_pool
 from funrl.rewards.verifiers import exact_match
 
 BOTH = pytest.mark.parametrize("workers", [0, 2])
@@ -218,7 +219,7 @@ def test_many_calls_of_an_awaited_function_are_under_way_at_once(workers):
 
 
 def test_an_awaited_function_that_hangs_ends_alone_and_one_that_blocks_takes_the_loop_with_it(monkeypatch):
-    monkeypatch.setattr(pool_server, "AWAITED_GRACE_S", 1.0)
+    monkeypatch.setattr(reward_pool, "AWAITED_GRACE_S", 1.0)
 
     async def reward(prompt, completion):
         if completion == "hang":
@@ -306,10 +307,10 @@ def test_signals_to_all_of_a_group_leave_the_pool_to_its_rank():
     with open_pool([lambda p, c: os.getpid()], 1) as pool:
         ((pid,),) = results(score_rows(pool, rows_of("a")))
         for sign in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(pool._server, sign)
+            os.kill(pool.client.server, sign)
             os.kill(int(pid), sign)
         assert results(score_rows(pool, rows_of("a"))) == [[pid]]
-        assert os.getpgid(int(pid)) == pid and os.getpgid(pool._server) == os.getpgid(0)
+        assert os.getpgid(int(pid)) == pid and os.getpgid(pool.client.server) == os.getpgid(0)
 
 
 def forking(prompt, completion):
@@ -358,7 +359,7 @@ def test_closing_ends_all_processes_and_fails_what_waits():
 def test_the_death_of_the_server_is_an_error_and_not_a_wait():
     with open_pool([lambda p, c: time.sleep(60)], 1) as pool:
         futures = score_rows(pool, rows_of("a", "b"))
-        os.kill(pool._server, signal.SIGKILL)
+        os.kill(pool.client.server, signal.SIGKILL)
         for future in futures:
             with pytest.raises(RewardError, match="the server of the reward workers has died"):
                 future.result(120)
@@ -366,15 +367,16 @@ def test_the_death_of_the_server_is_an_error_and_not_a_wait():
 
 PROGRAM = """
 import os, subprocess, time
-from funrl.rewards.pool import CompletedRow, open_pool, score_rows
+from funrl.rewards.pool import CompletedRow, open_pool
 with open_pool([lambda p, c: os.getpid() * 10**8 + subprocess.Popen(["sleep", "60"]).pid], 2) as pool:
-    pids = {int(pid) for f in score_rows(pool, [CompletedRow("p", "c")] * 9) for pid in divmod(f.result()[0], 10**8)}
+    futures = [pool.begin(0, [CompletedRow("p", "c")]) for _ in range(9)]
+    pids = {int(pid) for future in futures for pid in divmod(future.result()[0], 10**8)}
     fork = os.fork()
     if not fork:  # it keeps the rank's end of the pipe open
         os.close(1)
         time.sleep(300)
         os._exit(0)
-    print(fork, pool._server, *pids, flush=True)
+    print(fork, pool.client.server, *pids, flush=True)
     time.sleep(60)
 """
 

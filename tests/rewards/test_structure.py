@@ -3,8 +3,7 @@
 import pytest
 
 from funrl.rewards.countdown import countdown
-from funrl.rewards.structure import json_schema, think_then_answer
-from funrl.rewards.style import repetition, within_length
+from funrl.rewards.style import json_schema, repetition, think_then_answer, within_length
 
 
 @pytest.mark.parametrize(

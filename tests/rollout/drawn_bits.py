@@ -270,7 +270,7 @@ def _score(draw, written, version, temperature, mesh):
 
 
 def micro_batches(draw, written, mesh):
-    """Numbers of the rows of each micro-batch of this data rank; all ranks have as many, which share weights."""
+    """Row numbers of each micro-batch of this data rank; ranks that share weights have as many."""
     numbers = list(range(len(written.done)))
     random.Random(draw.number + 1).shuffle(numbers)
     ranks = mesh.size("data")

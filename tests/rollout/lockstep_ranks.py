@@ -1,4 +1,4 @@
-"""All ranks of a mesh as threads of this process, of which one runs at a time: they take turns at collectives.
+"""All ranks of a mesh as threads of this process. One runs at a time: they take turns at collectives.
 
 Unlike the simulator's tensors those of a rank are plain, so the C++ functions compute with them; and eight ranks need
 no eight processes. Sums over ranks are taken from the last one to the first, an order that no tree has.
@@ -29,7 +29,7 @@ class _Turns:
         self.idle = 0  # turns since something has happened
 
     def next_turn(self, rank):
-        """Let the next rank run, until it is this one's turn again."""
+        """Hand over to the next rank, and wait for this one's turn."""
         self.idle += 1
         if self.idle > 2 * len(self.ready) + 2:
             self.error = self.error or RuntimeError(f"ranks wait for one another: {list(self.given)}")

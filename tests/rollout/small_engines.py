@@ -133,7 +133,7 @@ KINDS = {
 
 
 def load(engine, params, version=7):
-    """The engine with whole weights, of which it takes its shards."""
+    """The engine with whole weights; it takes its shards from them."""
     own = rules.shard(params, engine.weights.layouts, engine.weights.mesh)
     engine.load(engine.weights.named(own), version)
     return engine

@@ -150,7 +150,7 @@ def test_a_gpu_computes_the_same_digest():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, message",
     [
         (one_element, rf"{WRONG} differs on rank 0; 1 of \d+ weights"),
         (two_layers, rf"{WRONG} differs on rank 0; 2 of \d+ weights"),
@@ -159,15 +159,15 @@ def test_a_gpu_computes_the_same_digest():
         (another_step, r"embed differs on rank 0; \d\d of \d+ weights"),
     ],
 )
-def test_wrong_numbers_are_found_and_named(change, said):
+def test_wrong_numbers_are_found_and_named(change, message):
     params = weights()
     assert check(synced(params), params) == {"sync/verified": 1.0}
-    with pytest.raises(SyncError, match=f"after the sync of version 3 the engine does not hold .* {said}"):
+    with pytest.raises(SyncError, match=f"after the sync of version 3 the engine does not hold .* {message}"):
         check(synced(params, change=change), params)
 
 
 @pytest.mark.parametrize(
-    "show, said",
+    "show, message",
     [
         (without, f"{WRONG} is missing on rank 0$"),
         (twice, f"{WRONG} is unknown or given twice on rank 0$"),
@@ -176,9 +176,9 @@ def test_wrong_numbers_are_found_and_named(change, said):
         (cut, WRONG + r" is torch.float32 \[47, 32\] instead of torch.float32 \[48, 32\]"),
     ],
 )
-def test_weights_that_are_not_there_or_of_another_kind_are_found(show, said):
+def test_weights_that_are_not_there_or_of_another_kind_are_found(show, message):
     params = weights()
-    with pytest.raises(SyncError, match=said):
+    with pytest.raises(SyncError, match=message):
         check(shows(synced(params), show), params)
 
 

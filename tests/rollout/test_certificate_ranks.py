@@ -105,7 +105,7 @@ def stale_replica(mesh, placed, params, engine):
 
 
 @pytest.mark.parametrize(
-    "mesh, sizes, damage, said",
+    "mesh, sizes, damage, message",
     [
         ("dp2,tp2", "dp2,tp2", skipped_shard, f"{WRONG} differs on rank 3; 1 of "),
         ("dp2,tp2", "dp4", skipped_shard, f"{WRONG} differs between ranks 0 and 3, which ought to hold the same part"),
@@ -117,7 +117,7 @@ def stale_replica(mesh, placed, params, engine):
         ("dp2,tp2", "dp4", stale_replica, "of a fixed text are up to"),
     ],
 )
-def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, said):
+def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, message):
     def program(mesh):
         placed, params, engine = resharded(mesh, sizes)
         mine = trees.clone(dict(engine.held_weights()))  # memory of its own, which may be damaged
@@ -135,7 +135,7 @@ def test_a_wrong_rank_is_found_by_all(mesh, sizes, damage, said):
         return metrics
 
     metrics = launch(program, parse(mesh), "cpu")
-    assert len(set(metrics)) == 1 and re.search(said, metrics[0]), metrics
+    assert len(set(metrics)) == 1 and re.search(message, metrics[0]), metrics
 
 
 def test_equal_errors_of_all_copies_do_not_cancel():

@@ -1,4 +1,4 @@
-"""What every engine promises; those that cannot do a thing refuse it."""
+"""What every engine promises; one that cannot do a thing refuses it."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def finish_all(engine):
     done = []
     while engine.unfinished():
         done += engine.step()
-    return sorted(done, key=lambda one: one.number)
+    return sorted(done, key=lambda completion: completion.number)
 
 
 def begin(engine, requests, steps):
@@ -46,23 +46,38 @@ def shapes_and_reasons(kind, mesh):
     engine, reported = kind.engine(kind.config, mesh), []
     requests = requests_of(PROMPTS, STOPS, 5)
     done = complete(engine, requests, Callbacks(finished=reported.append))
-    assert [item.number for item in done] == [request.number for request in requests] == list(range(21))
-    assert len(reported) == 21 and {id(element) for element in reported} == {id(entry) for entry in done}
-    for one in done:
-        count = len(one.tokens)
-        assert 1 <= count <= 20 and one.tokens.dtype == one.versions.dtype == torch.int64
-        assert one.tokens.shape == one.sampling_logp.shape == one.raw_logp.shape == one.versions.shape == (count,)
-        assert one.sampling_logp.dtype == one.raw_logp.dtype == kind.dtype
-        assert all(x.device.type == "cpu" for x in (one.tokens, one.sampling_logp, one.raw_logp, one.versions))
-        assert one.versions.tolist() == [7] * count and (one.raw_logp < 0).all()
-        assert not set(STOPS.stop) & set(one.tokens[:-1].tolist())
-        ended = int(one.tokens[-1]) in STOPS.stop
-        assert one.finish == ("stop" if ended else "length") and one.finished == ended and (ended or count == 20)
-        assert one.written == one.tokens[: count - ended].tolist()
+    assert [completion.number for completion in done] == [request.number for request in requests] == list(range(21))
+    assert len(reported) == 21 and {id(completion) for completion in reported} == {
+        id(completion) for completion in done
+    }
+    for completion in done:
+        count = len(completion.tokens)
+        assert 1 <= count <= 20 and completion.tokens.dtype == completion.versions.dtype == torch.int64
+        assert (
+            completion.tokens.shape
+            == completion.sampling_logp.shape
+            == completion.raw_logp.shape
+            == completion.versions.shape
+            == (count,)
+        )
+        assert completion.sampling_logp.dtype == completion.raw_logp.dtype == kind.dtype
+        assert all(
+            x.device.type == "cpu"
+            for x in (completion.tokens, completion.sampling_logp, completion.raw_logp, completion.versions)
+        )
+        assert completion.versions.tolist() == [7] * count and (completion.raw_logp < 0).all()
+        assert not set(STOPS.stop) & set(completion.tokens[:-1].tolist())
+        ended = int(completion.tokens[-1]) in STOPS.stop
+        assert (
+            completion.finish == ("stop" if ended else "length")
+            and completion.finished == ended
+            and (ended or count == 20)
+        )
+        assert completion.written == completion.tokens[: count - ended].tolist()
     assert {completion.finish for completion in done} == {"stop", "length"}
     assert len({tuple(row) for row in rows(done)}) > len(PROMPTS)  # samples of a prompt differ
     cost = engine.cost()
-    assert cost.decoded == sum(len(one.tokens) for one in done) and cost.used_pages == 0 < cost.passes
+    assert cost.decoded == sum(len(completion.tokens) for completion in done) and cost.used_pages == 0 < cost.passes
     assert cost.used_pages <= cost.peak_pages <= cost.pages and all(number >= 0 for number in cost)
     assert engine.unfinished() == 0 and engine.step() == [] and engine.room() > 0
 

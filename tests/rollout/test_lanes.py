@@ -37,7 +37,7 @@ def engine_of(lanes, pages, rows=6, model=MODEL, cells=0):
 
 
 def requests():
-    """Groups of 4, 4 and 1 completions of prompts, of whom two begin alike, and one that goes on from another."""
+    """Groups of 4, 4 and 1 completions; two prompts begin alike, and one continues another."""
     generator = torch.Generator().manual_seed(1)
     long = torch.randint(0, 40, (39,), generator=generator).tolist()
     prompts = [[1, 2, 3]] * 4 + [long] * 4 + [[*long, 5]]

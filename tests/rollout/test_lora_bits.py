@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(library_problem() is not None, reason=str(librar
 DRAWS, QUICK = 10, 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
-# Several ranks and targets, of which one has them all.
+# Several ranks and targets; one draw has them all.
 LORAS = {"all": Lora(4, 8.0, ALL), "some": Lora(1, 3.0, ("q", "down")), "wide": Lora(17, 9.0, ("k", "o", "up"))}
 
 

@@ -14,7 +14,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.steps.owned_rows import owned_fields, ragged
+from funrl.trainer.steps.step_rows import owned_fields, ragged
 
 PLACEHOLDER = 23
 SIDE, TOKENS = 12, 36  # of a picture: patches of a side, and tokens, more than two pages

@@ -171,7 +171,7 @@ def answers(dtype, kind, requests, pages=0, reverse=False, trickle=False, max_ro
             done += engine.step()
     else:
         done = complete(engine, requests)
-    return sorted(done, key=lambda one: one.number), engine
+    return sorted(done, key=lambda completion: completion.number), engine
 
 
 @functools.cache

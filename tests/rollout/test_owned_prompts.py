@@ -19,7 +19,7 @@ from funrl.rollout.native import owned_prompts
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.steps.owned_rows import owned_fields, ragged
+from funrl.trainer.steps.step_rows import owned_fields, ragged
 
 SIZES = {"vocab": 24, "embed": 16, "layers": 2, "heads": 4, "kv_heads": 2, "head": 4, "mlp": 16}
 PLACEHOLDER, VIDEO = 22, 23

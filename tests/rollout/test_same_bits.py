@@ -74,7 +74,7 @@ def test_packing_and_padding_change_no_bits(family, dtype):
 @pytest.mark.gloo
 @pytest.mark.parametrize("choice", quick(ON_RANKS, ON_RANKS[:1]), ids=str)
 def test_real_ranks_have_the_same_bits(choice):
-    """Draws of which these ranks generate, train, or do both."""
+    """Draws in which these ranks generate, train, or do both."""
     mesh, draws = choice
     sizes = parse(mesh)
     tensor = f"tp{sizes['tensor']}"

@@ -77,14 +77,14 @@ def test_a_common_beginning_is_computed_once(packed):
 
 @BOTH
 def test_a_prefix_that_is_still_there_is_found_and_not_after_a_load(packed):
-    """A conversation goes on behind what was generated: all whole pages of prompt and completion are there."""
+    """A conversation continues what was generated: all whole pages of prompt and completion are there."""
     engine, how = roomy(packed=packed), Sampling(max_new_tokens=30)
     prompt = prefix(20)
     (completion,) = completed(engine, [prompt], how)
     longer = [*prompt, *completion.tokens.tolist(), 1, 2, 3]
     before = engine.cost()
     (result,) = completed(engine, [longer], how)
-    # 50 tokens, of which the last was drawn and never passed to the model: 49 keys and values, three whole pages
+    # 50 tokens; the last was drawn and never passed to the model: 49 keys and values, three whole pages
     assert engine.cost().cached - before.cached == 3 * PAGE
     assert engine.cost().prefilled - before.prefilled == len(longer) - 3 * PAGE
     fresh = completed(engine_of(CONFIG, packed=packed), [longer], how)
@@ -174,7 +174,7 @@ def test_many_requests_through_eight_places_with_too_small_a_cache(packed):
     assert all(stated == pages * size >= real for _, stated, real in held)
     assert {completion.finish for completion in done} == {"stop", "length"}
     expected = complete(whole, requests)
-    assert_same(sorted(done, key=lambda one: one.number), expected, 0.0 if packed else 1e-5)
+    assert_same(sorted(done, key=lambda completion: completion.number), expected, 0.0 if packed else 1e-5)
 
 
 def contents(root: Any) -> dict[str, int]:
@@ -262,7 +262,7 @@ def test_where_no_size_is_given_the_cache_is_a_share_of_what_is_free(monkeypatch
 
 
 def test_on_a_gpu_what_the_allocator_holds_unused_is_free(monkeypatch):
-    """70 GB of an 80 GB device are the allocator's, of which 20 are in use: 60 are free, and not 10."""
+    """70 GB of an 80 GB device are the allocator's and 20 of these in use: 60 are free, and not 10."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)

@@ -112,7 +112,7 @@ def test_a_preempted_completion_goes_on_from_its_last_snapshot(static):
     while engine.unfinished():
         done += engine.step()
     expected = complete(engine_of(CONFIG, torch.float64), requests)
-    assert_same(sorted(done, key=lambda one: one.number), expected, 1e-12)
+    assert_same(sorted(done, key=lambda completion: completion.number), expected, 1e-12)
     assert lengths[0] > 64 and lengths[1] > 96
     assert engine.cost().recomputed == sum((length - 1) % 32 for length in lengths)
 
@@ -126,7 +126,7 @@ def test_a_prompt_is_computed_once_for_its_samples():
 @pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 def test_snapshots_are_used_where_a_text_goes_on(static):
-    """A turn that goes on from the end of the last one; a prompt again; a prompt that begins like another."""
+    """A turn that continues the last one; a prompt again; a prompt that begins like another."""
     plain = engine_of(CONFIG, torch.float64)
     engine = engine_of(CONFIG, torch.float64, snapshot_tokens=32, static=static)
     how = Sampling(max_new_tokens=9)
@@ -145,6 +145,17 @@ def test_snapshots_are_used_where_a_text_goes_on(static):
         request = Request(number, prompt, how, seed=3, computed=computed)
         assert_same(complete(engine, [request]), complete(plain, [request]), 1e-12)
         assert engine.cost().cached - before == known, prompt
+
+
+def test_a_prompt_leaves_a_snapshot_at_each_multiple_of_snapshot_tokens():
+    engine = engine_of(CONFIG, torch.float64, snapshot_tokens=16)
+    engine.reserve(400)
+    how = Sampling(max_new_tokens=1)
+    completed(engine, [LONG], how)
+    for length, known in ((20, 16), (40, 32), (60, 48), (10, 0)):
+        before = engine.cost().cached
+        completed(engine, [[*LONG[:length], 1, 2]], how)
+        assert engine.cost().cached - before == known
 
 
 @pytest.mark.slow
@@ -246,22 +257,16 @@ def test_the_certificate_finds_states_of_earlier_weights(monkeypatch):
         load(engine, params, version)
         metrics = certify(placed, params, engine, version, probes=True)
         assert metrics["sync/verified"] == 1 and metrics["sync/probe_gap"] < 1e-11
-    monkeypatch.setattr(NativeEngine, "_renew_cache", lambda self: None)
+    monkeypatch.setattr(NativeEngine, "_drop_cache", lambda self: None)
     load(engine, weights(CONFIG, torch.float64, 1), 10)
     with pytest.raises(SyncError, match="wrong or stale, such as packed weights or cached prefixes"):
         certify(placed, weights(CONFIG, torch.float64, 1), engine, 10, probes=True)
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"speculate": 2}, "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"),
-        ({"keep_cache": True}, "keep_cache is True: layers of a qwen3_next keep a state, which is computed again"),
-    ],
-)
-def test_what_states_do_not_go_with_is_refused(option, message):
+def test_drafts_are_refused_where_layers_keep_states():
+    message = "speculate is 2: layers of a qwen3_next keep a state, which cannot take back"
     with pytest.raises(ModelError, match=message):
-        native_engine(decoder_model(CONFIG), options=NativeOptions(**option))
+        native_engine(decoder_model(CONFIG), options=NativeOptions(speculate=2))
 
 
 def test_transformers_engine_takes_no_experts():

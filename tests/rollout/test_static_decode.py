@@ -274,7 +274,7 @@ class CountedCopy(HostCopy):
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """An engine on a device of which nothing can be read but by `CountedCopy`."""
+    """An engine on a device that only `CountedCopy` can read."""
     for module in (static_decode, sequences):
         monkeypatch.setattr(module, "HostCopy", CountedCopy)
     monkeypatch.setattr(CountedCopy, "made", 0)

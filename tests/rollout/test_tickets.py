@@ -54,7 +54,7 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
         assert numbers == sorted(numbers) and len(numbers) % 3 == 0
         assert all(len({n // 3 for n in numbers[i : i + 3]}) == 1 for i in range(0, len(numbers), 3))
     whole = complete(engine_of(CONFIG, torch.float64), list(itertools.chain(*groups)))
-    assert_same(sorted(itertools.chain(*ranks), key=lambda one: one.number), whole, 1e-10)
+    assert_same(sorted(itertools.chain(*ranks), key=lambda completion: completion.number), whole, 1e-10)
 
 
 def counter_of(taken):

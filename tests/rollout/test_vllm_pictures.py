@@ -20,7 +20,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.vllm.core import check_vllm, start_vllm
 from funrl.rollout.vllm.engine import VLLMEngine, vllm_weights
 from funrl.rollout.vllm.pictures import torchvision_problem, vllm_prompt
-from funrl.trainer.steps.owned_rows import owned_fields, ragged
+from funrl.trainer.steps.step_rows import owned_fields, ragged
 
 NO_PICTURES = NO_VLLM or torchvision_problem()
 needs_pictures = pytest.mark.skipif(NO_PICTURES is not None, reason=str(NO_PICTURES))
@@ -72,7 +72,7 @@ def prompt(*grids, text=(3, 4, 5)):
 
 
 def requests():
-    """Two prompts of equal tokens and other pictures, one of several, and two texts, one of which owns no picture."""
+    """Two prompts of equal tokens and other pictures, one of several, and two texts; one owns no picture."""
     grids = (6, 8), (2, 2)
     some = [Request(i, prompt(*grids), GREEDY, seed=i, owned=pictures(i, *grids)) for i in range(2)]
     large = (12, 4), (2, 10), (8, 8)

@@ -53,7 +53,7 @@ def test_a_killed_server_rejoins_with_the_current_weights():
     while engine.unfinished():
         done += engine.step()
     assert engine.core.generation == 2 and engine.version == 2
-    assert_same(sorted(done, key=lambda one: one.number), whole, 1e-5)
+    assert_same(sorted(done, key=lambda completion: completion.number), whole, 1e-5)
     load(engine, weights(WIDE, seed=1), 3)
     expected = complete(KINDS["packed float32"].engine(WIDE, seed=1, version=3), requests)
     assert_same(complete(engine, requests), expected, 2e-5)

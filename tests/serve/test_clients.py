@@ -272,6 +272,24 @@ def test_the_client_of_anthropic_is_served(stream):
     assert len(session.trajectories()) == 1
 
 
+def test_a_stream_for_the_client_of_anthropic_has_no_empty_pieces():
+    engine = scripted("well done", call(a=1))
+    tool = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+
+    async def program(endpoint):
+        async with anthropic_client(endpoint) as client:
+            streams = []
+            for tools in ({}, {"tools": [tool]}):
+                stream = await client.messages.create(model="any", max_tokens=200, messages=USER, stream=True, **tools)
+                streams.append([event async for event in stream])
+            return streams
+
+    for events, kind in zip(serve(engine, program), ("text", "tool_use"), strict=True):
+        blocks = [event.content_block.type for event in events if event.type == "content_block_start"]
+        pieces = [event.delta for event in events if event.type == "content_block_delta"]
+        assert blocks == [kind] and all(piece.text for piece in pieces if piece.type == "text_delta")
+
+
 THINKS = LONG._replace(chat=chat_of(TEMPLATE + "{# <think></think> #}"))
 
 

@@ -44,7 +44,7 @@ async def answer_to(endpoint, at_once, slowly=b"", every_s=0.03):
     """What the server has answered when it cuts the connection.
 
     Args:
-      at_once: sent at the begin.
+      at_once: sent first.
       slowly: sent after it, a byte at a time, over and over.
     """
     reader, writer = await asyncio.open_connection(*address_of(endpoint))

@@ -16,8 +16,7 @@ from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import LimitReached
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.asks import Ask, BadRequest, Body
-from funrl.serve.history import PART_CHARACTERS, PromptBound
-from funrl.serve.request_thread import ASIDE_BYTES, decode_json
+from funrl.serve.session import ASIDE_BYTES, PART_CHARACTERS, PromptBound, decode_json
 
 pytestmark = needs_clients
 BAD = TOKENIZER.encode("#")[0]

@@ -203,7 +203,7 @@ def test_a_server_forgets_the_oldest_pictures(seeing, monkeypatch, most, forks):
         session = Session(lambda _: Policy(resident.complete, setup, 3, LIMITS), speech_of(setup.chat), kept=8)
 
         async def forks_of(body):
-            """Histories that are not found when a conversation goes on."""
+            """Histories that are not found when a conversation continues."""
             (exchange,) = await session.answer(read_chat(Body(body)), json.dumps(body).encode(), again=False)
             return exchange, session.forks
 

@@ -11,12 +11,13 @@ from small_chats import SETUP, engine_of, examples_of
 from small_servers import LIMITS, LONG, TOOL, needs_clients, scripted
 
 from funrl.environments.calls import call
+from funrl.environments.hosted import hosted_environment, open_hosted
 from funrl.environments.run import episode_groups, run_episodes
 from funrl.mesh.mesh import SINGLE
 from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EpisodeLimits, UnknownAgentError
 from funrl.serve.endpoint import serve_agent
-from funrl.serve.programs import open_program
+from funrl.serve.programs import endpoint_environment
 
 pytestmark = needs_clients
 SERVED = SETUP._replace(serve=serve_agent)
@@ -128,7 +129,8 @@ def program(messages, *, base_url, api_key, model, number):
 
 
 def test_a_program_in_a_process_of_its_own_reaches_the_endpoint():
-    with open_program(program, workers=4) as environment:
+    environment = hosted_environment(endpoint_environment(program), workers=4)
+    with open_hosted(environment, SERVED.chat, serve_agent):
         limits = EpisodeLimits(environment_s=3, retries=0)
         first, ended, hanging, last = run(environment, limits=limits, count=4)
     for episode in (first, last):

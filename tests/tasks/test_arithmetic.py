@@ -115,7 +115,7 @@ def test_the_record_of_a_task_fits_together(name):
     assert len(tokenizer.get_vocab()) == task.model_config(1).vocab
     assert task.model_config(32).attention.head == 32
     for prompt in (*task.training_prompts(3)[:20], *task.heldout_prompts(20)):
-        answer = prompt.fields[task.demonstration_field]
+        answer = prompt.fields["answer"]
         assert task.reward(prompt.prompt, answer, **prompt.fields) == 1.0
         assert len(tokenizer.encode(answer)) <= task.max_new_tokens
     right = task.texts["demonstrations"]

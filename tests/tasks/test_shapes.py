@@ -77,7 +77,7 @@ def test_the_text_fits_the_tokenizer_and_the_model(tmp_path):
         assert expanded.tokens.count(config.tower.placeholder) == s.CELLS
         assert len(expanded.tokens) < config.max_positions
     for prompt in (*TASK.training_prompts(3)[:20], *TASK.heldout_prompts(20)):
-        answer = prompt.fields[TASK.demonstration_field]
+        answer = prompt.fields["answer"]
         assert TASK.reward(prompt.prompt, answer, **prompt.fields) == 1.0
         assert len(tokenizer.encode(answer)) < TASK.max_new_tokens
         assert read_picture(prompt.fields["images"][0]).size == (32, 32)

@@ -1,11 +1,11 @@
-"""The display: plain aligned lines for files, a live table for terminals, and a terminal that works afterwards."""
+"""The display: aligned lines, which a terminal cuts at its width."""
 
 import io
 
 import pytest
 from rich.console import Console
 
-from funrl.track.progress import _duration, open_progress
+from funrl.track.progress import Progress, _duration
 from funrl.track.records.samples import Sample
 
 METRICS = {
@@ -24,20 +24,13 @@ METRICS = {
 
 def plain(total=3, **options):
     file = io.StringIO()
-    return file, open_progress(total, "ppo", live=False, console=Console(file=file, width=80), **options)
-
-
-def live(total=3, width=120, height=30):
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=width, height=height, color_system=None)
-    return file, open_progress(total, "ppo on addition", console=console)
+    return file, Progress(total, Console(file=file, width=80), **options)
 
 
 def test_plain_lines_are_aligned_and_complete():
     file, progress = plain(total=100)
-    with progress:
-        progress.update(1, METRICS)
-        progress.update(100, METRICS | {"reward/mean": -12.5})
+    progress.update(1, METRICS)
+    progress.update(100, METRICS | {"reward/mean": -12.5})
     header, first, last = file.getvalue().splitlines()
     assert header.split()[:4] == ["step", "reward", "KL", "entropy"]
     assert first.split()[:4] == ["1/100", "0.500", "1.2e-03", "0.750"]
@@ -61,18 +54,12 @@ def test_plain_header_comes_again_for_a_new_column_and_after_twenty_lines():
 def test_supervised_runs_show_their_losses():
     row = {"train/loss": 0.6931, "preference/margin": 0.25, "perf/tokens_per_s": 99.0, "time_s/step": 0.5}
     file, progress = plain(total=2)
-    with progress:
-        progress.update(1, row | {"eval/loss": 0.7, "eval/accuracy": 0.5})
-        progress.update(2, row | {"train/loss": 12.5})
+    progress.update(1, row | {"eval/loss": 0.7, "eval/accuracy": 0.5})
+    progress.update(2, row | {"train/loss": 12.5})
     header, first, last = file.getvalue().splitlines()
     assert header.split()[:6] == ["step", "loss", "held", "out", "accuracy", "margin"]
     assert first.split()[:5] == ["1/2", "0.6931", "0.7000", "0.500", "0.250"]
     assert last.split()[:5] == ["2/2", "12.5000", "-", "-", "0.250"]
-    file, progress = live(total=2)
-    with progress:
-        progress.update(1, row | {"eval/loss": 0.7})
-        progress.update(2, row | {"train/loss": 0.5})
-    assert "loss 0.693 to 0.500" in file.getvalue()
 
 
 def test_samples_are_one_safe_line_and_not_too_many():
@@ -110,65 +97,26 @@ def test_an_episode_without_a_reward_says_why():
 def test_text_the_terminal_cannot_encode_is_written_out():
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    progress = open_progress(1, "ppo", live=False, console=Console(file=file))
+    progress = Progress(1, Console(file=file))
     progress.sample(Sample(0, "caf\u00e9", "\u4f60", 1.0))
     progress.note("na\u00efve")
     assert rb"caf\xe9 | \u4f60" in raw.getvalue() and rb"na\xefve" in raw.getvalue()
 
 
-def test_live_table_shows_everything():
-    file, progress = live(total=40)
-    with progress:
-        progress.update(0, {"eval/accuracy": 0.25})
-        for step in range(1, 13):
-            progress.update(step, METRICS | {"reward/mean": step / 100})
-        progress.sample(Sample(0, "1+1=", "2", 1.0))
-        progress.note("saved the model")
-    shown = file.getvalue()
-    frame = shown[shown.rindex("ppo on addition") :]
-    for text in ("12/40", "reward 0.010 to 0.120", "entropy", "1.2e-03", "1234", "generate 75%", "update_policy 25%"):
-        assert text in frame
-    assert "left" in frame and "0.120" in frame and "0.010" in frame
-    assert "  2    0.020" not in frame  # only the last ten rows stay
-    assert "reward 1  1+1= | 2" in shown and "saved the model" in shown
-
-
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
-def test_live_table_fits_a_narrow_terminal(width):
-    file, progress = live(width=width, height=12)
-    with progress:
-        for step in range(1, 5):
-            progress.update(step, METRICS | {"eval/accuracy": 0.5, "actor/kl_loss": 0.1})
-    frame = file.getvalue()[file.getvalue().rindex("2K") :]
-    assert all(len(line.rstrip()) <= width for line in frame.splitlines())
-    assert "reward" in frame
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_terminal_is_restored_after_an_error(error):
-    file, progress = live()
-    with pytest.raises(error), progress:
-        progress.update(1, METRICS)
-        raise error
-    hide, show = "\x1b[?25l", "\x1b[?25h"
-    assert file.getvalue().rindex(show) > file.getvalue().rindex(hide)
-    assert progress._live is not None and not progress._live.is_started
-
-
-def test_the_cursor_is_never_left_hidden():
-    file, progress = live()
-    with progress:
-        progress.update(1, METRICS)
-        progress.sample(Sample(0, "p", "c", 0.0))
-        assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")  # a kill here does no harm
+def test_a_narrow_terminal_cuts_lines(width):
+    file = io.StringIO()
+    progress = Progress(3, Console(file=file, force_terminal=True, width=width, color_system=None))
+    for step in range(1, 4):
+        progress.update(step, METRICS | {"eval/accuracy": 0.5, "actor/kl_loss": 0.1})
+    assert [len(line) <= width for line in file.getvalue().splitlines()] == [True] * 4 and "reward" in file.getvalue()
 
 
 def test_numbers_that_are_not_finite_are_shown():
-    for file, progress in (plain(), live()):
-        with progress:
-            for step in (1, 2, 3):
-                progress.update(step, METRICS | {"reward/mean": float("nan"), "time_s/generate": float("nan")})
-        assert "nan" in file.getvalue()
+    file, progress = plain()
+    for step in (1, 2, 3):
+        progress.update(step, METRICS | {"reward/mean": float("nan"), "time_s/generate": float("nan")})
+    assert "nan" in file.getvalue()
 
 
 def test_remaining_time_follows_the_pace(monkeypatch):

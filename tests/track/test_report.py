@@ -9,12 +9,9 @@ from written_runs import a_run, a_supervised_run, checked
 
 from funrl.data.processors.thumbnails import ShownPicture
 from funrl.track.records.run_directory import open_run
-from funrl.track.records.run_lock import owned_run
-from funrl.track.records.samples import Sample, open_samples
+from funrl.track.records.samples import Sample
 from funrl.track.records.trackers import jsonl
 from funrl.track.report import charts
-from funrl.track.report.compare import render_comparison
-from funrl.track.report.figures import charts_of_keys
 from funrl.track.report.page import render, write_report
 from funrl.track.report.run_files import ReportError, RunFiles, newest_evaluation, read_run
 
@@ -82,7 +79,8 @@ def test_report_has_every_section_and_the_headline(tmp_path):
     assert write_report(tmp_path) == run.report
     page = run.report.read_text()
     text = checked(page).text
-    assert "PPO on addition" in text and "Held-out accuracy rose from 0.25 to 0.95 in 60 steps and 2 min 2 s." in text
+    assert "<h1>ppo</h1>" in page and "data addition" in text
+    assert "Held-out accuracy rose from 0.25 to 0.95 in 60 steps and 2.0 min." in text
     for part in (
         "dp4,tp2",
         "from scratch",
@@ -117,28 +115,13 @@ def test_supervised_runs_are_reported_as_such(name, pairs, tmp_path):
     a_supervised_run(tmp_path, name, pairs)
     page = write_report(tmp_path).read_text()
     text = checked(page).text
-    assert f"{ {'sft': 'SFT', 'dpo': 'DPO'}.get(name, 'Reward model') } on mine.jsonl" in text
-    message = "Held-out pair accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
+    assert f"<h1>{name}</h1>" in page and "mine.jsonl" in text
+    message = "Held-out accuracy rose from 0.05 to 1 in" if pairs else "Held-out loss fell from 3 to 0.15 in"
     assert message in text and "Held-out loss0.15from 3, best 0.15" in text
+    assert ("Held-out accuracy1from 0.05, best 1" in text) == pairs
     shown = re.findall("<figcaption><b>(.*?)</b>", page)
-    titles = ["Pair accuracy", "Margin", "Scores", "Scores held out"] if pairs else ["Negative log-likelihood"]
-    assert shown == ["Loss", *titles, "Gradient norm"]
-    assert "reward 1 or more" not in text and ("a tie is one half" in text) == pairs
-
-
-@pytest.mark.parametrize(
-    ("flags", "title"),
-    [
-        ({"prompts": "x/a.jsonl@0.7,y/b.parquet@0.3"}, "PPO on a.jsonl + b.parquet"),
-        ({"prompts": "x/a.jsonl,b.jsonl"}, "PPO on a.jsonl + b.jsonl"),
-        ({"data": "a@1,b"}, "PPO on a@1,b"),
-        ({"prompts": "openai/gsm8k:main:train"}, "PPO on gsm8k:main:train"),
-    ],
-)
-def test_the_title_names_every_file(flags, title, tmp_path):
-    run = open_run(tmp_path, "ppo", flags)
-    run.metrics.write_text('{"step": 0}\n')
-    assert f"<h1>{title}</h1>" in write_report(tmp_path).read_text()
+    titles = ["Accuracy", "Loss", "Margin", "Scores"] if pairs else ["Loss", "Negative log-likelihood"]
+    assert shown == [*titles, "Gradient norm"]
 
 
 def test_the_newest_evaluation_is_a_table(tmp_path):
@@ -157,7 +140,7 @@ def test_the_newest_evaluation_is_a_table(tmp_path):
     table = page[page.index("Held-out prompts") : page.index("Configuration")]
     assert "60.0 #### 2" in table and "60.1 #### 2" in table and ">0.0 ####" not in table
     assert "&lt;b&gt;1+1=" in table and "<th>answer</th>" in table and "3, cut off" in text
-    assert "..." + "x" * 400 in table and "x" * 401 not in table
+    assert "x" * 400 in table and "x" * 401 not in table
     many = [{"step": 70, "sample": sample, "prompt": str(n)} for n in range(40) for sample in (0, 1)]
     run.eval_samples.write_text("".join(json.dumps(element) + "\n" for element in many))
     shown = newest_evaluation(run.eval_samples)  # one of each prompt where there are enough, spread over them
@@ -175,7 +158,7 @@ def test_report_stands_alone(tmp_path):
     assert not any({"src", "href", "onload"} & set(attributes) for _, attributes in tags)
     assert [attributes for tag, attributes in tags if tag == "script"] == [{}]
     policies = [a["content"] for tag, a in tags if a.get("http-equiv") == "Content-Security-Policy"]
-    assert len(policies) == 1 and policies[0].startswith("default-src 'none';")  # nothing is loaded, whatever it says
+    assert len(policies) == 1 and policies[0].startswith("default-src 'none'; img-src data:;")  # nothing else is loaded
     assert "prefers-color-scheme:dark" in page and 'name="viewport"' in page
 
 
@@ -191,19 +174,13 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path):
     evaluation = [{"prompt": HOSTILE, "completion": HOSTILE, "answer": "4" + HOSTILE, "tokens": HOSTILE}]
     run = RunFiles({"experiment": HOSTILE, "mesh": HOSTILE, "flags": flags}, rows, samples, evaluation)
     page, plain = (render(run._replace(config=config)) for config in (run.config, {}))
-    both = render_comparison({HOSTILE: run, f"other {HOSTILE}": run._replace(config={"experiment": "ppo"})})
-    for text in (page, both):
-        example = checked(text)
-        assert [tag for tag, _ in example.tags].count("script") == 1
-        assert (
-            "<script>alert(1)</script>" in example.text and "{{ 7 * 7 }} {% raw %}" in example.text
-        )  # as they are written
-        assert r"\x00\x1b[2J \u202eesrever\u2066 \ud800 <!--" in example.text
-        assert not set("\x00\x1b\u202e\u2066\ud800") & set(text) and "49" not in example.text
-        values = [
-            json.loads(attributes["data-values"]) for _, attributes in example.tags if "data-values" in attributes
-        ]
-        assert any(HOSTILE in name for figure in values for name in figure["names"])
+    example = checked(page)
+    assert [tag for tag, _ in example.tags].count("script") == 1
+    assert "<script>alert(1)</script>" in example.text and "{{ 7 * 7 }} {% raw %}" in example.text
+    assert r"\x00\x1b[2J \u202eesrever\u2066 \ud800 <!--" in example.text
+    assert not set("\x00\x1b\u202e\u2066\ud800") & set(page) and "49" not in example.text
+    values = [json.loads(attributes["data-values"]) for _, attributes in example.tags if "data-values" in attributes]
+    assert any(HOSTILE in name for figure in values for name in figure["names"])
     structure = [tag for tag, _ in checked(page).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
     expected = [tag for tag, _ in checked(plain).tags if tag not in ("li", "b", "tr", "th", "td", "table", "caption")]
     assert structure == expected  # no text has opened an element
@@ -220,7 +197,7 @@ def test_values_under_the_pointer_are_in_the_page(tmp_path):
     a_run(tmp_path, steps=60, every=20)
     page = write_report(tmp_path).read_text()
     reward = pointed_at(page, "Entropy")
-    assert reward["steps"] == list(range(61)) and reward["names"] == [""]
+    assert reward["steps"] == list(range(61)) and reward["names"] == ["actor/entropy"]
     assert reward["values"][0][:3] == ["1", "0.99", "0.98"] and reward["values"][0][60] == "0.4"
     assert reward["places"][0] == 0.0 and reward["places"][30] == 0.5 and reward["places"][60] == 1.0
     accuracy = pointed_at(page, "Accuracy")
@@ -251,7 +228,7 @@ def test_a_page_of_many_steps_is_bounded_and_keeps_what_stands_out():
     assert {step: values[step] for step in (1, 12_346, 17_778, 20_000)} == {
         1: "0.25",
         12_346: "9.5",
-        17_778: "\N{MINUS SIGN}3.5",
+        17_778: "-3.5",
         20_000: "0.75",
     }
 
@@ -288,7 +265,7 @@ def test_one_step_with_nothing_but_a_number(tmp_path):
     run = open_run(tmp_path, "sft", {})
     run.metrics.write_text('{"step": 0}\n')
     text = checked(write_report(tmp_path).read_text()).text
-    assert "The run took 0 steps." in text
+    assert "The run has taken 0 steps." in text
 
 
 def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
@@ -297,10 +274,17 @@ def test_calls_and_forks_of_episodes_are_figures_by_cause(tmp_path):
     for step in range(4):
         forks = {"episodes/forks/thinking": 0.5} if step != 2 else {}
         row = {"reward/mean": 0.1, "episodes/tool_calls": 2.0, "episodes/call_errors": 0.25, "episodes/turns": 3.0}
-        tracker(step, row | forks | {"episodes/drift/whitespace": 0.75})
+        tracker.write(step, row | forks | {"episodes/drift/whitespace": 0.75})
     tracker.close()
     page = write_report(run.path).read_text()
-    for words in ("Calls of tools", "unreadable", "Forks by cause", "thinking", "Drift by cause", "whitespace"):
+    for words in (
+        "Calls of tools",
+        "episodes/call_errors",
+        "Forks by cause",
+        "thinking",
+        "Drift by cause",
+        "whitespace",
+    ):
         assert words in page
     assert "Forks by cause" not in write_report(a_run(tmp_path / "other", steps=3).path).read_text()
 
@@ -313,8 +297,8 @@ def test_waiting_and_ages_are_figures_where_a_run_has_them(tmp_path):
     page = render(plain._replace(rows=[row | waits for row in plain.rows]))
     text = checked(page).text
     assert "Who waited" in text and "Age of rows" in text
-    assert "Who waited: trainer 1.25 to 1.25, generators 0.5 to 0.5" in page
-    assert "Age of rows: mean 0.75 to 0.75, largest 2 to 2" in page
+    assert "Who waited: wait/trainer_s 1.25, wait/generator_s 0.5" in page
+    assert "Age of rows: age/mean 0.75, age/max 2" in page
 
 
 def test_sources_and_parts_of_rewards_have_figures(tmp_path):
@@ -330,38 +314,21 @@ def test_sources_and_parts_of_rewards_have_figures(tmp_path):
             "reward/max": 1.0,
             "episodes/turns": 3.0,
         }
-        tracker(step, row | own | {"episodes/environment_s": 0.75, "episodes/context_tokens": 9.0})
+        tracker.write(step, row | own | {"episodes/environment_s": 0.75, "episodes/context_tokens": 9.0})
     tracker.close()
-    charts = {chart.title: chart for chart in charts_of_keys({key for row in read_run(run).rows for key in row})}
-    assert list(charts) == [
-        "Parts of rewards",
-        "Reward by source",
-        "Turns by source",
-        "Waiting for environments by source",
-    ]
-    assert charts["Parts of rewards"].keys == (("reward/form", "form"),)
-    assert [name for _, name in charts["Turns by source"].keys] == sources[:8]
-    text = checked(render(read_run(run))).text
-    assert "Turns by source" in text and "Tokens beside the policy" in text and "Waiting for environments" in text
+    page = render(read_run(run))
+    text = checked(page).text
+    assert "Reward by source" in text and "Context by source" not in text
+    assert pointed_at(page, "Parts of rewards")["names"] == ["reward/form"]
+    assert pointed_at(page, "Turns by source")["names"] == [f"source/{name}/turns" for name in sources[:8]]
+    assert "Tokens beside the policy" in text and "Waiting for environments" in text
 
 
 def test_an_interrupted_run_says_so(tmp_path):
     run = a_run(tmp_path)
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     run.metrics.write_bytes(b"".join(lines[:30]) + lines[30][:25])
-    assert "Ended at step 29 of 60." in checked(write_report(tmp_path).read_text()).text
-
-
-def test_a_run_that_goes_on_says_so(tmp_path):
-    with owned_run(tmp_path / "run", "ppo", {}) as run:
-        run.metrics.write_text('{"step": 3}\n')
-        text = checked(write_report(run.path).read_text()).text
-        assert "The run has taken 3 steps. Running, step 3." in text
-        run.config.write_text('{"flags": {"steps": 40}}')
-        assert "Running, step 3 of 40." in checked(write_report(run.path).read_text()).text
-        text = checked(write_report(run.path, running=False).read_text()).text  # as the run itself writes it at its end
-        assert "The run took 3 steps. Ended at step 3 of 40." in text
-    assert "Ended at step 3 of 40." in checked(write_report(run.path).read_text()).text
+    assert "in 29 steps and 1.0 min. The run is to take 60 steps." in checked(write_report(tmp_path).read_text()).text
 
 
 def test_errors_name_the_file(tmp_path):
@@ -388,22 +355,6 @@ def test_resumed_steps_count_once(tmp_path):
     rows = [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}, {"step": 2, "reward/mean": 0.4}]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "Reward rose from 0.1 to 0.4 in 2 steps." in checked(write_report(tmp_path).read_text()).text
-
-
-def test_colours_of_rewards_are_relative_to_the_run(tmp_path):
-    def pills(name, rewards):
-        run = a_run(tmp_path / name)
-        run.samples.write_text("")
-        samples = open_samples(run.samples)
-        for reward in rewards:
-            samples.write(Sample(1, f"p{reward}", "c", reward))
-        samples.close()
-        return re.findall(r'pill (\w+)">reward ([^<]+)<', write_report(run.path).read_text())
-
-    assert pills("penalties", (-0.03, -0.01)) == [("bad", "\N{MINUS SIGN}0.03"), ("good", "\N{MINUS SIGN}0.01")]
-    assert pills("sums", (0.53, 1.69)) == [("bad", "0.53"), ("good", "1.69")]
-    assert pills("equal", (0.7, 0.7)) == [("some", "0.7")] * 2
-    assert pills("solved", (1.0, 1.0)) == [("good", "1")] * 2
 
 
 def test_the_headline_is_of_held_out_rewards_and_counts_them(tmp_path):

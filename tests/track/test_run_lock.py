@@ -1,15 +1,13 @@
 """One owner of a run directory, who leaves nothing where the run is refused."""
 
-import fcntl
 import os
-import threading
 
 import pytest
 from forked_python import start_python
 
 from funrl.track.records import run_lock
 from funrl.track.records.run_directory import RunDirectoryError, expanded
-from funrl.track.records.run_lock import LOCK, is_owned, owned_run
+from funrl.track.records.run_lock import LOCK, owned_run
 
 HOLD = (
     "import sys, time; from funrl.track.records.run_lock import owned_run\n"
@@ -45,24 +43,8 @@ def test_who_resumes_waits_for_the_end_of_a_run_that_is_killed(tmp_path, monkeyp
     held.kill()
     monkeypatch.setattr(run_lock, "WAIT_S", 30.0)  # the other would have ended after 60 s
     with owned_run(run, "ppo", {}, resume=True):
-        assert is_owned(run)
+        pass
     held.communicate()
-
-
-def test_whoever_looks_at_the_lock_refuses_no_run(tmp_path, monkeypatch):
-    assert not is_owned(tmp_path)  # where nobody has ever been
-    with owned_run(tmp_path, "ppo", {}):
-        assert is_owned(tmp_path)
-    assert not is_owned(tmp_path)
-    with open(tmp_path / LOCK) as looked_at:
-        fcntl.flock(looked_at, fcntl.LOCK_SH)
-        monkeypatch.setattr(run_lock, "WAIT_S", 0.05)
-        with pytest.raises(RunDirectoryError, match="another run writes there"), owned_run(tmp_path, "ppo", {}):
-            pass
-        monkeypatch.setattr(run_lock, "WAIT_S", 60.0)
-        threading.Timer(0.05, fcntl.flock, (looked_at.fileno(), fcntl.LOCK_UN)).start()
-        with owned_run(tmp_path, "ppo", {}):
-            assert is_owned(tmp_path)
 
 
 def test_a_refused_run_leaves_no_directory(tmp_path, monkeypatch):

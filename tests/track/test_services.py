@@ -33,7 +33,7 @@ for steps in ((1, 2), (3,)):  # the second is a resumed run
         time.sleep(1.1)  # they name the folder of a run by the second
     tracker = open_service(sys.argv[1], run, print)
     for step in steps:
-        tracker(step, {"reward/mean": step / 4, "not/finite": float("nan")})
+        tracker.write(step, {"reward/mean": step / 4, "not/finite": float("nan")})
     tracker.close()
 """
 READ = {
@@ -101,7 +101,7 @@ def test_a_service_that_fails_is_said_once_and_the_run_goes_on(tmp_path, monkeyp
     run = open_run(tmp_path / "mine", "ppo", {"steps": 3})
     tracker = open_service("wandb", run, results.append)
     for step in (1, 2, 3):
-        tracker(step, {"reward/mean": 0.5, "x": float("inf")})
+        tracker.write(step, {"reward/mean": 0.5, "x": float("inf")})
     tracker.close()
     assert calls[0]["name"] == "mine" and calls[0]["id"] is None and calls[0]["config"] == {"steps": 3}
     assert calls[1:] == [(1, {"reward/mean": 0.5}), "closed"]

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import io
-import json
 
 import numpy as np
 from PIL import Image
@@ -11,13 +10,13 @@ from rich.console import Console
 
 from funrl.data.pictures import expand_placeholders
 from funrl.data.processors.form import PictureForm
-from funrl.data.processors.thumbnails import THUMBNAIL_BYTES, ShownPicture
+from funrl.data.processors.thumbnails import THUMBNAIL_BYTES
 from funrl.data.prompts import Example
 from funrl.environments.conversation import MOST_SEEN, conversation_of
 from funrl.models.vision.config import PictureLayout, TowerConfig
 from funrl.models.vision.tiles import Tiles
 from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.track.progress import open_progress
+from funrl.track.progress import Progress
 from funrl.track.records.samples import Sample, first_and_last, open_samples, read_samples
 from funrl.track.records.shown_pictures import LONGEST_NAME, MOST_SHOWN, shown_pictures
 
@@ -79,8 +78,8 @@ def test_samples_keep_pictures_and_the_terminal_names_them(tmp_path):
     assert again == sample and plain.pictures == ()
     assert "pictures" not in (tmp_path / "samples.jsonl").read_text().splitlines()[1]
     text = io.StringIO()
-    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
-        progress.sample(again)
+    progress = Progress(4, Console(file=text, width=200))
+    progress.sample(again)
     assert f"[cat.png 16x8 {pictures[0].digest}]" in text.getvalue() and "base64" not in text.getvalue()
 
 
@@ -89,21 +88,9 @@ def test_names_are_bounded_and_shown_without_what_moves_a_terminal():
     (picture,) = shown_pictures(example_of([noise(8, 16)], image={"bytes": b"", "path": hostile}), FORM)
     assert picture.name == hostile[-LONGEST_NAME:]
     text = io.StringIO()
-    with open_progress(4, "run", console=Console(file=text, width=200)) as progress:
-        progress.sample(Sample(3, "how many?", "2", 1.0, pictures=(picture,)))
+    progress = Progress(4, Console(file=text, width=200))
+    progress.sample(Sample(3, "how many?", "2", 1.0, pictures=(picture,)))
     assert r"\x1b[2J\u202e.png 16x8" in text.getvalue() and "\x1b[2J" not in text.getvalue()
-
-
-def test_samples_are_read_without_pictures_that_a_page_would_load(tmp_path):
-    entries = [
-        {"name": "a", "size": "1x1", "digest": "0", "thumbnail": "https://tracker.example/a.png"},
-        {"name": "b", "size": "1x1", "digest": "1", "thumbnail": "data:image/png;base64,AAAA", "later": 1},
-        "c",
-    ]
-    line = {"step": 1, "prompt": "how many?", "completion": "2", "pictures": entries}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n")
-    (sample,) = read_samples(tmp_path / "samples.jsonl")
-    assert sample.pictures == (ShownPicture("b", "1x1", "1", "data:image/png;base64,AAAA"),)
 
 
 def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
@@ -121,7 +108,6 @@ def test_pictures_of_later_turns_are_shown_where_they_are(tmp_path):
     single, two = ([len(entry.get("pictures", ())) for entry in branch["says"]] for branch in conversation["branches"])
     assert single == [1, 2, 0] and two == [0, MOST_SEEN - 3]  # what an earlier branch shows is not shown again
     assert "pictures" not in conversation_of(episode, str)["branches"][0]["says"][0]
-    conversation["branches"][1]["says"][1]["pictures"] = [{"thumbnail": "https://tracker.example/a.png"}]
     writer = open_samples(tmp_path / "samples.jsonl")
     writer.write(Sample(3, "a", "b", 1.0, conversation=conversation, pictures=shown_pictures(example_of([]), FORM)))
     writer.close()

@@ -1,4 +1,4 @@
-"""Trackers: metrics reach JSON lines and TensorBoard events, readable while the run goes on."""
+"""Trackers: metrics reach JSON lines and TensorBoard events, readable while the run continues."""
 
 import json
 import math
@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from funrl.track.records.trackers import Tracker, join_trackers, jsonl, tensorboard
+from funrl.track.records.trackers import jsonl, tensorboard
 
 
 def test_jsonl_writes_one_valid_object_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tracker = jsonl(path)
-    tracker(1, {"reward/mean": 0.5, "actor/pg_loss": math.nan})
+    tracker.write(1, {"reward/mean": 0.5, "actor/pg_loss": math.nan})
     assert json.loads(path.read_text()) == {"step": 1, "reward/mean": 0.5, "actor/pg_loss": None}
-    tracker(2, {"reward/mean": math.inf})
+    tracker.write(2, {"reward/mean": math.inf})
     tracker.close()
     last = json.loads(path.read_text().splitlines()[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert last == {"step": 2, "reward/mean": None}
@@ -25,8 +25,8 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     tracker = tensorboard(tmp_path / "tb")
-    tracker(1, {"reward/mean": 0.25, "actor/entropy": 1.5})
-    tracker(2, {"reward/mean": 0.75})
+    tracker.write(1, {"reward/mean": 0.25, "actor/entropy": 1.5})
+    tracker.write(2, {"reward/mean": 0.75})
     (path,) = (tmp_path / "tb").iterdir()
     events = list(EventFileLoader(str(path)).Load())  # before it is closed: flushed at every step
     tracker.close()
@@ -39,26 +39,7 @@ def test_tensorboard_needs_neither_torch_nor_tensorflow(tmp_path):
     program = (
         "import sys, pathlib; from funrl.track.records.trackers import tensorboard\n"
         "assert 'tensorboard' not in sys.modules\n"
-        "tensorboard(pathlib.Path(sys.argv[1]))(1, {'a': 1.0})\n"
+        "tensorboard(pathlib.Path(sys.argv[1])).write(1, {'a': 1.0})\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
-
-
-def test_join_trackers_writes_to_all_and_closes_all_even_after_a_failure():
-    seen, closed = [], []
-
-    def one(name, fails=False):
-        def close():
-            closed.append(name)
-            if fails:
-                raise OSError(name)
-
-        return Tracker(lambda step, metrics: seen.append((name, step, dict(metrics))), close)
-
-    tracker = join_trackers(one("a"), one("b", fails=True), one("c"))
-    tracker(3, {"x": 1.0})
-    assert seen == [(name, 3, {"x": 1.0}) for name in "abc"]
-    with pytest.raises(OSError, match="b"):
-        tracker.close()
-    assert closed == ["a", "b", "c"]

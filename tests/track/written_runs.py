@@ -1,4 +1,4 @@
-"""Runs of which only the files are there, and a reader of the pages about them."""
+"""Files of runs that were not run, and a reader of the pages about them."""
 
 import math
 from html.parser import HTMLParser
@@ -60,7 +60,7 @@ def a_run(path, steps=60, keep=lambda key: True, every=10):
         if step % every == 0:
             row["eval/accuracy"] = 0.25 + 0.7 * step / steps
             samples.write(Sample(step, "<i>1+1=", f"{step}&", step / steps, (("digits", 0.5), ("<b>", 1.0))))
-        tracker(step, {key: value for key, value in row.items() if keep(key)})
+        tracker.write(step, {key: value for key, value in row.items() if keep(key)})
     tracker.close()
     samples.close()
     return run
@@ -78,6 +78,6 @@ def a_supervised_run(path, name, pairs):
             held |= {f"eval/{key}": step / 20 for key in ("accuracy", "chosen", "rejected", "margin")}
         else:
             row["actor/nll"] = held["eval/nll"] = 1.0
-        tracker(step, row | (held if step in (1, 10, 20) else {}))
+        tracker.write(step, row | (held if step in (1, 10, 20) else {}))
     tracker.close()
     return run

@@ -33,7 +33,7 @@ def generator_job(job):
 
 
 def signals_itself(ends, mark):
-    """Let this process send itself a signal in the middle of its work: a signal, and the iteration of its engine."""
+    """Make this process send itself a signal in the middle of its work: a signal, and the iteration of its engine."""
     sign, iterations = ends
     step = NativeEngine.step
     count = 0

@@ -1,10 +1,8 @@
 """Completions of engines on meshes of JAX's CPU devices against those of torch on one."""
 
-import unittest.mock
 from functools import partial
 
 import torch
-from jax.sharding import PartitionSpec
 from test_lowered_decoding import SIZES, jiggled, requests, weights
 
 from funrl import trees
@@ -16,9 +14,7 @@ from funrl.models.decoder.routing import Experts
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
-from funrl.xla import meshes
-from funrl.xla.meshes import copies_on, devices_of_mesh, to_host
+from funrl.trainer.lowered.decoding import XlaBackend
 
 LORA = Lora(rank=2, alpha=4.0, targets=("q", "down"))
 
@@ -52,20 +48,6 @@ def gap_of(result, wanted):
     return max(gaps), all(x.tokens.tolist() == y.tokens.tolist() for x, y in zip(result, wanted, strict=True))
 
 
-def check_resharding():
-    """Lay out a tensor that the devices have for another mesh, while nothing may be sent to them."""
-    x = torch.arange(16.0).view(4, 4)
-    trained = copies_on(tuple(parse("dp2,tp2").items()))
-    trained.sent(x, PartitionSpec("data"))
-    place = (devices_of_mesh(parse("tp4")), {"x": PartitionSpec(None, "tensor")})
-    with unittest.mock.patch.object(meshes, "to_jax", side_effect=AssertionError("sent from the host")):
-        copy = trained.laid_out({"x": x.detach()}, *place)["x"]
-    assert copy.sharding.spec == PartitionSpec(None, "tensor") and to_host(copy).equal(x)
-    assert to_host(trained.laid_out({"x": x.T}, *place)["x"]).equal(x.T)  # another tensor of the same memory
-    x += 1
-    assert to_host(trained.laid_out({"x": x.detach()}, *place)["x"]).equal(x)  # sent anew
-
-
 def differences(dtype, text):
     """Completions in JAX against torch.
 
@@ -75,7 +57,7 @@ def differences(dtype, text):
     Args:
       dtype: of weights and cache; tokens of bfloat16 are greedy. The rounding of other dtypes is left out, as 0.
       text: a mesh as --generate_mesh has it, with "+lora" where requests name adapters, and "+states" where a layer
-        keeps states, of which the engine takes snapshots.
+        keeps states, and the engine takes snapshots of them.
     """
     mesh, *kinds = text.split("+")
     sizes = parse(mesh)
@@ -85,7 +67,7 @@ def differences(dtype, text):
     model = decoder_model(decoder_config(**SIZES | more))
     second = None if dtype == torch.bfloat16 else {"temperature": 0.8, "top_p": 0.9}
     wanted, _ = completions(model, dtype, None, adapters, second)
-    result, peaks = completions(model, dtype, partial(XlaBackend, EngineDevices(sizes, sizes)), adapters, second)
+    result, peaks = completions(model, dtype, partial(XlaBackend, sizes), adapters, second)
     gap, same = gap_of(result, wanted)
     rounding = 0.0
     if dtype == torch.bfloat16:

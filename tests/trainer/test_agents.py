@@ -30,8 +30,8 @@ from funrl.trainer import loop, phases
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.gap import gap_problem
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 from funrl.trainer.storage.shard_server import CheckpointError
 

@@ -8,7 +8,6 @@ from selection import quick
 from small_runs import SIZES, SMALL, resized
 from test_agents import Rivals
 from test_asynchronous_replay import STEPS, check_resumed, repeated, trained
-from test_clock_runs import differences, slowed
 from test_placement_runs import assert_same_runs, check_ages, rank_of
 
 from funrl.algos.recipes.grpo import grpo
@@ -19,8 +18,8 @@ from funrl.mesh.mesh import single
 from funrl.models.huggingface import directories as hf
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import sampled_nodes
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo
@@ -91,15 +90,6 @@ def test_written_ahead_they_are_repeated_with_the_same_bits(name, tmp_path):
     assert [(item.step, str(part)) for item in done for part in item.differences if not part.agrees(0.0)] == []
     turns = [part.total for step_again in done for part in step_again.differences if part.kind == "turns"]
     assert turns == [4 * 3 * 4] * count, "the turns of both agents are compared"
-
-
-@pytest.mark.slow
-def test_by_the_clock_two_runs_are_the_same(tmp_path):
-    settings = WRITTEN | {"place": "generate:1", "steps": 3}
-    job = job_of(rollout_is, agents=AGENTS["second policy"], clock="tokens", **settings)
-    first, other = (launch(functools.partial(slowed, job, seed, None), job.launched, "cpu") for seed in (1, 2))
-    assert differences(first, other) == []
-    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
 
 
 @pytest.mark.slow

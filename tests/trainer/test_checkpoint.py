@@ -38,7 +38,7 @@ def run(folder, mesh="dp1", compose=PPO, **settings):
 
 
 def run_to_resume(folder, mesh="dp1", **settings):
-    """`run` to its end, of which the checkpoint after the first step is left."""
+    """`run` to its end; only the checkpoint after the first step is left."""
     ended = run(folder, mesh, save_every="1", keep_checkpoints=3, **settings)
     remove_later_checkpoints(folder, 1)
     return ended

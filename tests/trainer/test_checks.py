@@ -12,7 +12,7 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"fsdp_axes": "dp"}, "--fsdp_axes=dp does nothing without --fsdp; give --fsdp too"),
     ({"hardware": "h200"}, "--hardware=h200 does nothing without --dry_run; give --dry_run too"),
     ({"text_tokens": 9}, "--text_tokens=9 does nothing without --dry_run"),
-    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 does nothing with --engine=vllm; leave it out"),
+    ({"speculate": 3, "engine": "vllm"}, "--speculate=3 with --engine=vllm: it decodes by steps of its own"),
     ({"resume": True}, "--resume does nothing without --run_dir; give --run_dir too"),
     ({"temperature": 0.5, "top_k": 4}, "use either a temperature, or top_k at temperature 1"),
     ({"temperature": 0.5, "top_k": 4, "top_p": 0.9}, "--temperature=0.5 with --top_k=4 --top_p=0.9: the trainer needs"),
@@ -21,10 +21,13 @@ TOGETHER = [  # settings that cannot work, and the message's beginning or its wa
     ({"lr_schedule": "cosine", "steps": 2, "lr_warmup_steps": 4}, "the run makes 4 updates"),
     ({"lr_schedule": "linear", "steps": 3, "critic_warmup_steps": 2, "lr_warmup_steps": 2}, "the run makes 2 updates"),
     ({"steps": 4, "critic_warmup_steps": 4}, "use fewer than --steps=4"),
-    ({"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2}, "--minibatches=9: a batch has only 8 rows"),
+    (
+        {"minibatches": 9, "batch_prompts": 4, "samples_per_prompt": 2},
+        "--minibatches=9: --batch_prompts x --samples_per_prompt is 8",
+    ),
     (
         {"batch_prompts": 1, "samples_per_prompt": 1},
-        "only 1 row, --batch_prompts x --samples_per_prompt; give --minibatches=1",
+        "--batch_prompts x --samples_per_prompt is 1; give --minibatches=1",
     ),
     ({"mesh": "dp2", "generate_mesh": "dp3"}, "--generate_mesh=dp3 has 3 devices and --mesh=dp2 has 2"),
     ({"fsdp": True, "mesh": "tp2"}, "the mesh tp2 has only one device over dp,ep"),
@@ -61,7 +64,7 @@ def test_flags_that_go_together_pass(values):
     check_settings(settings_of(**values), "rl")
 
 
-SOURCES = [  # kind, settings, what is said; "" for those that can work
+SOURCES = [  # kind, settings, what is said; "" where they can work
     ("rl", {"model": "m"}, "--model=m needs --prompts=FILE.jsonl and --reward=FILE.py:function"),
     ("rl", {"reward": "r.py:f"}, "--reward=r.py:f needs --prompts=FILE.jsonl"),
     ("rl", {"prompts": "p"}, "--prompts=p needs --reward=FILE.py:function or --reward_model=DIR"),

@@ -126,7 +126,7 @@ def test_what_cannot_be_imitated_is_refused(prompts, tmp_path):
     empty.write_text("".join(json.dumps(row | {"demonstration": ""}) + "\n" for row in PROMPTS))
     with pytest.raises(SettingsError, match="but it is ''; --fields=demonstration:COLUMN"):
         small_job(spin, prompts=str(empty), reward=None)
-    with pytest.raises(SettingsError, match="--new_tokens_per_step=2: demonstrations stand beside whole completions"):
+    with pytest.raises(SettingsError, match="--new_tokens_per_step=2: demonstrations need whole completions"):
         small_job(chord, new_tokens_per_step=2)
     long = tmp_path / "long.jsonl"
     long.write_text("".join(json.dumps({"prompt": "1+1=", "demonstration": "2" * 99}) + "\n" for _ in range(20)))

@@ -1,4 +1,4 @@
-"""A step of which the filter keeps nothing: skipped, an end of the run, or trained on as it is."""
+"""A step whose filter keeps nothing: skipped, an end of the run, or trained on as it is."""
 
 import dataclasses
 import zlib

@@ -81,7 +81,7 @@ TOOLS = [1, 2]
 TEMPLATE = "{% for m in messages %}={{ m['content'] }}-{% endfor %}{% if add_generation_prompt %}={% endif %}"
 NEVER = {  # name: what the line says
     "OnlyMessages": r"OnlyMessages.reset returned \[\{'role': 'user', .*\}\]; return a tuple: messages, tools",
-    "OneArgument": r"OneArgument.reset takes \(self, example\); it is called as \(self, example, seed\)",
+    "OneArgument": r"TypeError\('OneArgument.reset\(\) takes 2 positional arguments but 3 were given'\)",
     "Text": r"Text.reset returned \('observed', \(\)\); return a tuple: messages, tools, such as ",
     "Observation": r"Observation.reset returned \('observed', \{\}\).*--env=gymnasium:FILE.py:NAME",
     "NoMessage": r"NoMessage.reset returned \(\[\], \(\)\); return a tuple: messages, tools",
@@ -89,7 +89,7 @@ NEVER = {  # name: what the line says
     "TextReward": r"TextReward.step returned the reward '1.0'; a number or None is needed",
     "NaNReward": r"NaNReward.step returned the reward nan; a finite number is needed, or None",
     "Hangs": r"the environment took longer than 0.3 s between two calls of the policy \(--env_timeout\)",
-    "Gymnasium": r"Gymnasium.reset takes .*; it is called as \(self, example, seed\); .*--env=gymnasium:FILE.py:NAME",
+    "Gymnasium": r"TypeError\('Gymnasium.reset\(\) takes 1 positional argument but 3 were given'\)",
     "NoClose": r"class NoClose lacks close; .*--env=gymnasium:FILE.py:NAME",
     "NoMessageLater": r"NoMessageLater.step returned the messages \[\] and continues; at least one message",
     "Raises": r"RuntimeError\('no database'\) at .*own.py:\d+; --env_check=off",

@@ -25,7 +25,7 @@ class Moody:
 
 
 def evaluation(mesh, environment=Moody):
-    """Metrics, without those that two runs of the same episodes may differ in, and the table of rows."""
+    """Metrics that two runs of the same episodes share, and the table of rows."""
     job = episode_job(
         GRPO,
         environment(),

@@ -96,7 +96,7 @@ def run(folder, mesh="dp1", observer=Quiet, environment=None, **settings):
 
 
 def run_to_resume(folder, mesh="dp1", after=1, **settings):
-    """`run` to its end, of which the checkpoints up to a step are left."""
+    """`run` to its end; only the checkpoints up to a step are left."""
     ended = run(folder, mesh, save_every="1", keep_checkpoints=4, **settings)
     remove_later_checkpoints(folder, after)
     return ended

@@ -48,7 +48,7 @@ def test_authors_and_states_of_tokens():
 
 
 class Rooms:
-    """Two rooms of which the policy leaves the first by an even reply."""
+    """Two rooms; an even reply leads out of the first."""
 
     def reset(self, example, seed):
         self.state, self.turns = "hall", 0

@@ -11,8 +11,8 @@ from funrl.models import decoder_model, with_fields
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks import arithmetic
 from funrl.trainer.jobs.prepare import inherited, prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 QWEN = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}

@@ -21,13 +21,11 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.pools.channel import run_store
 from funrl.rewards.call import RewardError
-from funrl.rollout.native.engine import NativeEngine
 from funrl.track.observe import RunObserver
 from funrl.trainer import phases
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
-from funrl.trainer.placement import generate
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
@@ -123,7 +121,6 @@ CALCULATOR = {"task": "calculator", "reward": None, "episode_turns": 3}
 RUNS = {
     "two replicas": ({"place": "train:dp1 generate:dp2"}, {}),
     "episodes, tp2": ({"place": "train:dp1 generate:tp2"}, CALCULATOR | {"max_new_tokens": 4}),
-    "clock, episodes": ({"place": "train:dp1 generate:dp2", "clock": "tokens"}, CALCULATOR),
 }
 
 
@@ -132,7 +129,7 @@ RUNS = {
 def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_alone(name, tmp_path):
     place, settings = RUNS[name]
     job = small_job(rollout_is, save_rollouts=1, **SETTINGS | place | settings)
-    delayed = [2] if "clock" in place else [0, 2]  # by the clock no group is begun before the first evaluation ends
+    delayed = [0, 2]
     outcome, observer, events = launch(functools.partial(watched, job, tmp_path, delayed), job.launched, "cpu")
     assert outcome.error is None
     order = events.names
@@ -150,35 +147,6 @@ def test_the_next_step_does_not_wait_and_the_numbers_are_those_of_an_evaluation_
     check_ages(list(steps.values()), 2)
     again = repeated(tmp_path, small_job(rollout_is, **together), single())
     assert [str(part) for step_again in again for part in step_again.differences if not part.agrees(0.0)] == []
-
-
-def turned(folder, aside, writer):
-    """Note the turn of a replica's clock in which it begins an evaluation."""
-    with open(folder / f"replica-{writer._replica}", "a") as file:
-        print(-1 if writer._clock is None else writer._clock.turn, file=file)
-    return aside(writer)
-
-
-def with_a_slow_engine(job, folder, slow, mesh):
-    """A run of this rank, in which the engine of one rank is slow and replicas note when they evaluate."""
-    step = NativeEngine.step
-    patches = [(generate, "_groups_aside", functools.partial(turned, folder, generate._groups_aside))]
-    if mesh.rank == slow:
-        patches.append((NativeEngine, "step", lambda engine: time.sleep(0.02) or step(engine)))
-    with contextlib.ExitStack() as stack, one_thread():
-        for owner, name, function in patches:
-            stack.enter_context(mock.patch.object(owner, name, function))
-        return run_rank(job, mesh, Quiet())
-
-
-@pytest.mark.slow
-def test_by_the_clock_all_replicas_evaluate_at_the_same_switch_of_weights(tmp_path):
-    own = {"steps": 3, "eval_every": 1, "clock": "tokens", "place": "train:dp1 generate:dp2"}
-    job = small_job(rollout_is, **SETTINGS | own, decode_rows=2)  # one group after the other
-    outcome = launch(functools.partial(with_a_slow_engine, job, tmp_path, 2), job.launched, "cpu")
-    assert outcome.error is None
-    for replica in (0, 1):
-        assert (tmp_path / f"replica-{replica}").read_text().split() == ["-1", "0", "1", "2"]
 
 
 def observed(job, run_dir, patches, mesh):

@@ -1,6 +1,6 @@
 """Every flag, in every kind of run: another number, another file, another amount of work, a line, or a refusal.
 
-How a flag is changed, and what it should change, is in its declaration: type, bounds, `example` and `effect`.
+How a flag is changed follows from its type and bounds, or is in `EXAMPLES`; what it should change is in `EFFECTS`.
 """
 
 import collections
@@ -27,7 +27,6 @@ from funrl.models.huggingface.peft_files import write_peft
 from funrl.models.lora import trained_part, with_lora
 from funrl.models.model import Lora
 from funrl.tasks import arithmetic
-from funrl.trainer.settings.declaration import EFFECTS
 from funrl.trainer.settings.settings import settings_flags
 
 CHARACTERS = "0123456789+=\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;!?'\"()[]{}/-_*#"
@@ -54,6 +53,55 @@ COMMON = {
     "eval_every": 1,
 }
 OF_PROMPTS = {"steps": 1, "reward_workers": 0, "samples_per_prompt": 3, "max_new_tokens": 5, "minibatches": 2}
+EFFECTS = {  # what flags change besides "numbers", which are metrics, completions and weights
+    # files that a run writes
+    "files": "save_dtype run_dir save_every keep_checkpoints save_rollouts keep_rollouts profile report_to",
+    # what is printed
+    "output": (
+        "resume overwrite window clock dry_run prompt_tokens text_tokens assume_pictures assume_turns "
+        "assume_turn_tokens assume_tool_seconds lengths json hardware"
+    ),
+    # time or memory, but no result
+    "work": (
+        "remat offload kv_cache_gb decode_rows speculate state_snapshot_tokens verify_sync probe_sync_every "
+        "token_budget score_token_budget"
+    ),
+    # the devices and processes that compute
+    "ranks": (
+        "reward_workers env_workers max_waiting mesh generate_mesh place device sequence_parallel "
+        "split_residual fsdp fsdp_axes fsdp_models engine_url queue profile_ranks"
+    ),
+    # what happens on a failure or at a limit
+    "event": (
+        "long_prompts max_prompt_tokens max_text_tokens on_reward_error reward_timeout episode_turns "
+        "episode_tokens env_timeout episode_retries tool_parser tool_tokens history env_check timeout "
+        "heartbeat stalled_after engine_timeout on_gap max_refills empty_filter max_skipped"
+    ),
+}
+EXAMPLES = {  # values with an effect, of flags whose type and bounds give none
+    "backend": "xla",
+    "difficulty": "0.1,0.9",
+    "prompt_template": "1{prompt}",
+    "system_prompt": "3",
+    "template_arguments": "enable_thinking:false",
+    "step_separator": "+",
+    "reward_weights": "2",
+    "judge_pattern": "(\\d)",
+    "env_args": "turns:1",
+    "agents": "policy:policy,other:frozen",
+    "save_every": "1",
+    "lengths": "mean:4,max:8",
+    "place": "generate:1",
+    "fsdp_models": "policy",
+    "engine_url": "http://localhost:1",
+    "freeze": "embed",
+    "lora_targets": "q_proj",
+    "profile": "1:1",
+    "profile_ranks": "all",
+    "mesh": "dp1,tp1",
+    "generate_mesh": "tp2",
+    "fields": "prompt:question",
+}  # one rank is one rank by any name
 TIMES = re.compile(r"time_s/|perf/|memory/")
 
 ENDS = (  # what a run says that cannot go on with other samples or scores
@@ -174,22 +222,19 @@ def named_files(kind, folder):
     }
 
 
-MESHES = {"mesh": "dp1,tp1", "generate_mesh": "tp2", "fields": "prompt:question"}  # one rank is one rank by any name
-
-
 def other_values(flag, base, kind, folder):
     """Texts of values to change a flag to: by its declaration, and by the value that it has."""
     files, now = named_files(kind, folder), base.get(flag.name, flag.default)
     if flag.name in files:
         return [f"{folder}/{files[flag.name]}"]
-    if text := flag.example or MESHES.get(flag.name, ""):
-        return [text]
+    if flag.name in EXAMPLES:
+        return [EXAMPLES[flag.name]]
     if flag.type is bool:
         return [str(not now).lower()]
     choices = [re.split(", ?", match[2]) for b in flag.bounds if (match := re.match("(one|some) of ([^;]*)", b.text))]
     if choices:
         return [choice for choice in choices[0] if choice != now]
-    assert flag.type is not str, f"--{flag.name} needs an `example` in its declaration, or a file here"
+    assert flag.type is not str, f"--{flag.name} needs a value in EXAMPLES, or a file"
     start = 0 if now is None else now
     numbers = (
         (1, 0, 2, start + 1, 2 * start + 1) if flag.type is int else (0.5, 0.97, start + 0.1, start / 2, 1e6, 1e-6)
@@ -230,8 +275,13 @@ def numbers_in(path):
     return [hashlib.sha256(path.read_bytes()).hexdigest()] if path.name == "model.safetensors" else []
 
 
+def effect_of(flag):
+    """What a flag should change: one of `EFFECTS`, or "numbers"."""
+    return next((effect for effect, names in EFFECTS.items() if flag.name in names.split()), "numbers")
+
+
 def what_it_does(flag, base, changed):
-    """What a change of a flag did, as one of `EFFECTS` but "work", "line", "refused" or "failed"; "" for nothing."""
+    """What a change of a flag did, as `effect_of` without "work", or "line", "refused" or "failed"; "" for nothing."""
     lines = [line for line in changed.text.splitlines() if f"--{flag.name}" in line]
     if changed.status == 2:
         return "refused" if lines else f"refused without its name: {changed.text.strip()[-300:]}"
@@ -241,11 +291,11 @@ def what_it_does(flag, base, changed):
         return f"failed: {changed.text.strip()[-300:]}"
     if any(line not in base.text for line in lines):
         return "line"
-    if changed.numbers != base.numbers and flag.effect != "output":
+    if changed.numbers != base.numbers and effect_of(flag) != "output":
         return "numbers"
     if changed.files != base.files:
         return "files"
-    return "output" if flag.effect == "output" and changed.text != base.text else ""
+    return "output" if effect_of(flag) == "output" and changed.text != base.text else ""
 
 
 WHOLE = ("critic, reference", "texts")  # the others have the loop of one of these
@@ -285,18 +335,20 @@ def test_no_flag_is_taken_without_a_word(name, folder):
             continue  # JAX does not start in a process that forks: tests/trainer/test_lowered_runs.py
         if flag.name in ("speculate", "state_snapshot_tokens"):
             continue  # nothing repeats in texts this short, and no layer has states: see TESTED in test_flags_act.py
-        if flag.effect in ("ranks", "event") and flag.name in {*TESTED, *CHANGES}:
+        if effect_of(flag) in ("ranks", "event") and flag.name in {*TESTED, *CHANGES}:
             continue  # this run has one rank, and no such event: the test that is named there has
         result = dict[str, str]()
         for text in other_values(flag, flags, kind, folder):
             other = flags | {flag.name: text}
             result[text] = what_it_does(flag, base, outcome(kind.program, other, folder))
-            if flag.effect == "work" and not result[text]:
+            if effect_of(flag) == "work" and not result[text]:
                 changed = outcome(kind.program, other, folder, counting=True).work
                 result[text] = "work" if changed != work_of_base() else ""
-            if result[text] in ("line", "refused", *EFFECTS):
+            if result[text] in ("line", "refused", "numbers", *EFFECTS):
                 break
-        allowed = {"line", "refused", flag.effect} | ({"files", "numbers"} if flag.effect != "work" else {"numbers"})
+        allowed = {"line", "refused", effect_of(flag)} | (
+            {"files", "numbers"} if effect_of(flag) != "work" else {"numbers"}
+        )
         if not allowed & set(result.values()):
             silent[flag.name] = result
     assert not silent, silent

@@ -16,7 +16,7 @@ from funrl.models.huggingface.peft_files import targets_of
 from funrl.models.lora import with_lora
 from funrl.models.model import Lora
 from funrl.trainer.settings.settings import with_flags
-from funrl.trainer.steps.router_bias import biases_of
+from funrl.trainer.steps.router_losses import biases_of
 
 pytestmark = pytest.mark.gloo
 EXPERTS = SIZES | {"experts": Experts(count=4, per_token=2, mlp=8, dense=(0,))}

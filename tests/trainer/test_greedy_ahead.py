@@ -7,7 +7,6 @@ import pytest
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import repeated, trained
-from test_clock_runs import differences, differing_files, slowed
 from test_episode_runs import Branching
 from test_refilled_runs import ONE, TWO, equal, reward
 
@@ -38,7 +37,7 @@ def filtered_remax():
 RUNS = {
     "strict": (stale_remax, ONE),
     "filter, window": (filtered_remax, TWO),
-    "episodes, clock": (filtered_remax, TWO | EPISODES | {"clock": "tokens"}),
+    "episodes": (filtered_remax, TWO | EPISODES),
 }
 
 
@@ -47,7 +46,7 @@ def job_of(compose, **settings):
 
 
 class Sequential(Branching):
-    """One turn after another, as --clock=tokens needs it; many episodes have the same reward."""
+    """One turn after another; many episodes have the same reward."""
 
     agents = ("policy",)
 
@@ -85,18 +84,6 @@ def test_a_run_with_greedy_completions_is_repeated_with_the_same_bits(name, tmp_
         (step_again.step, str(part)) for step_again in done for part in step_again.differences if not part.agrees(0.0)
     ] == []
     assert {"greedy_score", "advantage", "tokens"} <= {part.name for part in done[-1].differences}
-
-
-@pytest.mark.slow
-def test_two_runs_with_greedy_completions_have_the_same_bits_by_the_clock(tmp_path):
-    job = job_of(filtered_remax, clock="tokens", decode_rows=3, **TWO)
-    folders = [tmp_path / "one", tmp_path / "other"]
-    runs = [
-        launch(functools.partial(slowed, job, seed, str(folder / "checkpoints")), job.launched, "cpu")
-        for seed, folder in enumerate(folders, 1)
-    ]
-    assert differences(*runs) + differing_files(folders, STEPS) == []
-    assert any(metrics["filter_groups/dropped_prompts"] for _, metrics in runs[0].observer.steps)
 
 
 def constant(prompt, completion, **fields):

@@ -16,24 +16,29 @@ from funrl.mesh.pools import channel, groups
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
 from funrl.rollout.requests import request_seed
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import BatchGroup, GroupGenerators, GroupOptions
+from funrl.trainer.placement.groups import BatchGroup, GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
+from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
+from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.step_rows import rows_of
 
 
 def new_generators(schedule=None, window=3):
-    engine = SimpleNamespace(requests=None, weights=SimpleNamespace(mesh=single()), version=4, sender=None)
+    weights = SimpleNamespace(mesh=single())
+    requests = SimpleNamespace(mesh=single())
+    engine = SimpleNamespace(requests=requests, weights=weights, version=4, sender=None)
     rule = AdmissionRule(places=4, staleness=1, window=window)
-    return GroupGenerators(
-        cast(Any, engine), single(), cast(Any, None), options=GroupOptions(rule), schedule=cast(Any, schedule)
-    )
+    schedule = schedule or PromptSchedule(())
+    generation = Generation(cast(Any, None), schedule, Sampling(), PromptEvaluation((), Sampling()))
+    return GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
 
 
 @pytest.fixture
@@ -85,7 +90,6 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
     prompts = [Example([1], str(number), {}) for number in range(40)]
     weights = weighing(prompts, lambda step: [float(number % 3 == 0) for number in range(40)], None, (), single())
     begun, resumed = (new_generators(PromptSchedule(prompts, 4, 0, weights), window=1) for _ in range(2))
-    begun.weighed = resumed.weighed = True
     state, _ = begun.choose({"curriculum": weights.init()}, 1, steps=5)
     positions, end = begun.chosen
     assert len(positions) == 2 * 4 and end > 2 * 4, "the weights passed over no position"
@@ -98,7 +102,7 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
 def test_replicas_share_the_replacements_of_a_batch(generators):
     generators.begin_step(1, 0, 5)
     rule, board, plan = AdmissionRule(places=4), GroupBoard(2), generators.plan
-    replicas = [GroupPrompts(rule, 2, board, None) for _ in range(2)]
+    replicas = [GroupPrompts(rule, 2, board) for _ in range(2)]
     begun = [prompts.begin(number, plan) for number, prompts in enumerate(replicas * 2)]
     assert begun == [GroupPrompt(place, place) for place in range(4)]
     further = [prompts.replace(1, plan) for prompts in (replicas[0], *replicas * 2)]
@@ -109,7 +113,7 @@ def test_replicas_share_the_replacements_of_a_batch(generators):
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators.begin_step(1, 0, 5)
     plan = generators.plan
-    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None) for _ in range(2)]
+    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2)) for _ in range(2)]
     for prompts in replicas:
         prompts.filters = False
     assert [prompts.begin(number, plan).position for number, prompts in enumerate(replicas)] == [0, 1]
@@ -118,7 +122,7 @@ def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators._board.ask_again(1)
     assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
     assert replicas[1].begin(3, plan) == GroupPrompt(2, 2)
-    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2), None)  # which filters what it writes
+    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2))  # which filters what it writes
     generators._board.ask_again(2)
     assert alone.take_again() is None and replicas[1].take_again() == 2
 
@@ -137,7 +141,7 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     assert [number for number, _ in generators._lost] == [0, 2] and generators.dropped() == []
     for number, group in ((2, taken(4)), (0, taken(3))):
         generators._written[number] = group
-    generators._taken = generators._replacements(generators._lost, "groups")
+    generators._taken = generators._awaited(dict(generators._lost), "groups")
     generators._lost = []
     generators.keep(np.array([0]))
     log = [LoggedGroup(*group) for group in generators.log()]
@@ -150,19 +154,8 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     assert generators.metrics()["wait/generator_s"] == 0.5 * 5 and generators.metrics()["age/max"] == 0
 
 
-def test_by_the_clock_each_replica_has_its_part_of_the_replacements_and_prompts(generators):
-    rule, board = AdmissionRule(places=4), GroupBoard(2)
-    plan = GroupPlan(position=8, count=12, step=3, fresh=1, again=(-1,))  # replica 0 has -1, 2, 4, ..., 1 has 1, 3, ...
-    own = [GroupPrompts(rule, 2, board, replica) for replica in range(2)]
-    assert [own[0].begin(number, plan).position for number in (-1, 2)] == [8, 10]
-    assert [own[1].begin(number, plan).position for number in (1, 3)] == [9, 11]
-    assert own[0].replace(-1, plan) == GroupPrompt(12, 12) and own[0].replace(-1, plan) is None
-    assert own[0].replace(2, plan) == GroupPrompt(14, 14) and own[0].replace(2, plan) is None
-    assert [own[1].replace(3, plan) for _ in range(3)] == [GroupPrompt(13, 13), GroupPrompt(15, 15), None]
-
-
 def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
-    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1), None)
+    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1))
     prompt = prompts.begin(6, GroupPlan(position=8, count=12, step=3))
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
@@ -174,7 +167,7 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
     shown = {-1: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
     written = WrittenGroup(0, None, {}, (), 0.0)
     generators._taken = [BatchGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
-    samples = generators.samples(8)
+    samples = generators.samples()
     assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
     batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
     scored = with_scores(samples, rows_of(batch, np.zeros(8, dtype=np.int64), single()), 2, ["right", "reward_model"])
@@ -185,8 +178,8 @@ def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
 
 
 def test_ages_are_of_tokens():
-    assert age_metrics({4: 6, 2: 2}, newest=4) == {"age/mean": 0.5, "age/max": 2.0}
-    assert age_metrics({}, newest=4) == {}
+    assert age_metrics([{4: 5, 2: 2}, {4: 1}], newest=4) == {"age/mean": 0.5, "age/max": 2.0}
+    assert age_metrics([{}], newest=4) == {}
 
 
 def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
@@ -209,19 +202,17 @@ class OneBuffer:
     def complete(self, number):
         return True
 
-    def taken(self, arrived):
+    def release(self):
         self.next += 1
 
 
 def test_older_weights_are_taken_where_newer_ones_are_waited_for():
-    engine = SimpleNamespace(version=2)
+    engine = SimpleNamespace(version=2, check=lambda requests: None)
     buffer = OneBuffer()
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
-    writer.beside = cast(Any, SimpleNamespace(goes_on=False))
+    writer.evaluates = False
     writer._told = 5
     writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6
-    writer.take(5)  # which has been let go of
-    assert buffer.next == 6

@@ -13,8 +13,8 @@ from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.mesh.reshard import unshard
 from funrl.models.huggingface import directories as hf
-from funrl.trainer.initial_weights import initial_weights
 from funrl.trainer.jobs.build import build
+from funrl.trainer.startup import initial_weights
 
 
 def start(job):

@@ -13,8 +13,8 @@ from funrl.models import decoder_config
 from funrl.tasks.arithmetic import ALPHABET
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.datasets import TEXTS, embedded_prompts, embedded_texts, prompts_of, texts_of
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import Settings, settings_of
 
 TOKENIZER = character_tokenizer("abcdefgh")

@@ -34,7 +34,7 @@ from funrl.trainer import phases
 from funrl.trainer.ahead import rows as rows_ahead
 from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
-from funrl.trainer.jobs import generator as jobs_generator
+from funrl.trainer.jobs import engines
 from funrl.trainer.placement import joined as placement_joined
 from funrl.trainer.placement.joined import join_run, own_host_name
 from funrl.trainer.placement.logged import logged_source, read_groups
@@ -129,7 +129,7 @@ def test_a_generator_that_is_terminated_gives_its_groups_back(tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_a_stopped_generator_is_named_and_its_work_moved(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs_generator, "LeaseRule", functools.partial(LeaseRule, 3.0))
+    monkeypatch.setattr(engines, "LeaseRule", functools.partial(LeaseRule, 3.0))
     ledger = Ledger(monkeypatch)
     wanted = {"first": ((signal.SIGSTOP, 11), None), "second": (None, "first")}
     ended, exits = joined(tmp_path, wanted)
@@ -329,7 +329,6 @@ def test_a_generator_goes_on_with_a_run_that_was_killed_and_is_started_again(tmp
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:join"),
         ({"staleness": 1, "window": 2}, "--window=2 does nothing with --place=generate:join"),
-        ({"staleness": 1, "keep_cache": True}, "--keep_cache does nothing with --place=generate:join"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:join"),
         ({"generate_mesh": "dp1"}, "--generate_mesh=dp1 does nothing"),
         ({"place": "train:dp2@0,2 generate:join"}, "generators that join are no ranks of this run"),

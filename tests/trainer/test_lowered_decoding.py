@@ -17,7 +17,7 @@ from funrl.rollout.engine import complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import Request
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend
+from funrl.trainer.lowered.decoding import XlaBackend
 
 pytestmark = pytest.mark.xla
 
@@ -37,7 +37,7 @@ def engines(model, dtype, **options):
     """An engine in torch, and one in JAX."""
     options = {"max_rows": 4, "cache_bytes": 1 << 20} | options
     torch_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, packed=False))
-    make_backend = functools.partial(XlaBackend, EngineDevices(SINGLE.sizes, SINGLE.sizes))
+    make_backend = functools.partial(XlaBackend, SINGLE.sizes)
     jax_engine = native_engine(model, SINGLE, dtype, NativeOptions(**options, static=True, make_backend=make_backend))
     for engine in (torch_engine, jax_engine):
         engine.load(trees.named(weights(model, dtype)))
@@ -57,7 +57,7 @@ def request(number, prompt, count, adapter=None, **sampling):
 def requests(adapters=(None,), **sampling):
     """More than the engine has rows; two pairs begin with equal tokens and share pages.
 
-    Three take the places of others while one goes on, and end together: passes have few sizes, each a program.
+    Three take the places of others while one still runs, and end together: passes have few sizes, each a program.
     """
     prompts = prompts_of((3, 39, 17, 8, 20))
     prompts += [[*prompts[1], 5], prompts[2]]

@@ -58,7 +58,7 @@ class Stopping(Quiet):
 
 
 def run_until(last, folder, job):
-    """The observer of a run that ends in a step, of which no checkpoint is left."""
+    """The observer of a run that ends within a step and leaves no checkpoint of it."""
     observer = Stopping(folder, last)
     with pytest.raises(FloatingPointError, match="the machine is gone"):
         train_loop(job, single(), observer)

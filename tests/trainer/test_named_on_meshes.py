@@ -75,7 +75,7 @@ def _one_step_each(jobs, mesh):
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """What a step of algorithms gives on a mesh: of all of them, or of those that are named."""
+    """What a step of algorithms gives on a mesh: of all of them, or of the named ones."""
     folder = tmp_path_factory.mktemp("teacher")
     model = decoder_model(with_fields(arithmetic.model_config(), **SIZES))
     hf.save(folder, model, model.init(torch.Generator().manual_seed(9)), arithmetic.tokenizer())

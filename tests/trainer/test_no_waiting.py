@@ -1,4 +1,4 @@
-"""No micro-batch waits for the device: on "meta", of which the host can read nothing, every such wait is an error."""
+"""No micro-batch waits for the device: every such wait is an error on "meta", as its tensors have no numbers."""
 
 import functools
 

@@ -203,7 +203,7 @@ def test_a_kind_that_contradicts_itself_is_refused(make, message):
 
 def test_a_role_that_nothing_reads_is_refused():
     idle = dataclasses.replace(grpo(), fields=GRADED, roles={"grader": GRADER})
-    with pytest.raises(SettingsError, match=r"role 'grader' and reads nothing that it writes \(graded_logp\)"):
+    with pytest.raises(SettingsError, match=r"reads nothing that its role 'grader' writes \(graded_logp\)"):
         check_algorithm(idle, Settings())
     loss = grpo().losses["policy"]
     with pytest.raises(SettingsError, match=r"'coach', which is not one of policy, .*RoleKind\(text\)\}\) declares it"):

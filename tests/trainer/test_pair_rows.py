@@ -19,7 +19,7 @@ from funrl.trainer.steps.step_rows import rows_of
 
 
 def sampled(scores):
-    """Rows of 3 to 8 tokens, of which the last two are sampled; two rows a prompt."""
+    """Rows of 3 to 8 tokens, the last two sampled; two rows a prompt."""
     lengths = torch.tensor([3 + (5 * i) % 6 for i in range(len(scores))])
     at, end = torch.arange(8), lengths[:, None]
     tokens = torch.where(at < end, 10 * torch.arange(len(scores))[:, None] + at, 0)
@@ -102,7 +102,7 @@ def test_a_mismatched_completion_is_cut_to_the_positions():
 
 
 @pytest.mark.parametrize(
-    "kind, change, said",
+    "kind, change, message",
     [
         ("ratings", {"label": 2}, "'label' is 2; true, false or a number from 0 to 1"),
         ("ratings", {"label": None}, "there is no field 'label'"),
@@ -111,9 +111,9 @@ def test_a_mismatched_completion_is_cut_to_the_positions():
         ("steps", {"completions": ["a", 1]}, "'completions' must be a list of texts"),
     ],
 )
-def test_labels_are_checked(kind, change, said):
+def test_labels_are_checked(kind, change, message):
     record = {"prompt": "1+1=", "completion": "2", "label": True, "completions": ["1", "2"], "labels": [True, False]}
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         text_example(record | change, kind, arithmetic.tokenizer())
 
 

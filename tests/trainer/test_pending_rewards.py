@@ -251,12 +251,3 @@ def test_a_trainer_without_a_pool_rewards_by_itself():
     run, state = startup.begin_run(job, single(), Quiet())
     rows, _, _ = scored_batch(run, sync(run.parts, state))
     assert run.parts.pool is None and set(rows.batch.score.tolist()) == {os.getpid()}
-
-
-@pytest.mark.parametrize(("mesh", "workers", "processes"), [("dp1", 65, 65), ("dp4,tp2", 17, 68), ("dp1", 64, None)])
-def test_many_more_workers_than_cores_are_remarked(mesh, workers, processes, monkeypatch):
-    monkeypatch.setattr(job_source, "cores", lambda: 4)
-    job = small_job(mesh=mesh, generate_mesh=mesh, reward_workers=workers)
-    remarks = job_source.remarks_on_workers(job)
-    message = f"--reward_workers={workers}: {processes} processes on the 4 cores of this machine; functions that wait"
-    assert [remark.startswith(message) for remark in remarks] == ([] if processes is None else [True])

@@ -23,9 +23,9 @@ from funrl.rollout.policy import Policy, PolicySetup
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.loop import train_loop
 from funrl.trainer.replay import replay
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo

@@ -39,8 +39,8 @@ from funrl.trainer.inference import prepare_inference
 from funrl.trainer.jobs.compatibility import check_owned_values
 from funrl.trainer.jobs.datasets import check_text_prompts
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.jobs.row_source import text_rows
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 
@@ -146,11 +146,11 @@ def test_devices_of_torch_xla_are_refused(folder):
 def test_an_environment_of_another_framework_takes_no_prompts_with_pictures(folder):
     prompts = rl(folder).task.prompts
     check_text_prompts("agents.py:Counts", prompts)
-    check_text_prompts("verl:agents.py:Counts", [example for example in prompts if example.owned.empty])
+    check_text_prompts("gymnasium:agents.py:Counts", [example for example in prompts if example.owned.empty])
     with pytest.raises(
-        ValueError, match=r"--env=verl:a.py:B: environments of verl get text, and .*jsonl.* has pictures"
+        ValueError, match=r"--env=gymnasium:a.py:B: environments of gymnasium get text, and .*jsonl.* has pictures"
     ):
-        check_text_prompts("verl:a.py:B", prompts)
+        check_text_prompts("gymnasium:a.py:B", prompts)
 
 
 def test_rows_whose_placeholders_are_not_those_of_their_pictures_are_refused_on_the_host(folder):

@@ -25,11 +25,11 @@ from funrl.algos.recipes import recipe
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import MeshError, single
 from funrl.models import with_value_head
-from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.jobs.sharding import check_layouts
 from funrl.trainer.phases import draw_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import with_flags
+from funrl.trainer.startup import random_weights
 from funrl.trainer.steps.optimizer import check_freeze, is_frozen
 
 pytestmark = pytest.mark.gloo

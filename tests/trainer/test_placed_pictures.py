@@ -21,8 +21,8 @@ from funrl.environments.logged import LoggedEnvironment
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import single
 from funrl.trainer.jobs.prepare import prepare
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.placement.logged import read_groups
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import settings_of
 
 pytestmark = pytest.mark.gloo

@@ -17,16 +17,12 @@ from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.data.mixture import Mixture
-from funrl.data.order import order_digest, places_in_order
-from funrl.data.prompts import Example
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.rollout.episodes import Episode
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs.row_source import make_source
-from funrl.trainer.placement.generators import with_places
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
@@ -176,8 +172,8 @@ def test_no_token_is_older_than_the_staleness(name):
 
 
 @pytest.mark.slow
-def test_many_steps_ahead_with_caches_that_are_kept_and_evaluations_between_them_end():
-    ended = run(rollout_is, staleness=4, keep_cache=True, eval_every=1, **(STALE | {"steps": 6}))
+def test_many_steps_ahead_with_evaluations_between_them_end():
+    ended = run(rollout_is, staleness=4, eval_every=1, **(STALE | {"steps": 6}))
     assert ended.observer.steps[-1][0] == 6
     check_ages([metrics for _, metrics in ended.observer.steps], 4)
 
@@ -197,7 +193,7 @@ def test_episodes_are_written_ahead():
 
 
 class Failing:
-    """An environment of which every third prompt's episodes work."""
+    """An environment whose episodes work for every third prompt only."""
 
     async def run(self, policy, example, seed):
         if sum(example.tokens) % 3:
@@ -218,19 +214,6 @@ def test_a_step_whose_episodes_have_all_failed_is_skipped():
     assert {metrics["episodes/skipped"] for _, metrics in ended.observer.steps} == {0, 1}
 
 
-@pytest.mark.parametrize("shares", [None, [700, 300]])
-def test_numbered_prompts_come_in_the_same_order(shares):
-    examples = [Example([i], str(i), {}) for i in range(7)]
-    prompts = Mixture([examples[:4], examples[4:]], shares) if shares else examples
-    again: Any = with_places(prompts)
-    assert order_digest(again, 3, [1] * 7) == order_digest(prompts, 3, [1] * 7)
-    places = places_in_order(prompts, 20, 3, 0)
-    assert places_in_order(again, 20, 3, 0).tolist() == places.tolist()
-    for place in places.tolist():
-        assert again[place] == examples[place] and again[place].place == place
-    assert [example.place for example in again[2:5]] == [2, 3, 4]
-
-
 def fails_at_times(prompt, completion, **fields):
     raise ValueError(f"no score for {prompt}")
 
@@ -244,11 +227,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        (
-            {"engine": "vllm", "staleness": 1, "clock": "tokens"},
-            "--clock=tokens with --engine=vllm: what it",
-        ),
-        ({"engine": "vllm", "staleness": 1, "keep_cache": True}, "--keep_cache with --engine=vllm: it computes keys"),
         (
             {"engine": "vllm", "place": "generate:join"},
             "generators that join have the native engine",
@@ -316,7 +294,7 @@ def test_a_resumed_run_goes_on_with_another_placement_and_the_same_numbers(tmp_p
 
 
 def ends_its_process(prompt, completion, **fields):
-    """A reward of the generator ranks, one of which ends during the fourth of the steps' batches."""
+    """A reward on the generator ranks; one of these ends during the batch of the fourth step."""
     global _rewarded
     _rewarded += 1
     if _rewarded > 2 * 8 + 6 + 8:  # two evaluations would be 6 each; each step has 8 completions

@@ -7,7 +7,7 @@ import pytest
 from small_runs import GRPO, Quiet, begin, small_job
 
 from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture
+from funrl.data.order import Mixture
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextFile
 from funrl.data.text_lengths import fit_examples
@@ -15,8 +15,8 @@ from funrl.data.tokenizer import character_tokenizer
 from funrl.mesh.mesh import single
 from funrl.models import decoder_config, flat_fields
 from funrl.trainer.jobs.datasets import fields_of_texts, prompts_of, split, texts_of, with_chat_template
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.scorers import Given
 from funrl.trainer.settings.settings import Settings, settings_of
 
 TOKENIZER = character_tokenizer("abcdefgh:;? \n")
@@ -164,7 +164,7 @@ def test_long_prompts_are_refused_dropped_or_cut_before_the_run(tmp_path):
     assert [len(completion.tokens) for completion in job.task.prompts] == [4, 60, 5] and job.task.prompts[
         1
     ].text == "1" * 61 + "="
-    with pytest.raises(SettingsError, match="--max_new_tokens=64: the model has 64 positions, which leaves none"):
+    with pytest.raises(SettingsError, match="--max_new_tokens is 64 and the model has 64 positions, which leaves none"):
         prepared(max_new_tokens=64)
 
 

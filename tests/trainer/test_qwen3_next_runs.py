@@ -50,11 +50,6 @@ def test_it_learns_from_texts_alike_on_every_mesh(folder, tmp_path):
     [
         ("grpo", {"speculate": 2}, "speculate=2: layers of a qwen3_next keep a state, which cannot take back"),
         ("grpo", {"engine": "hf"}, "engine=hf: the policy has experts; give --engine=native"),
-        (
-            "rollout_is",
-            {"keep_cache": True, "staleness": 1, "place": "train:1 generate:1"},
-            "keep_cache: layers of a qwen3_next",
-        ),
         ("sft", {"mesh": "tp4"}, "heads has size 2, which does not divide over tp4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run that fails on one rank: the ranks that still hold the whole state save it, and the run goes on from there."""
+"""A run that fails on one rank: the ranks that still hold the whole state save it, and the run continues from there."""
 
 import functools
 import os

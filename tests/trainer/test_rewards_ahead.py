@@ -12,8 +12,6 @@ from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
 from test_asynchronous_replay import check_resumed, repeated, trained
-from test_clock_runs import differences, differing_files
-from test_clock_runs import run as run_by_clock
 from test_greedy_ahead import stale_remax
 from test_own_texts import folders as folders  # a fixture
 from test_placement_runs import check_ages, rank_of, run
@@ -87,15 +85,6 @@ def test_a_resumed_run_takes_each_group_once(folders, tmp_path):
 
 
 @pytest.mark.slow
-def test_runs_by_the_clock_are_the_same_twice(folders, tmp_path):
-    flags = settings_of(folders, "judge") | {"place": "train:1 generate:1 judge:1", "steps": 3}
-    runs = [tmp_path / "one", tmp_path / "other"]
-    first, other = (run_by_clock(seed, folder, **flags) for seed, folder in enumerate(runs, 1))
-    assert differences(first, other) + differing_files(runs, 3) == []
-    assert max(metrics["age/max"] for _, metrics in first.observer.steps) > 0
-
-
-@pytest.mark.slow
 def test_samples_and_evaluations_have_their_scores(folders):
     flags = {"minibatches": 1, **settings_of(folders, "reward_model")}
     ahead = run(rollout_is, place="train:1 generate:1 reward_model:1", staleness=1, **flags)
@@ -111,9 +100,6 @@ def test_samples_and_evaluations_have_their_scores(folders):
 
 def test_late_replacements_are_refused_where_they_cannot_be(folders):
     flags = {"place": "generate:1", "staleness": 1, **settings_of(folders, "judge")}
-    with pytest.raises(SettingsError, match="--max_refills=8 with --staleness=1, --judge and --clock=tokens: when"):
-        small_job(stale_dapo, clock="tokens", **flags)
-    assert small_job(stale_dapo, clock="tokens", max_refills=1, **flags)
     with pytest.raises(SettingsError, match="and greedy completions: these are scored with the batch"):
         small_job(stale_remax, on_reward_error="skip", **flags)
 

@@ -19,7 +19,7 @@ from funrl.trainer.settings.checks import check_together
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of, with_flags
 from funrl.trainer.steps.optimizer import with_gradient
-from funrl.trainer.steps.router_bias import biases_of, move_biases_
+from funrl.trainer.steps.router_losses import biases_of, move_biases_
 
 
 def run_with(rate, **more):
@@ -98,5 +98,5 @@ def test_models_without_such_a_bias_and_adapters_are_refused():
             small_job(GRPO, None, task=task, router_bias_rate=0.001)
     model = decoder_model(with_fields(arithmetic.model_config(), **DEEPSEEK))
     check_experts(settings_of(router_bias_rate=0.001), [model])
-    with pytest.raises(SettingsError, match=r"with --lora_rank=2: the biases belong to the base, which is frozen"):
+    with pytest.raises(SettingsError, match=r"with --lora_rank=2: the biases belong to the frozen base"):
         check_together(settings_of(router_bias_rate=0.001, lora_rank=2))

@@ -19,7 +19,7 @@ from funrl.trainer.settings.declaration import (
     some_of,
     value_type,
 )
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import resolved
 from funrl.trainer.settings.settings import (
     Settings,
     check_values,
@@ -126,7 +126,7 @@ def test_a_whole_number_is_a_number():
 
 def test_help_has_text_bounds_and_what_the_run_chooses():
     flag = FLAGS["max_new_tokens"]
-    chosen = "the embedded task's; with --prompts 64, or 32 without --model"
+    chosen = "the task's; with --prompts 64, 32 without --model"
     assert flag.help() == f"maximum tokens of a completion; at least 1; default: {chosen}"
 
 

@@ -13,9 +13,9 @@ from funrl.data.pictures import picture_url
 from funrl.mesh.mesh import single
 from funrl.models.huggingface.directories import save
 from funrl.tasks import shapes
-from funrl.trainer.initial_weights import random_weights
 from funrl.trainer.jobs.prepare import prepare
 from funrl.trainer.settings.settings import settings_of
+from funrl.trainer.startup import random_weights
 
 
 def test_an_untrained_decoder_answers_questions_about_pictures(monkeypatch):

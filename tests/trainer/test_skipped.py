@@ -1,11 +1,11 @@
-"""An update that is not finite is left out, explained by the number that caused it, and its rows are kept."""
+"""An update that is not finite is left out, and explained by the number that caused it."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from small_runs import Quiet, small_job
 
 from funrl import trees
@@ -14,11 +14,8 @@ from funrl.algos.recipes.rloo import rloo
 from funrl.batch import Batch
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import single
 from funrl.trainer.loop import train_loop
-from funrl.trainer.steps import skipped
-from funrl.trainer.steps.skipped import Skips, Suspects, cause_in
-from funrl.trainer.steps.step import NotFiniteError
+from funrl.trainer.steps.skipped import Suspects, cause_in
 from funrl.trainer.steps.step_rows import rows_of
 
 SETTINGS = {"dtype": "float32", "compose": rloo, "batch_prompts": 4, "eval_every": 9, "steps": 3, "queue": "fixed"}
@@ -48,13 +45,6 @@ def test_a_huge_reward_leaves_its_update_out_and_is_named_with_its_row(tmp_path)
     (note,) = [note for note in notes if "left out" in note]
     assert note.startswith("step 2, policy: the gradient's norm is ") and "--lr" not in note
     assert "score of row " in note and "e+30: the reward function gave it" in note
-    (file,) = (tmp_path / "skipped").iterdir()
-    assert file.name == "step-2-policy-1.safetensors" and str(file) in note
-    with safe_open(file, "pt") as result:
-        rows, scores = result.get_tensor("rows"), result.get_tensor("score")
-        assert rows.tolist() and set(rows.tolist()) <= {6, 7} and (scores > 1e29).any()
-        assert result.get_tensor("tokens").shape[0] == len(rows) and "advantage" in result.keys()  # noqa: SIM118
-        assert result.metadata()["update"] == "step 2, policy" and result.metadata()["rank"] in "01"
 
 
 @pytest.mark.slow
@@ -76,34 +66,19 @@ def rows_with(**fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "suspects", "rows", "says"),
+    ("fields", "suspects", "says"),
     [
-        ({"score": [1, 2.0, 1e30], "advantage": float("nan")}, [], (2,), "score of row 2, on rank 0, is 1e+30: the "),
-        ({"score": [1.0, 2.0, 3.0], "advantage": float("inf")}, [], (0, 1, 2), "advantage of row 0, on rank 0, is inf"),
-        ({"ref_logp": float("nan")}, [], (0, 1, 2), "ref_logp of row 0, on rank 0, is nan: the reference"),
-        ({"score": [1.0, 2.0, 3.0]}, [1], (1,), "the loss on rows 1 of rank 0 is not finite; no number that w"),
-        ({}, [], (0, 1, 2), "a lower --lr or --max_grad_norm"),
+        ({"score": [1, 2.0, 1e30], "advantage": float("nan")}, [], "score of row 2, on rank 0, is 1e+30: the "),
+        ({"score": [1.0, 2.0, 3.0], "advantage": float("inf")}, [], "advantage of row 0, on rank 0, is inf"),
+        ({"ref_logp": float("nan")}, [], "ref_logp of row 0, on rank 0, is nan: the reference"),
+        ({"score": [1.0, 2.0, 3.0]}, [1], "the loss on rows 1 of rank 0 is not finite; no number that w"),
+        ({}, [], "a lower --lr or --max_grad_norm"),
     ],
 )
-def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, rows, says):
+def test_the_cause_is_the_first_number_that_is_odd(fields, suspects, says):
     made = {name: torch.tensor(x) if isinstance(x, list) else torch.full((3, 4), x) for name, x in fields.items()}
-    cause = cause_in(rows_with(**made), np.arange(3), Suspects(np.array(suspects, dtype=np.int64)), 0)
-    assert cause.rows == rows and says in cause.text
-
-
-def test_what_is_saved_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(skipped, "MOST_FILES", 2)
-    monkeypatch.setattr(skipped, "FILE_ROWS", 2)
-    notes = []
-    skips = Skips(9, single(), str(tmp_path / "checkpoints"), notes.append)
-    rows = rows_with(score=torch.full((3,), torch.inf))
-    for step in range(3):
-        skips.add(NotFiniteError("x"), f"step {step}, policy", "policy", rows, np.arange(3), Suspects(np.arange(0)))
-    files = sorted((tmp_path / "skipped").iterdir())
-    assert [file.name for file in files] == ["step-0-policy-1.safetensors", "step-1-policy-2.safetensors"]
-    with safe_open(files[0], "pt") as result:
-        assert result.get_tensor("rows").tolist() == [0, 1]
-    assert len(notes) == 3 and skips.take() == {"update/skipped": 3.0} and skips.take() == {"update/skipped": 0.0}
+    cause = cause_in(rows_with(**made), np.arange(3), Suspects(suspects), 0)
+    assert says in cause.text
 
 
 def root_at_one(logp, batch):
@@ -142,4 +117,4 @@ def test_a_term_whose_derivative_is_not_finite_is_named_and_not_the_learning_rat
 def test_a_term_whose_loss_is_not_finite_is_named(tmp_path):
     outcome, _ = run_with_term(tmp_path, overflows)
     assert "term overflows, number 2 of 2 that are added" in outcome.error
-    assert "its loss is not finite on " in outcome.error
+    assert re.search(r"its loss is not finite on ([2-9]|\d\d+) tokens;", outcome.error)

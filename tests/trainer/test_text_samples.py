@@ -36,8 +36,7 @@ def test_a_supervised_run_writes_samples_alike_on_every_mesh(tmp_path):
     )
     assert first == two and [row["step"] for row in first] == [0] * 8 + [2] * 8 + [3] * 8
     assert {row["prompt"] for row in first} == {p.prompt for p in arithmetic.heldout_prompts(9)[:8]}
-    page = (tmp_path / "dp1/report.html").read_text()
-    assert "At the end" in page and "the model writes the ones first" in page
+    assert "At the end" in (tmp_path / "dp1/report.html").read_text()
 
 
 def test_a_run_whose_engine_would_not_fit_says_that_it_has_no_samples(tmp_path, monkeypatch, capsys):

@@ -70,7 +70,7 @@ def test_the_flags_say_what_is_compared(flags, verified, probed):
 
 
 def spoiled(load, version, self, named_weights, new):
-    """Load weights of which one has another number in one place, from some version on."""
+    """Load weights with one changed number, from some version on."""
     named = {name: x.clone() for name, x in named_weights}
     if new >= version:
         named[WRONG].view(-1)[5] += 1e-12

@@ -95,7 +95,7 @@ class Token(NamedTuple):
 def weights_amid_rows():
     """Few rows run at a time; once the first batch is complete, those of others wait with a token for new weights.
 
-    Ranks have it as forks, so its tests come before those that compute gradients in this process.
+    Ranks have it as forks, so its tests come before the ones with gradients in this process.
     """
     assert can_fork()
     delivered = set()
@@ -108,8 +108,8 @@ def weights_amid_rows():
 
     def held(writer):
         engine = writer.engine
-        running = any(engine.sampled(request.number) for request in writer.resident.running)
-        if delivered >= {0, 1, 2, 3} and engine.version == 1 and running and not writer.beside.goes_on:
+        running = any(engine.sampled(number) for number in writer.resident._waiting)
+        if delivered >= {0, 1, 2, 3} and engine.version == 1 and running and not writer.evaluates:
             time.sleep(0.001)
         else:
             step(writer)

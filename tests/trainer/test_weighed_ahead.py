@@ -8,8 +8,6 @@ import pytest
 import torch
 from small_runs import GRPO, remove_later_checkpoints, small_job
 from test_asynchronous_replay import repeated, trained
-from test_clock_runs import differences
-from test_clock_runs import slowed as run_slowly
 from test_refilled_runs import stale_dapo
 
 from funrl.algos.recipes.rollout_is import rollout_is
@@ -91,18 +89,6 @@ def test_a_resumed_run_keeps_the_prompts_that_were_chosen(tmp_path):
     check_prompts(job, read_groups(tmp_path))
     calls = [json.loads(line)[0] for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
     assert calls == [*range(1, STEPS + 1), *range(3 + STALENESS, STEPS + 1)]
-
-
-@pytest.mark.gloo
-@pytest.mark.slow
-def test_by_the_clock_two_runs_choose_the_same(tmp_path):
-    job = small_job(rollout_is, **SETTINGS | {"steps": STEPS - 1}, clock="tokens", difficulty="0.2,0.8,0.1")
-    runs = [
-        launch(functools.partial(run_slowly, job, seed, str(tmp_path / str(seed) / "checkpoints")), job.launched, "cpu")
-        for seed in (1, 2)
-    ]
-    assert differences(*runs) == []
-    assert runs[0].observer.steps[STEPS - STALENESS - 2][1]["difficulty/measured_share"] > 0
 
 
 def test_further_batches_are_chosen_once():

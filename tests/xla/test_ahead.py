@@ -1,4 +1,4 @@
-"""Counts of programs that are compiled ahead of time, and what is refused."""
+"""Counts of the equations of programs, and what a compilation ahead of time refuses."""
 
 import pytest
 
@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from program_counts import equations_of, is_attention, product_flops, sent_by
 
 from funrl.mesh.text import parse
 from funrl.xla import ahead
-from funrl.xla.ahead import equations_of, is_attention, product_flops, sent_by, topology_mesh
+from funrl.xla.ahead import topology_mesh
 from funrl.xla.errors import XlaError
 from funrl.xla.operators import OperatorResult, _grouped_linear, _grouped_weight
 from funrl.xla.tpu_kernels import splash_attention
@@ -36,7 +37,7 @@ def test_products_in_a_loop_count_as_often_as_it_turns():
 
 
 def test_products_of_experts_count_rows_where_their_experts_are():
-    """Of a layer whose experts are on two ranks, each of which has the rows of both: forward and both gradients."""
+    """Forward pass and both gradients of a layer with experts on two ranks; each rank has the rows of both."""
 
     def run(x, weight, grad, ends):
         forward = _grouped_linear(RESULT, x, weight, ends)

@@ -36,6 +36,6 @@ def test_results_and_gradients_are_those_of_blocks(window, cap):
         program = program_of(gradients(kernel_attention))
         results = program(*args)
     (compiled,) = program.compiled.values()
-    assert len(compiled.program.graph.graph.nodes) < 60  # of which one is the kernel, and one its gradient
+    assert len(compiled.program.graph.graph.nodes) < 60  # one is the kernel, and one its gradient
     for x, y in zip((results[0], *results[1]), (out, *grads), strict=True):
         assert (x - y).abs().max() < 1e-5 < y.abs().max()

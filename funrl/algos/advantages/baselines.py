@@ -6,11 +6,10 @@ of one row gets exactly 0, and so does every row of a group whose rewards are eq
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.groups import Groups, group_max, group_mean, group_std, group_sum, groups_of
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.losses.pair_losses import check_beta
@@ -164,7 +163,7 @@ def group_log_ratio(beta: float = 0.1, against: str = "ref_logp") -> Advantage:
     """
     check_beta(beta)
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
         moved_BT = where_masked(batch.old_logp - getattr(batch, against), signal.mask)
         moved_B = batch.across.sums(moved_BT).to(signal.x.dtype)
@@ -255,7 +254,7 @@ def length_weighted_center() -> Advantage:
     Warning: a group of one row gets 0; verl's opo gives its raw reward.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
         length_B = batch.across.sums(batch.mask).to(signal.x.dtype)
         return signal._replace(x=signal.x - group_mean(signal.x, groups_of(batch.group), length_B)), state

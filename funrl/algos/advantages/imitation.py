@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.core import Advantage, Signal, check_rank
 from funrl.algos.masks import where_masked
 from funrl.algos.metrics import Mean
@@ -44,7 +44,7 @@ def weigh_demonstrations(peak: float = 0.9, valley: float = 0.05, warmup: int = 
         falling = valley + (peak - valley) * (1 + (math.pi * done).cos()) / 2
         return torch.where(step < warmup, rising, falling)
 
-    def update(signal: Signal, step: Tensor, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, step: Tensor, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         given_BT = batch.demonstration
         mu = share(step.double())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.across import CACHED
 from funrl.algos.advantages.groups import power_of_two
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
@@ -104,7 +105,7 @@ def gae(gamma: float = 1.0, gae_lambda: float | Lambda = 1.0, critic_lambda: flo
         if isinstance(factor, (int, float)) and not 0 <= factor <= 1:
             raise ValueError(f"gae({name}={factor}): it must be from 0 to 1")
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         if callable(gae_lambda):
             own_lambda = gae_lambda(row_or_episode_sums(torch.ones_like(signal.x), batch.mask, batch))

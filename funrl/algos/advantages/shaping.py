@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.core import Advantage, Signal, chain, check_rank, stateless
 from funrl.algos.losses.kl import kl_estimate
 from funrl.algos.masks import in_order, where_masked
@@ -147,7 +148,7 @@ def overlong_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advantage:
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
         beyond_B = (batch.across.sums(batch.mask) - (limit - buffer)).clamp_min(0)
         return signal._replace(x=signal.x - factor * beyond_B.to(signal.x.dtype) / buffer), state

@@ -5,11 +5,10 @@ Without turns, states or agents, as of single completions, a row is one turn in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.baselines import check_eps
 from funrl.algos.advantages.groups import group_mean, group_std, groups_of
 from funrl.algos.advantages.turns import check_factors, groups_with, row_turns, turn_count, turn_returns
@@ -142,7 +141,7 @@ def turn_length_penalty(limit: int, buffer: int, factor: float = 1.0) -> Advanta
     if not 0 < buffer <= limit:
         raise ValueError(f"turn_length_penalty: buffer {buffer} must be above 0 and at most the limit {limit}")
 
-    def punish(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def punish(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         turns = row_turns(batch, batch.mask)
         lengths_BT = turns.on_tokens(turns.sums(torch.ones_like(turns.mask, dtype=signal.x.dtype)))
         penalty_BT = factor * (lengths_BT - (limit - buffer)).clamp_min(0) / buffer
@@ -238,7 +237,7 @@ def learn_observations(others: bool = False) -> Advantage:
     References: prime-rl's echo, https://github.com/PrimeIntellect-ai/prime-rl
     """
 
-    def extend(signal: Signal, state: Any, batch: Batch) -> tuple[Signal, Any]:
+    def extend(signal: Signal, state: trees.Tree, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         author_BT = batch.get("author")
         if author_BT is None:

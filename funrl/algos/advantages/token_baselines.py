@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.groups import Groups, group_sum, groups_of
 from funrl.algos.core import Advantage, Signal, check_rank, stateless
 from funrl.algos.masks import where_masked
@@ -33,7 +32,7 @@ def optimal_token_baseline(turns: bool = False, raw_tail: bool = False) -> Advan
     position. A group of one row always gets 0; verl gives its raw return.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         mask_BT = signal.mask
         dtype = signal.x.dtype
@@ -139,7 +138,7 @@ def label_outcomes() -> Advantage:
       ValueError: in a run, a score is not in 0 to 1.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         score_B = batch.score
         if not torch.compiler.is_compiling() and not bool(((score_B >= 0) & (score_B <= 1)).all()):
             raise ValueError(

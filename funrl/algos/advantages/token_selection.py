@@ -13,11 +13,10 @@ References: clip-cov and kl-cov, Cui et al., 2025, https://arxiv.org/abs/2505.22
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.core import Advantage, Signal, check_rank
 from funrl.algos.losses.ratios import either
 from funrl.algos.masks import total, where_masked
@@ -104,7 +103,7 @@ def select_highest_covariance(share: float = 0.0002) -> Advantage:
     Needs: old_logp [B, T]. Makes: selected.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         cov_BT = covariance(signal.x, batch.old_logp, signal.mask, batch=batch)
         count = share_of(signal.mask, share, batch)
@@ -139,7 +138,7 @@ def keep_highest_entropy(share: float = 0.2) -> Advantage:
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}: it must be above 0 and at most 1")
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         mask_BT = signal.mask
         entropy_BT = where_masked(batch.old_entropy, signal.mask)
         known_BT = torch.where(mask_BT, entropy_BT, torch.full_like(entropy_BT, -torch.inf))
@@ -194,7 +193,7 @@ def mark_positives(threshold: float = 0.0) -> Advantage:
     References: VAPO, Yue et al., 2025, https://arxiv.org/abs/2504.05118
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         positive_B = batch.across.own(batch.score > threshold)
         return signal._replace(extra=signal.extra | {"imitated": signal.mask & positive_B[:, None]}), state
 

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.groups import Groups, group_mean, groups_of
 from funrl.algos.advantages.returns import accumulate, next_sampled
 from funrl.algos.advantages.shaping import last_of
@@ -131,7 +132,7 @@ def turn_gae(gamma: float = 1.0, gae_lambda: float = 1.0) -> Advantage:
     """
     check_factors("turn_gae", gamma=gamma, gae_lambda=gae_lambda)
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "token")
         turns = row_turns(batch, signal.mask)
         rewards_BK = turns.sums(signal.x)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from funrl import trees
 from funrl.algos.core import Advantage, Signal
 from funrl.algos.masks import where_masked
 from funrl.algos.metrics import Mean
@@ -25,7 +24,7 @@ def reference_point() -> Advantage:
     step, over all rows of the step.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         moved_BT = where_masked(batch.old_logp - batch.ref_logp, batch.mask)
         total = where_masked(batch.across.sums(moved_BT), batch.mismatched).sum()
         z = (total / batch.mismatched.sum().clamp_min(1)).clamp_min(0)

@@ -16,11 +16,10 @@ References: truncated, Yao et al., 2025, https://fengyao.notion.site/off-policy-
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.core import Advantage, Signal
 from funrl.algos.losses.ratios import LOG_RATIO_BOUND
 from funrl.algos.masks import row_or_episode_sums, where_masked
@@ -62,7 +61,7 @@ def importance_weights(over: str = "token", low: float = 0.0, high: float = 2.0)
     """
     check_bounds(over, low, high)
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         mask_BT = signal.mask
         d_BT = log_gap(batch, mask_BT).to(signal.x.dtype)
         ratio_BT = gap_over(over, d_BT, mask_BT, batch=batch).exp()
@@ -87,7 +86,7 @@ def normalise_weights() -> Advantage:
     Warning: verl's mean is over tokens for token weights and over sequences for sequence weights; here over tokens.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         if signal.weight is None:
             raise MissingField("weight", FIELDS["weight"])
         mean = mean_over_tokens(signal.weight, signal.mask, batch).value

@@ -13,11 +13,11 @@ References: masked (IcePop), Ling Team, 2025, https://arxiv.org/abs/2510.18855
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.advantages.groups import group_max, groups_of
 from funrl.algos.core import CARRIED, Advantage, Signal, check_rank
 from funrl.algos.corrections.importance import check_bounds, gap_over, log_gap
@@ -112,7 +112,7 @@ def reject_second_moment(high: float = 0.04, harmful: bool = False) -> Advantage
     if high < 0:
         raise ValueError(f"reject_second_moment(high={high}): the bound must be at least 0")
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
         counted_BT = signal.mask
         if harmful:
@@ -156,7 +156,7 @@ def keep_best(threshold: float = 0.0) -> Advantage:
     References: RAFT++, Xiong et al., 2025, https://arxiv.org/abs/2504.11343
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         check_rank(signal, "row")
         best_B = (signal.x == group_max(signal.x, groups_of(batch.group))) & (signal.x > threshold)
         signal = signal._replace(x=best_B.to(signal.x.dtype))
@@ -175,7 +175,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
       mask_truncated_completions.
     """
 
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         after = signal.mask & ~batch.across.own(batch.truncated)[:, None]
         return _without(signal, after, in_denominator), state
 
@@ -183,7 +183,7 @@ def mask_truncated(in_denominator: bool = False) -> Advantage:
 
 
 def _rejection(within: Callable[[Tensor, Tensor, Batch], Tensor], in_denominator: bool) -> Advantage:
-    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, Any]:
+    def update(signal: Signal, state: object, batch: Batch) -> tuple[Signal, trees.Tree]:
         d_BT = log_gap(batch, signal.mask).to(signal.x.dtype)
         return _rejected(signal, within(d_BT, signal.mask, batch), in_denominator, batch=batch), state
 

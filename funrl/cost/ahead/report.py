@@ -1,8 +1,8 @@
-"""The report of `funrl compile`: what the steps of a run take of a chip, beside what a dry run says.
+"""The report of `funrl compile`: the memory that the steps of a run take of a chip, beside what a dry run says.
 
 The steps of a job and the passes of its engine are compiled ahead of time for chips that are not here. The roles' steps
 run on rows of the job with programs that compile and compute nothing. Passes are the functions that the lowered engine
-traces: a prefill, the sampling after it, and a decoding iteration, with their costs by a dry run. On a mesh each
+traces: a prefill and a decoding iteration, with their costs by a dry run. On a mesh each
 replica of the engine is the chips that share a row index. Weights have no memory.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,11 +26,11 @@ from funrl.cost.dry_run import agent_bytes, check_width, engine_bytes, estimate,
 from funrl.cost.rows import full_rows
 from funrl.cost.search import chosen_mesh
 from funrl.cost.tracing.costs import Costs
-from funrl.cost.tracing.estimate import axes_of, of_all_layers, pretended, rows_of_a_pass, turns_of
+from funrl.cost.tracing.estimate import of_all_layers, pretended, rows_of_a_pass, turns_of
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
 from funrl.cost.verdict import size, table
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh, single
-from funrl.mesh.text import SHORT, text
+from funrl.mesh.text import text
 from funrl.models.errors import ModelError
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.optim import layouts_of
@@ -42,7 +41,7 @@ from funrl.rollout.native.static_decode import bucket
 from funrl.trainer.jobs.build import build, on_mesh
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import splits_residual
-from funrl.trainer.lowered.decoding import EMPTY_STACKS, EnginePrograms, pass_places
+from funrl.trainer.lowered.decoding import EnginePrograms, pass_places
 from funrl.trainer.lowered.jax_steps import jax_devices, stored_layouts
 from funrl.trainer.lowered.programs import RolePrograms, StepProgram
 from funrl.trainer.settings.declaration import SettingsError
@@ -94,15 +93,14 @@ def compile_report(
     expected = estimate(of_one_pass(job, rows), tokens, hardware, "train")
     phases = {}
     for name, programs in steps.items():
-        costs = expected.phases.get(name)
-        dry = PhaseCosts() if costs is None else dry_costs(costs, expected.axes)
-        phases[name] = CompiledPhase(programs, resident, dry)
+        dry = expected.phases.get(name)
+        phases[name] = CompiledPhase(programs, resident, 0.0 if dry is None else dry.total)
     try:
         plan = decoding_plan(job, tokens, hardware, resident)
         mesh = topology_mesh(target, plan.job.generate_sizes)
         passes = {
-            kind: tuple(compile_for_chips(function, args, mesh, note)[0] for function, args in functions)
-            for kind, functions in engine_passes(plan, mesh).items()
+            kind: compile_for_chips(function, args, mesh, note)[0]
+            for kind, (function, args) in engine_passes(plan, mesh).items()
         }
         generation = plan.text
         phases = phases_of_engine(plan, passes, resident) | phases
@@ -127,57 +125,27 @@ def of_one_pass(job: Job, rows: int) -> Job:
     return dataclasses.replace(job, settings=settings)
 
 
-class PhaseCosts(NamedTuple):
-    """Costs of a phase on a chip.
-
-    Attributes:
-      memory: bytes at the peak.
-      flops: of products.
-      sent: bytes of collectives, by mesh axes of more than one chip.
-    """
-
-    memory: float = 0.0
-    flops: float = 0.0
-    sent: Mapping[tuple[str, ...], float] = {}
-
-
 class CompiledPhase(NamedTuple):
     """The programs of a phase.
 
     Attributes:
       programs: in their order.
       resident: bytes of a chip that stay there, arguments of the programs among them.
-      dry: costs by a dry run; zeros where it has no such phase.
+      dry: bytes at the peak by a dry run; 0 where it has no such phase.
     """
 
     programs: tuple[AheadProgram, ...]
     resident: float
-    dry: PhaseCosts
+    dry: float
 
     @property
-    def costs(self) -> PhaseCosts:
-        """Costs of the programs: at the peak the largest takes memory beside what stays."""
-        sent = Counter[tuple[str, ...]]()
-        for x in (x for program in self.programs for x in program.sent):
-            sent[x.axes] += x.nbytes
-        memory = self.resident + max(x.beside_arguments for x in self.programs)
-        return PhaseCosts(memory, sum(x.flops for x in self.programs), sent)
-
-
-def dry_costs(costs: Costs, axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]) -> PhaseCosts:
-    """Costs of a phase by a dry run.
-
-    Args:
-      axes: of the groups, as in `Estimate`.
-    """
-    sent = Counter[tuple[str, ...]]()
-    for (_, group), traffic in costs.traffic.items():
-        sent[axes[group][1]] += traffic.nbytes  # type: ignore[assignment]
-    return PhaseCosts(costs.total, costs.flops, sent)
+    def memory(self) -> float:
+        """Bytes at the peak: the largest program takes memory beside what stays."""
+        return self.resident + max(x.beside_arguments for x in self.programs)
 
 
 def phases_of_engine(
-    plan: DecodingPlan, passes: Mapping[str, tuple[AheadProgram, ...]], resident: float
+    plan: DecodingPlan, passes: Mapping[str, AheadProgram], resident: float
 ) -> dict[str, CompiledPhase]:
     """One pass of each kind of an engine, beside whose weights its cache and its slots stay on the chip.
 
@@ -189,64 +157,37 @@ def phases_of_engine(
       resident: bytes of a chip that weights and optimizer states of the roles take.
     """
     resident += plan.own_bytes
-    kept = passes["decode"][0].arguments - plan.weight_bytes
+    kept = passes["decode"].arguments - plan.weight_bytes
     phases = {}
-    for name, programs in passes.items():
-        dry = dry_costs(plan.costs[name], plan.axes)
-        dry = dry._replace(memory=resident + dry.memory - plan.weight_bytes)
-        phases[name] = CompiledPhase(programs, resident + kept, dry)
+    for name, program in passes.items():
+        dry = resident + plan.costs[name].total - plan.weight_bytes
+        phases[name] = CompiledPhase((program,), resident + kept, dry)
     return phases
 
 
 def phase_tables(phases: Mapping[str, CompiledPhase]) -> list[str]:
-    """Tables of the programs; of memory and FLOPs of each phase; and of its collectives by kind and axes.
-
-    Those of phases have the dry run's numbers beside the compiled programs'.
-    """
-    programs = []
-    costs = []
-    collectives = []
-    for name, phase in phases.items():
-        pair = phase.costs, phase.dry
-        costs.append((name, *(size(x.memory) for x in pair), *(f"{x.flops / 1e9:.4g}" for x in pair)))
-        for x in phase.programs:
-            sizes = map(size, (x.arguments, x.results, x.aliased, x.temporary, x.code))
-            programs.append((x.name, f"{x.seconds:.0f} s", *sizes, f"{x.flops / 1e9:.4g}"))
-            for sent in x.sent:
-                nbytes = sent.nbytes, phase.dry.sent.get(sent.axes, 0)
-                collectives.append((name, sent.kind, short(sent.axes), str(sent.count), *map(size, nbytes)))
+    """Tables of the programs, and of the memory of each phase beside the dry run's."""
+    programs = [
+        (x.name, f"{x.seconds:.0f} s", *map(size, (x.arguments, x.results, x.aliased, x.temporary, x.code)))
+        for phase in phases.values()
+        for x in phase.programs
+    ]
+    memory = [(name, size(phase.memory), size(phase.dry)) for name, phase in phases.items()]
     heads = {
-        ("program", "compiled", "arguments", "results", "in their place", "temporary", "code", "GFLOP"): programs,
-        ("phase", "memory", "dry run", "GFLOP", "dry run"): costs,
-        ("phase", "collective", "over", "count", "bytes", "dry run, all kinds"): collectives,
+        ("program", "compiled", "arguments", "results", "in their place", "temporary", "code"): programs,
+        ("phase", "memory", "dry run"): memory,
     }
-    return ["\n".join(table(head, rows)) for head, rows in heads.items() if rows]
-
-
-def short(axes: Sequence[str]) -> str:
-    """Axes as --mesh calls them."""
-    names = {axis: name for name, axis in SHORT.items()}
-    return ",".join(names[axis] for axis in axes)
+    return ["\n".join(table(head, rows)) for head, rows in heads.items()]
 
 
 def differences(phases: Mapping[str, CompiledPhase]) -> list[str]:
-    """Lines about numbers that differ from the dry run's by more than `FINDING`."""
+    """Lines about phases whose memory differs from the dry run's by more than `FINDING`."""
     lines = []
     for name, phase in phases.items():
-        costs = phase.costs
-        dry = phase.dry
-        pairs = {"memory": (costs.memory, dry.memory), "FLOPs": (costs.flops, dry.flops)}
-        for axes in sorted({*costs.sent, *dry.sent}):
-            pairs[f"bytes over {short(axes)}"] = costs.sent.get(axes, 0), dry.sent.get(axes, 0)
-        for what, (compiled, want) in pairs.items():
-            if abs(compiled - want) > FINDING * want:
-                attention = sum(x.attention for x in phase.programs)
-                numbers = [f"{x / 1e9:.4g} G" if what == "FLOPs" else size(x) for x in (compiled, want, attention)]
-                share = f" ({compiled / want - 1:+.0%})" if want else ""
-                line = f"finding: {what} of {name}: compiled {numbers[0]}, dry run {numbers[1]}{share}"
-                if what == "FLOPs" and attention:
-                    line += f"; {numbers[2]} of the compiled are whole tiles of attention"
-                lines.append(line)
+        if abs(phase.memory - phase.dry) > FINDING * phase.dry:
+            share = f" ({phase.memory / phase.dry - 1:+.0%})" if phase.dry else ""
+            sizes = f"compiled {size(phase.memory)}, dry run {size(phase.dry)}"
+            lines.append(f"finding: memory of {name}: {sizes}{share}")
     return lines or [f"the dry run agrees within {FINDING:.0%}"]
 
 
@@ -333,7 +274,6 @@ class DecodingPlan(NamedTuple):
       page_tokens: tokens of a page.
       own_bytes: bytes of a chip that the engines' own weights take in every phase.
       costs: of one pass, by kind, at the full length of its rows.
-      axes: as in `Estimate`, of the mesh to generate on.
     """
 
     job: RLJob
@@ -342,7 +282,6 @@ class DecodingPlan(NamedTuple):
     page_tokens: int
     own_bytes: float
     costs: Mapping[str, Costs]
-    axes: Mapping[str, tuple[str, tuple[str, ...], dict[str, int]]]
 
     @property
     def weight_bytes(self) -> int:
@@ -426,19 +365,18 @@ def decoding_plan(job: Job, tokens: int, hardware: Hardware, resident: float) ->
             page_tokens=hardware_page_tokens(hardware),
             own_bytes=own_bytes,
             costs=costs,
-            axes=axes_of(generator.mesh),
         )
 
 
 def engine_passes(
     plan: DecodingPlan, mesh: jax.sharding.Mesh
-) -> dict[str, list[tuple[ShardedFunction, tuple[trees.Tree, ...]]]]:
+) -> dict[str, tuple[ShardedFunction, tuple[trees.Tree, ...]]]:
     """Passes of the engines of a mesh, by kind: each engine is a lane, with rows and pages of its own.
 
-    A prefill has new tokens of as many prompts as a pass has, each of full length, and the sampling of the first tokens
-    after it; in a decoding iteration each row gets a token.
+    A prefill has new tokens of as many prompts as a pass has, each of full length. In a decoding iteration each row
+    gets a token.
 
-    Returns: functions of a chip's shards, and their whole arguments without memory.
+    Returns: of each kind a function of a chip's shards, and its whole arguments without memory.
     """
     job = plan.job
     model = job.model
@@ -463,18 +401,14 @@ def engine_passes(
     cells = np.arange(sizes.prompts)
     prompts = PassWork(tokens_N, counts, counts, table_SP, counts.cumsum() - 1, cells=cells)
     places, _ = pass_places(prompts, plan.page_tokens, spare)
-    hidden_RD = torch.empty(bucket(sizes.prompts), model.config.embed, dtype=job.dtype, device="meta")
-    noise_R = torch.empty(len(hidden_RD), dtype=torch.float64, device="meta")
     form = DecodeForm(bucket(sizes.rows), bucket(sizes.row_pages), ((0, job.sampling),))
     rows_B = torch.arange(form.rows)
     state = empty_state(rows_B, len(job.stop), form.pages)
     state = state._replace(numbers_CS=state.numbers_CS.T)
     none = ((-1, None),)
     prefill = functions.prefill(none)._replace(name=f"prefill of {sizes.prompts} x {sizes.prompt_tokens} tokens")
-    sample = functions.sample(job.sampling)._replace(name="sampling after a prefill")
     decode = functions.decode(none, form, spare)._replace(name="decoding iteration")
-    first = params, {}, EMPTY_STACKS, *map(rows_of_all, (hidden_RD, noise_R)), None
     return {
-        "prefill": [(prefill, (*begin, trees.map(rows_of_all, places))), (sample, first)],
-        "decode": [(decode, (*begin, *trees.map(rows_of_all, (state, rows_B))))],
+        "prefill": (prefill, (*begin, trees.map(rows_of_all, places))),
+        "decode": (decode, (*begin, *trees.map(rows_of_all, (state, rows_B)))),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +13,15 @@ from typing import Any, cast
 
 from funrl.data.json_lines import DataError
 from funrl.data.prompt_format import template_arguments
-from funrl.environments.adapters import GYM, function_environment, message_environment
-from funrl.environments.builtin.tools import rewarded_tools
+from funrl.environments.adapters import GYM, function_environment, message_environment, tool_environment
+from funrl.environments.answer_rewards import answer_reward
 from funrl.environments.environment import Environment
 from funrl.loading import LoadError, load_object, user_frames
+from funrl.rewards.call import Reward
 
 FLAG = "env"
 ARGUMENTS = "env_args"
 NO_ARGUMENTS: Mapping[str, Any] = {}
-SIDE_METHODS = {"reset": "example, seed", "step": "message", "close": ""}  # of a conversation, and what they get
 
 
 def load_environment(text: str, arguments: Mapping[str, Any] = NO_ARGUMENTS) -> Environment:
@@ -87,7 +88,10 @@ def environment_from(
             raise TypeError(f"{type(given).__name__} is an object, which takes no {ARGUMENTS}: {names}; give its class")
         return cast(Environment, given)
     if not callable(given):
-        raise TypeError(_advice(given))
+        advice = "an object with run, a class, a function or a list of functions is needed"
+        if hasattr(given, "reset"):
+            advice = f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
+        raise TypeError(advice)
     name = getattr(given, "__name__", repr(given))
     parameters = inspect.signature(given).parameters.values()
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -100,39 +104,13 @@ def environment_from(
 
 
 def _of_class(kind: Any, arguments: Mapping[str, Any]) -> Environment:
-    missing = [name for name in SIDE_METHODS if not hasattr(kind, name)]
+    what = f"class {kind.__name__}"
+    missing = [name for name in ("reset", "step", "close") if not hasattr(kind, name)]
     if missing and not hasattr(kind, "run"):
-        raise TypeError(
-            f"class {kind.__name__} lacks {', '.join(missing)}; it needs run, or reset, step and close{_gym(kind)}"
-        )
-    make = bound(kind, arguments, f"class {kind.__name__}")
-    if hasattr(kind, "run"):
-        return made(make, f"class {kind.__name__}")
-    for name, given in SIDE_METHODS.items():
-        _check_takes(kind, name, given)
-    return message_environment(make)
-
-
-def _check_takes(kind: Any, name: str, given: str) -> None:
-    """Raise TypeError where a method of a class does not take what an episode gives it, such as "example, seed"."""
-    function = inspect.getattr_static(kind, name)
-    try:
-        signature = inspect.signature(getattr(kind, name))
-    except (TypeError, ValueError):  # of a builtin, or no function
-        return
-    first = () if isinstance(function, staticmethod | classmethod) else (None,)
-    try:
-        signature.bind(*first, *(x for x in given.split(", ") if x))
-    except TypeError:
-        wanted = ", ".join(["self", *([given] if given else [])])
-        raise TypeError(f"{kind.__name__}.{name} takes {signature}; it is called as ({wanted}){_gym(kind)}") from None
-
-
-def _gym(kind: Any) -> str:
-    """Advice for a class whose `reset` has the parameters of gymnasium's; ""."""
-    reset = getattr(kind, "reset", None)
-    names = inspect.signature(reset).parameters if inspect.isfunction(reset) else ()
-    return GYM if "options" in names else ""
+        gym = GYM if hasattr(kind, "reset") else ""
+        raise TypeError(f"{what} lacks {', '.join(missing)}; it needs run, or reset, step and close{gym}")
+    make = bound(kind, arguments, what)
+    return made(make, what) if hasattr(kind, "run") else message_environment(make)
 
 
 def made(make: Callable[[], Any], what: str) -> Any:
@@ -173,8 +151,27 @@ def bound(function: Callable[..., Any], arguments: Mapping[str, Any], what: str,
     return functools.partial(function, **arguments) if arguments else function
 
 
-def _advice(given: object) -> str:
-    """Advice on what to write instead of an object that is no environment."""
-    if hasattr(given, "reset"):
-        return f"each episode has its own; give the class {type(given).__name__}, or message_environment(make)"
-    return "an object with run, a class, a function or a list of functions is needed"
+def rewarded_tools(
+    tools: Sequence[Callable[..., Any]], reward: str | Reward = "exact", system: str | None = None
+) -> Environment:
+    """An environment in which the policy calls tools until it replies without a call; that reply is rewarded.
+
+    Args:
+      tools: as in `tool_environment`.
+      reward: a reward function, or what --reward names: "exact", "math", "FILE.py:function". An episode that a limit
+        ends at a call has the reward of an empty reply.
+      system: a system message, before the messages of the example.
+
+    Raises:
+      ValueError: a tool has no docstring or types, or several rewards are named.
+      LoadError: the reward cannot be loaded.
+    """
+    of_answer = answer_reward(reward)
+
+    def score(messages: Sequence[Mapping[str, Any]], **fields: Any) -> float:
+        question = list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
+        last = messages[-1]
+        answered = last["role"] == "assistant" and not last.get("tool_calls")
+        return of_answer(str(question[-1]["content"]), last["content"] if answered else "", fields, question)
+
+    return tool_environment(tools, score, system)

@@ -155,9 +155,11 @@ delta | =none !--dual_clip | -
   | cispo,sapo | - | TRL's {recipe} does not read it
   | below_clip | differs | a bound up to 1 + epsilon_high would bound all ratios
   | | dual_clip={} | the same for a bound above 1 + epsilon_high
-loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} | \
---per_token and --smoothing are of all losses; TRL takes aot and sft of each micro-batch, and weighs them otherwise
-  | dpo | loss={pair_losses} per_token={per_token} likelihood_coef={sft_weight} smoothing={smoothing}
+loss_type | dpo !pair_loss | differs | of several losses give --loss=0.8*sigmoid+0.2*bco, of sft --likelihood_coef
+  | dpo inexact | differs loss={pair_loss} | TRL takes aot of each micro-batch, and exo_pair needs label_smoothing
+  | dpo =ipo,sigmoid_norm | loss={pair_loss} per_token=true
+  | dpo =robust,aot,aot_unpaired | loss={pair_loss} smoothing={label_smoothing}
+  | dpo | loss={pair_loss}
   | sft =dft | dynamic=true
   | sft =nll,chunked_nll | -
   | kto =kto accumulates | differs loss=kto | TRL takes the reference point of every micro-batch, here it is of the step
@@ -175,8 +177,9 @@ loss_type | dpo inexact_sum | differs loss={pair_losses} per_token={per_token} l
   | dr_grpo,cispo,sapo ={recipe} | -
   | | differs | a loss is part of the algorithm here: TRL's dapo and bnpo are `funrl grpo --noper_sequence`, grpo, \
 dr_grpo, cispo and sapo `funrl NAME`; this is {recipe}
-loss_weights f_alpha_divergence_coef | !dpo !=none | differs | {recipe} has no weights and divergences of losses
-  | | - | part of the meaning of loss_type and f_divergence_type
+loss_weights | | only none | of several losses of `dpo` give --loss=0.8*sigmoid+0.2*bco, of sft --likelihood_coef
+f_alpha_divergence_coef | dpo | - | part of the meaning of f_divergence_type
+  | | only none | {recipe} has no divergences
 importance_sampling_level | gspo =sequence | -
   | !gspo =token | -
   | | differs | ratios of tokens are grpo's, those of sequences gspo's: `funrl gspo`
@@ -203,14 +206,9 @@ label_smoothing | =0 !--smoothing | -
   | | smoothing={}
 rpo_alpha | !=none | likelihood_coef={}
 f_divergence_type | =reverse_kl | divergence=reverse_kl
-  | =alpha_divergence f_alpha_divergence_coef=1 | divergence=reverse_kl | which a coefficient of 1 is
-  | plain_ratios !bent_ratios | - | TRL's {loss_type} takes log-ratios whatever it is
-  | plain_ratios | differs | TRL's nca_pair, bco_pair, sppo_hard, apo and aot would not read it, here all losses do
-  | loss_type=ipo,sigmoid_norm | differs | TRL divides f' of the sum by the length, here f' is of the mean log-ratio
-  | =forward_kl | divergence=forward_kl
-  | =js_divergence | divergence=js
-  | =alpha_divergence | divergence=alpha divergence_alpha={divergence_alpha}
-  | | differs | {} is not one of reverse_kl, forward_kl, js_divergence, alpha_divergence
+  | =forward_kl loss_type=sigmoid,none | divergence=forward_kl
+  | =js_divergence loss_type=sigmoid,none | divergence=js
+  | | differs | --divergence has forward_kl, js and alpha; it bends the ratios of all losses, TRL's of some
 ld_alpha | !=none | length_alpha={}
 use_weighting | ? | on_policy=true weight_bound=none | TRL's weights have no bound
 discopop_tau | | only 0.05 | discopop's temperature is 0.05
@@ -390,57 +388,22 @@ def _steps(query: NameQuery) -> str:
 
 _PAIR_LOSSES = (
     "sigmoid hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop "
-    "sigmoid_norm sft"
+    "sigmoid_norm"
 )
-_NORMALISED = {"ipo", "sigmoid_norm"}  # divide a completion's log-ratio by its length
-_BATCHED = {"aot", "aot_unpaired", "sft"}  # of the pairs or tokens of a micro-batch
-_PLAIN_RATIOS = {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", *_BATCHED}  # read no f-divergence
 
 
-def _losses(query: NameQuery) -> set[str]:
-    return set(items(query.value("loss_type")))
-
-
-def _pair_weights(query: NameQuery) -> dict[str, Fraction]:
-    """Weights of DPO's losses by TRL's names. Raises: DifferentError."""
+def _pair_loss(query: NameQuery) -> str:
+    """The loss of `dpo` that is TRL's; "" if there are several, weights or another one."""
     names = items(query.text)
-    weights = items(query.value("loss_weights")) if query.given("loss_weights") else ["1"] * len(names)
-    try:
-        numbers = {name: Fraction(weight) for name, weight in zip(names, weights, strict=True)}
-    except ValueError:
-        numbers = {}
-    if len(numbers) < len(names) or not set(names) <= set(_PAIR_LOSSES.split()) or not set(names) - {"sft"}:
-        raise DifferentError(f"loss_type={query.text}: different losses of pairs are needed, with a weight each")
-    if min(numbers.values()) < 0:
-        raise DifferentError(f"loss_type={query.text}: a weight of at least 0 is needed")
-    return numbers
+    is_known = len(names) == 1 and names[0] in _PAIR_LOSSES.split() and not query.given("loss_weights")
+    return re.sub("_(pair|hard|norm)$", "", names[0]) if is_known else ""
 
 
-def _pair_losses(query: NameQuery) -> str:
-    weights = _pair_weights(query)
-    names = {name: re.sub("_(pair|hard|norm)$", "", name) for name in weights if name != "sft"}
-    return "+".join(name if weights[key] == 1 else f"{float(weights[key])}*{name}" for key, name in names.items())
-
-
-def _is_inexact_sum(query: NameQuery) -> bool:
-    """True if a sum of TRL's losses is not one of `dpo`."""
-    names = {name for name, weight in _pair_weights(query).items() if weight}
-    smooths = query.number("label_smoothing") != 0
-    smoothed = names & {"exo_pair", "robust", "aot", "aot_unpaired"}
-    batched = bool(names & _BATCHED)
-    return (
-        (bool(names & _NORMALISED) and len(names - {"sft"}) > 1)
-        or (batched and (_accumulates(query) or query.holds("use_weighting?") or query.given("ld_alpha")))
-        or ("exo_pair" in names and not smooths)
-        or ("sigmoid" in names and smooths and bool(smoothed))
-    )
-
-
-def _divergence_alpha(query: NameQuery) -> str:
-    coefficient = query.number("f_alpha_divergence_coef")
-    if not 0 < coefficient < 1:
-        raise DifferentError(f"f_alpha_divergence_coef={number_text(coefficient)}: 1 - it must be from 0 to 1 here")
-    return number_text(1 - coefficient)
+def _is_inexact(query: NameQuery) -> bool:
+    """True if TRL's loss of pairs is not that of `dpo`."""
+    if query.holds("=aot,aot_unpaired"):
+        return _accumulates(query) or query.holds("use_weighting?") or query.given("ld_alpha")
+    return query.holds("=exo_pair") and query.number("label_smoothing") == 0
 
 
 def _highest_ratio(query: NameQuery) -> Fraction:
@@ -468,8 +431,7 @@ TRL = Library(
     title="TRL",
     rows=read_names(_TABLE),
     idle=_IDLE,
-    defaults=COMMON
-    | {"loss_type": "sigmoid", "label_smoothing": "0", "f_alpha_divergence_coef": "0.5", "epsilon": "0.2"},
+    defaults=COMMON | {"loss_type": "sigmoid", "label_smoothing": "0", "epsilon": "0.2"},
     values=COMMON_VALUES
     | {
         "accumulates": _accumulates,
@@ -480,29 +442,21 @@ TRL = Library(
         ),
         "batch_prompts": _batch_prompts,
         "below_clip": lambda query: query.number("") <= _highest_ratio(query),
-        "bent_ratios": lambda query: bool(_losses(query) - _PLAIN_RATIOS),
         "cispo_bound": _cispo_bound,
         "correction": lambda query: (
             "a correction for the gap between engine and trainer (vllm_importance_sampling_correction, on by default) "
             "is part of an algorithm: `corrected` with `importance_weights()`, docs/algorithms.md"
         ),
         "data_flag": lambda query: "data" if _reads_texts(query) else "prompts",
-        "divergence_alpha": _divergence_alpha,
         "engine": lambda query: "vllm_server" if query.value("vllm_mode") == "server" else "vllm",
         "events": lambda query: max(1, round(query.number("") / _updates(query))),
         "file": lambda query: Path(query.text).exists(),
-        "inexact_sum": _is_inexact_sum,
+        "inexact": _is_inexact,
         "minibatches": _minibatches,
-        "pair_losses": _pair_losses,
-        "per_token": lambda query: "true" if _losses(query) & _NORMALISED else "",
-        "plain_ratios": lambda query: bool(_losses(query) & _PLAIN_RATIOS),
+        "pair_loss": _pair_loss,
         "reward_functions": _reward_functions,
         "several_updates": lambda query: _gives_sizes(query) and Fraction(_minibatches(query)) > 1,
-        "sft_weight": lambda query: number_text(weight) if (weight := _pair_weights(query).get("sft")) else "",
         "share": lambda query: 0 < query.number("") < 1,
-        "smoothing": lambda query: (
-            query.value("label_smoothing") if _losses(query) & {"robust", "aot", "aot_unpaired"} else ""
-        ),
         "steps": _steps,
         "texts": _reads_texts,
         "updates": _updates,

@@ -49,12 +49,6 @@ class GroupPlan(NamedTuple):
             return self.again[ticket]
         return number if number < self.count else None
 
-    def ticket_of(self, number: int) -> int | None:
-        """The ticket of a group; None: it was trained on before the run was resumed."""
-        if number >= self.fresh:
-            return number - self.fresh + len(self.again)
-        return self.again.index(number) if number in self.again else None
-
     def position_of(self, ticket: int) -> int:
         """Position of the prompt of a ticket, where any prompt may be replaced by another one.
 
@@ -91,6 +85,11 @@ class GroupBoard:
         """The newest version that all replicas are known to hold; -1: there is none."""
         return -1 if self._everywhere is None else self._everywhere
 
+    def holds(self, version: int) -> bool:
+        """True if all replicas hold a version, the newest that may be held."""
+        self.batch_of_weights(version)
+        return self.everywhere >= version
+
     # the side that trains
 
     def open(self, plan: GroupPlan) -> None:
@@ -108,12 +107,6 @@ class GroupBoard:
             store.delete_key(f"{GROUPS_KEY}/batch/{forgotten}")
             store.delete_key(f"{GROUPS_KEY}/held/{forgotten}")
 
-    def announce(self, batch: int, version: int) -> None:
-        """Publish the version that a batch is trained with."""
-        store = run_store()
-        store.set(f"{GROUPS_KEY}/version/{batch}", str(version))
-        store.delete_key(f"{GROUPS_KEY}/version/{batch - KEPT_VERSIONS}")
-
     def ask_again(self, number: int) -> None:
         """Ask a replica for a group of another prompt instead of a dropped one."""
         store = run_store()
@@ -127,15 +120,6 @@ class GroupBoard:
             store.set(f"{CHOSEN_KEY}/{batch}", " ".join(map(str, positions[batch - first])))
             store.delete_key(f"{CHOSEN_KEY}/{batch - KEPT_VERSIONS}")
         self._given = max(self._given, first + len(positions))
-
-    def horizon(self) -> tuple[int, int]:
-        """The earliest time of the replicas, (turn, tick): all groups that ended before it have been delivered."""
-        store = run_store()
-        keys = [f"{GROUPS_KEY}/time/{replica}" for replica in range(self.replicas)]
-        if not store.check(keys):
-            return (-1, 0)
-        times = [store.get(key).decode().split() for key in keys]
-        return min((int(turn), int(tick)) for turn, tick in times)
 
     def next_finished(self) -> int | None:
         """Number of the next group that a replica has delivered, in the order of delivery; None: there is none yet."""
@@ -195,16 +179,6 @@ class GroupBoard:
     def hold(self, version: int) -> None:
         """Record that this replica generates with a version from now on. Called once for each version."""
         run_store().add(f"{GROUPS_KEY}/held/{version}", 1)
-
-    def version_of_batch(self, batch: int) -> int | None:
-        """The version that a batch is trained with, once `announce` has said it."""
-        key = f"{GROUPS_KEY}/version/{batch}"
-        store = run_store()
-        return int(store.get(key)) if store.check([key]) else None
-
-    def tell_time(self, replica: int, time: tuple[int, int]) -> None:
-        """Publish the (turn, tick) before which this replica has delivered all finished groups."""
-        run_store().set(f"{GROUPS_KEY}/time/{replica}", f"{time[0]} {time[1]}")
 
     def deliver(self, number: int, value: object) -> None:
         """Deliver a group."""

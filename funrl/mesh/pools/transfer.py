@@ -1,9 +1,8 @@
 """Send weights from trainer ranks to generator ranks while both compute, by threads beside their programs.
 
 A transfer has a number. Each trainer rank sends a copy of its shards, so that the next update does not wait; each
-generator rank receives into a second buffer, and its program takes the weights between two iterations of its
-engine. Where a rank could not take a transfer, all ranks abandon it and begin the next one with the same weights. Peers
-and bytes are those of the plan.
+generator rank receives into a second buffer, and its program takes the weights between two iterations of its engine.
+Peers and bytes are those of the plan.
 """
 
 from __future__ import annotations
@@ -12,21 +11,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from funrl import trees
-from funrl.mesh.mesh import Mesh, MeshError
+from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, read_value, remove_value, run_store, write_value
 from funrl.mesh.reshard import reshard
 from funrl.processes.heartbeat import beat, beside_the_program, entered, left
 
 TRANSFERS_KEY = "funrl/transfers"
-TRANSFER_ATTEMPTS = 3  # transfers of the same weights before the run ends
 KEPT_TRANSFERS = 4  # whose entries stay in the store for ranks that have not seen them yet
+
+
+TransferGroup = dist.ProcessGroup | int | None  # as `torch.distributed.new_group` gives it
 
 
 class WeightTransfer(NamedTuple):
@@ -74,14 +75,14 @@ class WeightForm(NamedTuple):
 
     Attributes:
       plan: from the trainer ranks.
-      prepare: this rank's shards -> what the engine takes. Where it raises, the transfer is abandoned.
+      prepare: this rank's shards -> what the engine takes.
     """
 
     plan: Plan
     prepare: Callable[[trees.Tree], trees.Tree]
 
 
-def transfer_group(mesh: Mesh) -> Any:
+def transfer_group(mesh: Mesh) -> TransferGroup:
     """Process group of the transfers; None: that of the run. Called by every rank of the run.
 
     A GPU carries out the messages of a group in the order in which they were started, which differs between the ranks
@@ -98,7 +99,7 @@ class WeightSender:
       waited_s: seconds of it in which the program waited for it.
     """
 
-    def __init__(self, mesh: Mesh, receivers: int, group: Any = None) -> None:
+    def __init__(self, mesh: Mesh, receivers: int, group: TransferGroup = None) -> None:
         """Begin before the first transfer.
 
         Args:
@@ -147,31 +148,25 @@ class WeightSender:
         """Share of the last transfer's seconds in which the program did not wait for it."""
         return 1.0 if self.sent_s <= 0 else max(0.0, 1.0 - self.waited_s / self.sent_s)
 
-    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: object) -> None:
+    def _send(self, weights: Sequence[SentWeights], transfer: WeightTransfer, stream: torch.cuda.Stream | None) -> None:
         begin = time.perf_counter()
         try:
             with beside_the_program(), _on_stream(stream):
-                for _ in range(TRANSFER_ATTEMPTS):
-                    problem = self._attempt(weights, transfer)
-                    if not problem:
-                        break
-                else:
-                    raise MeshError(
-                        f"weights of version {transfer.version} were not taken {TRANSFER_ATTEMPTS} times: {problem}"
-                    )
+                self._exchange(weights, transfer)
         except BaseException as error:  # raised where the program waits
             self._problem = error
         self.sent_s = time.perf_counter() - begin
 
-    def _attempt(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> str:
-        """One transfer; returns the problem of a rank that could not take it, "" without one."""
+    def _exchange(self, weights: Sequence[SentWeights], transfer: WeightTransfer) -> None:
+        """Send weights, and wait until all ranks have received them."""
         number = self._next
         self._next += 1
         key = f"{TRANSFERS_KEY}/{number}"
         if self.mesh.rank == 0:
             write_value(key, transfer)
-            if number >= KEPT_TRANSFERS:
-                _forget(number - KEPT_TRANSFERS)
+            forgotten = f"{TRANSFERS_KEY}/{number - KEPT_TRANSFERS}"  # which all ranks have ended
+            run_store().delete_key(f"{forgotten}/ended")
+            remove_value(forgotten)
         for tree, plan in weights:
             reshard(tree, plan, self.mesh, group=self.group)
         store = run_store()
@@ -180,7 +175,6 @@ class WeightSender:
         while store.add(f"{key}/ended", 0) < self.receivers:
             pauses.sleep()
             limit.check()
-        return read_value(f"{key}/problem") if store.check([f"{key}/problem"]) else ""
 
 
 class WeightReceiver:
@@ -191,7 +185,7 @@ class WeightReceiver:
         mesh: Mesh,
         form: WeightForm,
         further: WeightForm,
-        group: Any = None,
+        group: TransferGroup = None,
     ) -> None:
         """Begin before the first transfer; `start` begins to receive.
 
@@ -208,7 +202,6 @@ class WeightReceiver:
         self._next = 0
         self._ended = threading.Event()
         self._arrived: WeightDelivery | None = None
-        self._lock = threading.Lock()
         self._problem: BaseException | None = None
         self._thread = threading.Thread(target=self._receive, name="weights", daemon=True)
 
@@ -228,11 +221,9 @@ class WeightReceiver:
             raise self._problem
         return self._arrived
 
-    def taken(self, arrived: WeightDelivery) -> None:
-        """Release weights that the engine has, unless others have arrived."""
-        with self._lock:
-            if self._arrived is arrived:
-                self._arrived = None
+    def release(self) -> None:
+        """Release weights that the engine has, so that others may arrive."""
+        self._arrived = None
 
     def complete(self, number: int) -> bool:
         """True if all tensor ranks of this rank's replica have received the weights of a transfer."""
@@ -257,13 +248,8 @@ class WeightReceiver:
         pauses = Pauses(self.mesh.world)
         store = run_store()
         while not self._ended.is_set():
-            arrived = self._arrived
-            if store.check([f"{TRANSFERS_KEY}/{self._next}"]):
-                if arrived is None:
-                    return True
-                if store.check([f"{TRANSFERS_KEY}/{arrived.number}/problem"]):  # it was abandoned
-                    self.taken(arrived)
-                    return True
+            if self._arrived is None and store.check([f"{TRANSFERS_KEY}/{self._next}"]):
+                return True
             pauses.sleep()
         return False
 
@@ -274,19 +260,13 @@ class WeightReceiver:
         transfer: WeightTransfer = read_value(key)
         tree = reshard(None, self._form.plan, self.mesh, group=self._group)
         others = {name: reshard(None, self._further.plan, self.mesh, group=self._group) for name in transfer.further}
-        store = run_store()
-        try:
-            prepared = self._form.prepare(tree)
-            further = {name: self._further.prepare(other) for name, other in others.items()}
-            if self.mesh.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:  # the senders begin again
-            write_value(f"{key}/problem", f"{type(error).__name__}: {error}")
-        else:
-            with self._lock:
-                self._arrived = WeightDelivery(transfer, number, prepared, further)
-            self._count(number)
-        store.add(f"{key}/ended", 1)
+        prepared = self._form.prepare(tree)
+        further = {name: self._further.prepare(other) for name, other in others.items()}
+        if self.mesh.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self._arrived = WeightDelivery(transfer, number, prepared, further)
+        self._count(number)
+        run_store().add(f"{key}/ended", 1)
         beat()
 
     def _count(self, number: int) -> None:
@@ -307,15 +287,7 @@ def _copied(weights: SentWeights) -> SentWeights:
     return weights._replace(tree=copy)
 
 
-def _forget(number: int) -> None:
-    """Remove the entries of a transfer whose ranks have all ended it."""
-    key = f"{TRANSFERS_KEY}/{number}"
-    run_store().delete_key(f"{key}/ended")
-    remove_value(f"{key}/problem")
-    remove_value(key)
-
-
-def _stream_beside(device: torch.device) -> Any:
+def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for exchanges beside the program's kernels, which begins after those so far; None on a CPU."""
     if device.type != "cuda":
         return None
@@ -324,5 +296,5 @@ def _stream_beside(device: torch.device) -> Any:
     return stream
 
 
-def _on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+def _on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -14,21 +14,39 @@ from funrl.models.decoder.config import Config, decoder_config
 from funrl.models.decoder.layers import RopeScaling
 from funrl.models.errors import ModelError
 from funrl.models.flat import flat_fields, with_fields
+from funrl.models.huggingface.configs.delta_nets import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.configs.hf_family import (
-    GIVEN_SIZES,
+    ConfigFields,
     HFFamily,
-    class_defaults,
+    VisionFamily,
     class_name,
-    kinds_of_layers,
+    fields_with_defaults,
 )
-from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
-from funrl.models.huggingface.configs.qwen3_5 import TEXT_PARTS, fields_of_text_part
 from funrl.models.huggingface.families import FAMILIES
-from funrl.models.huggingface.family_fields import ACTIVATIONS, FULL, SLIDING
+from funrl.models.huggingface.family_fields import (
+    ACTIVATIONS,
+    FULL,
+    QUERY_GROWTH,
+    SLIDING,
+    attention_scale,
+    layer_types,
+    read_experts,
+    whole_size,
+    write_experts,
+)
 from funrl.models.huggingface.fp8_files import fp8_blocks
 from funrl.models.model import ModelConfig, check_sizes
+from funrl.models.vision.config import tower_in, with_tower
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+GIVEN_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+LARGEST_NUMBER = 1e300
+_POSITIVE = (  # fields that are numbers above 0 where they are given, also of rotary positions
+    *("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping", "routed_scaling_factor"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    *("swiglu_alpha", "swiglu_limit", "partial_rotary_factor", "rope_theta", "factor", "mscale", "mscale_all_dim"),
+    *("low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+)
 _GEMMA3N = (
     "it has four residual streams that each layer predicts and corrects (AltUp), a second branch beside attention "
     "(LAuReL) and gates that are cut to their largest numbers, none of which the decoder has, and logits with a cap, "
@@ -60,7 +78,7 @@ class ModuleConfig(ModelConfig):
         check_sizes(heads=self.heads, kv_heads=self.kv_heads, head=self.head, mlp=self.mlp)
 
     @property
-    def foreign(self) -> Mapping[str, Any]:
+    def foreign(self) -> ConfigFields:
         """All fields of config.json."""
         return json.loads(self.raw)
 
@@ -85,7 +103,28 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return _decoder_to_hf(config)
 
 
-def config_from_hf(raw: Mapping[str, Any]) -> Config:
+def check_config(raw: ConfigFields) -> None:
+    """Check the types of fields of a parsed config.json, where its family is one of `FAMILIES`, and numbers of them.
+
+    Raises:
+      ModelError: naming the field and its value.
+    """
+    raw = fields_of_text_part(raw)
+    if raw.get("model_type") not in FAMILIES:
+        return
+    fields = fields_with_defaults(raw)
+    fields = fields.get("text_config", fields)
+    rope = fields.get("rope_parameters") or {}
+    for part in (fields, rope, *(x for x in rope.values() if isinstance(x, Mapping))):
+        if not isinstance(part.get("rope_type", ""), str):
+            raise ModelError(f"rope_type is {part['rope_type']!r}, it must be text")
+        for name in _POSITIVE:
+            value = part.get(name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST_NUMBER):
+                raise ModelError(f"{name} is {value!r}, it must be a number above 0")
+
+
+def config_from_hf(raw: ConfigFields) -> Config:
     """The record of a parsed config.json, written by transformers 4 or 5; of `TEXT_PARTS`, that of the text part.
 
     Raises:
@@ -98,27 +137,26 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(f"model_type is {name!r}, supported are {sorted((*FAMILIES, *TEXT_PARTS))}")
     family = FAMILIES[name]
-    text_type = name if family.vision is None else family.vision.text_type or f"{name}_text"
-    of_class = class_defaults(text_type)
-    defaults = {field: value for field, value in of_class.items() if field not in GIVEN_SIZES} | dict(family.defaults)
-    got = {**defaults, **(raw if family.vision is None else family.vision.text(raw))}
-    _refuse(family, got)
+    vision = family.vision
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
-    embed, layers, heads = (_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    if got.get("layer_types") is None:
-        got["layer_types"] = kinds_of_layers(text_type, got)
-    fields: dict[str, Any] = {
-        "vocab": _size(got, "vocab_size"),
+    outer = _fields(family, raw)
+    got = outer if vision is None else _text_fields(family, outer)
+    _refuse(family, got)
+    embed, layers, heads = (whole_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    windows = got.get("sliding_window") and got.get("use_sliding_window", True)
+    got["layer_types"] = got.get("layer_types") or [SLIDING if windows else FULL] * layers
+    fields: dict[str, object] = {
+        "vocab": whole_size(got, "vocab_size"),
         "embed": embed,
         "layers": layers,
         "heads": heads,
-        "kv_heads": heads if got.get("num_key_value_heads") is None else _size(got, "num_key_value_heads"),
-        "head": embed // heads if got.get("head_dim") is None else _size(got, "head_dim"),
-        "mlp": _size(got, "intermediate_size"),
+        "kv_heads": heads if got.get("num_key_value_heads") is None else whole_size(got, "num_key_value_heads"),
+        "head": embed // heads if got.get("head_dim") is None else whole_size(got, "head_dim"),
+        "mlp": whole_size(got, "intermediate_size"),
         "norm_eps": float(got["rms_norm_eps"]),
         "tied": bool(got["tie_word_embeddings"]),
-        "windows": _windows(family, got, layers),
-        "max_positions": _size(got, "max_position_embeddings"),
+        "windows": _windows(family, got),
+        "max_positions": whole_size(got, "max_position_embeddings"),
         "activation": ACTIVATIONS.get(str(got.get("hidden_act")), "silu"),
         "mlp_bias": bool(got.get("mlp_bias")),
         "dtype": _dtype(got),
@@ -128,15 +166,40 @@ def config_from_hf(raw: Mapping[str, Any]) -> Config:
         "pad": got.get("pad_token_id"),
     }
     rotary = _rotary(family, got)
-    scaling = rotary["rope_scaling"]
+    scaling = rotary.get("rope_scaling")
     if scaling is not None and scaling.kind == "longrope":  # longer sequences rotate all of their tokens otherwise
         fields["max_positions"] = min(scaling.original, scaling.extended)
-    config: Config = decoder_config(**fields | rotary | family.read(got))
-    if family.vision is not None:
-        config = family.vision.tower(raw, config)
+    fields |= {**rotary, **family.values}
+    for ours, theirs in family.fields.items():
+        if theirs in got:
+            fields[ours] = float(got[theirs]) if type(got[theirs]) is int else got[theirs]
+    own = dict(family.read(got))
+    if family.experts:
+        own["experts"] = read_experts(family, got, own.get("experts"))
+    config: Config = decoder_config(**fields | own)
+    if vision is not None:
+        config = with_tower(config, vision.tower(outer, config))
     if config.attention.latent is None or config.rope.scaling is None or config.rope.scaling.sharpness == 1:
         return config
     return with_fields(config, attention_scale=config.attention.head**-0.5 * config.rope.scaling.sharpness)
+
+
+def _fields(family: HFFamily, raw: ConfigFields) -> dict[str, Any]:
+    """The fields of a config.json with all defaults. Raises: ModelError, one is missing that has none here."""
+    if family.vision is None:
+        missing = [name for name in GIVEN_SIZES if raw.get(name, family.defaults.get(name)) is None]
+        if missing:
+            raise ModelError(f"{missing[0]} is missing, it must be a whole number of at least 1")
+    elif not isinstance(raw.get("vision_config"), Mapping):
+        raise ModelError(f"vision_config is {raw.get('vision_config')!r}, it must be the sizes of the vision tower")
+    return fields_with_defaults({**family.defaults, **raw})
+
+
+def _text_fields(family: HFFamily, outer: ConfigFields) -> dict[str, Any]:
+    """The fields of the text model of a config.json with a tower: those of text_config, and some that are outside."""
+    names = ("eos_token_id", "dtype")
+    given = {name: outer[name] for name in names if outer.get(name) is not None}
+    return {**family.defaults, **outer["text_config"], **given, "tie_word_embeddings": outer["tie_word_embeddings"]}
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -180,11 +243,15 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
         raw["partial_rotary_factor"] = (config.rope.part or config.attention.head) / config.attention.head
     if True in family.supported.get("mlp_bias", ()):
         raw["mlp_bias"] = config.mlp.bias
+    flat = flat_fields(config) | {"attention_scale": attention_scale(config)}
+    raw |= _written_windows(family, config) | {theirs: flat[ours] for ours, theirs in family.fields.items()}
+    if family.experts:
+        raw |= write_experts(family, config)
     raw |= family.write(config)
     if scaling is not None and FULL in raw.get("rope_parameters", ()):
         raw["rope_parameters"][FULL] |= raw["rope_scaling"]
     if family.vision is not None:
-        raw = family.vision.nest(raw, config)
+        raw = _nested(raw, config, family.vision)
     written = with_fields(config_from_hf(raw), generation=config.source.generation)  # which has a file of its own
     if written != config:
         kept = flat_fields(written)
@@ -193,106 +260,116 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
     return raw
 
 
-def _refuse(family: HFFamily, got: Mapping[str, Any]) -> None:
-    supported: dict[str, Any] = {
-        "hidden_act": ("silu",),
-        "mlp_bias": (False, None),
+def _written_windows(family: HFFamily, config: Config) -> dict[str, object]:
+    """ConfigFields about windows. A class with kinds of layers wants a size even if no layer has a window, and has one.
+
+    Raises:
+      ModelError: there are several sizes.
+    """
+    windows = config.attention.windows
+    sizes = {window for window in windows or () if window is not None}
+    if len(sizes) > 1:
+        raise ModelError(f"windows has sizes {sorted(sizes)}, config.json can say only one")
+    kinds = layer_types(config)
+    values = {
+        "layer_types": kinds,
+        "use_sliding_window": windows is not None,
+        "max_window_layers": kinds.index(SLIDING) if sizes else config.layers,
+        "sliding_window": next(iter(sizes), None),
     }
-    if not family.partial_rotary:
-        supported["partial_rotary_factor"] = (1, 1.0, None)
+    return {
+        name: values[name] for name in family.windows if sizes or name != "sliding_window" or len(family.windows) == 1
+    }
+
+
+def _nested(text: ConfigFields, config: Config, vision: VisionFamily) -> dict[str, Any]:
+    """The fields of a config.json with a tower. Raises: ModelError, the config has none, or one of another form."""
+    fields, of_tower, of_text = vision.write(tower_in(config), config)
+    kept = (
+        "architectures",
+        "model_type",
+        "dtype",
+        "torch_dtype",
+        "tie_word_embeddings",
+        "eos_token_id",
+        "pad_token_id",
+    )
+    inner = {name: x for name, x in text.items() if name not in kept[:2]}
+    return {
+        **{name: text[name] for name in kept},
+        **fields,
+        "text_config": {**inner, **of_text, "model_type": vision.text_type},
+        "vision_config": of_tower,
+    }
+
+
+def _refuse(family: HFFamily, got: ConfigFields) -> None:
+    supported: dict[str, Any] = {"hidden_act": ("silu",), "mlp_bias": (False, None)}
+    supported |= {name: (None,) for name in ("sliding_window", "layer_types") if name not in family.windows}
     for name, values in (supported | dict(family.supported)).items():
         if got.get(name) not in values:
             raise ModelError(f"{name} is {got[name]!r}, supported is {values[0]!r}")
 
 
-def _size(got: Mapping[str, Any], name: str) -> int:
-    value = got.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(f"{name} is {value!r}, it must be a whole number of at least 1")
-    return value
-
-
-def _rotary(family: HFFamily, got: Mapping[str, Any]) -> dict[str, Any]:
+def _rotary(family: HFFamily, got: ConfigFields) -> dict[str, Any]:
     """The base and the stretching of rotary frequencies; where the family has them, the base of local layers too."""
     if not family.rope_types:
-        return {"rope_theta": got["rope_theta"], "rope_scaling": None}
-    # transformers 5 writes everything into rope_parameters; 4 wrote rope_theta and rope_scaling.
-    name = "rope_parameters" if got.get("rope_parameters") else "rope_scaling"
-    rope = got.get(name) or {}
-    local = got.get("rope_local_base_freq")
-    per_layer = any(isinstance(value, Mapping) for value in rope.values())
-    if local is None:
-        if per_layer:
-            raise ModelError(f"{name} is given per layer type ({sorted(rope)}), supported is one for all layers")
-        theta, scaling = _rope(family, name, rope, got=got, default_theta=got["rope_theta"])
+        return {}
+    rope = got["rope_parameters"]
+    if not family.local_rope:
+        if kinds := sorted(name for name, x in rope.items() if isinstance(x, Mapping)):
+            raise ModelError(f"rope_parameters is given per layer type ({kinds}), supported is one for all layers")
+        theta, scaling = _rope(family, rope, got)
         return {"rope_theta": theta, "rope_scaling": scaling, "rotary_part": _rotated_part(family, rope, got)}
-    if rope and name == "rope_parameters" and not per_layer:
-        raise ModelError(f"{name} is {json.dumps(rope)}, it must be given per layer type ({FULL}, {SLIDING})")
-    full = rope.get(FULL) or {} if per_layer else rope
-    theta, scaling = _rope(family, name, full, got=got, default_theta=got["rope_theta"])
-    sliding = rope.get(SLIDING) or {} if per_layer else {}
-    local, stretched = _rope(family, name, sliding, got=got, default_theta=local)
+    if set(rope) != {FULL, SLIDING}:
+        raise ModelError(f"rope_parameters is {json.dumps(rope)}, it must be given per layer type ({FULL}, {SLIDING})")
+    theta, scaling = _rope(family, rope[FULL], got)
+    local, stretched = _rope(family, rope[SLIDING], got)
     if stretched is not None:
-        raise ModelError(f"{name}.{SLIDING}.rope_type is {stretched.kind!r}, supported is 'default'")
+        raise ModelError(f"rope_parameters.{SLIDING}.rope_type is {stretched.kind!r}, supported is 'default'")
     return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
-def _rotated_part(family: HFFamily, rope: Mapping[str, Any], got: Mapping[str, Any]) -> int | None:
-    """The size of the part of a head that is rotated, where the family says it; None: all of it."""
-    if not family.partial_rotary:
-        return None
+def _rotated_part(family: HFFamily, rope: ConfigFields, got: ConfigFields) -> int | None:
+    """The size of the part of a head that is rotated; None: all of it. Raises: ModelError, it cannot be."""
     head = got.get("head_dim") or got["hidden_size"] // got["num_attention_heads"]
-    part = rope.get("partial_rotary_factor") or got.get("partial_rotary_factor") or 1.0
+    part = rope.get("partial_rotary_factor") or 1.0
     size = int(head * part)
     if not 0 < size <= head:
         raise ModelError(f"partial_rotary_factor is {part}: {size} of the {head} numbers of a head are rotated")
     return None if size == head else size
 
 
-def _rope(
-    family: HFFamily, name: str, rope: Mapping[str, Any], got: Mapping[str, Any], default_theta: float
-) -> tuple[float, RopeScaling | None]:
-    """The base and the stretching of one kind of layers.
-
-    Args:
-      name: of the field of config.json.
-      got: all fields.
-    """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = "longrope" if kind == "su" else kind  # its name in older files
-    theta = float(rope.get("rope_theta", default_theta))
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0) and not family.partial_rotary:
-        raise ModelError(f"{name}.partial_rotary_factor is {rope['partial_rotary_factor']!r}, supported is 1.0")
+def _rope(family: HFFamily, rope: ConfigFields, got: ConfigFields) -> tuple[float, RopeScaling | None]:
+    """The base and the stretching of one kind of layers. Raises: ModelError, these are not supported."""
+    kind = rope["rope_type"]
     if kind not in family.rope_types:
-        raise ModelError(f"{name}.rope_type is {kind!r}, supported: {', '.join(map(repr, family.rope_types))}")
+        raise ModelError(f"rope_type is {kind!r}, supported: {', '.join(map(repr, family.rope_types))}")
+    if rope.get("partial_rotary_factor") not in (None, 1.0) and not family.partial_rotary:
+        raise ModelError(f"partial_rotary_factor is {rope['partial_rotary_factor']}, supported is 1.0")
+    theta = float(rope["rope_theta"])
     if kind == "default":
         return theta, None
-    wanted = _ROPE_FIELDS[kind]
-    given = dict(_ROPE_DEFAULTS.get(kind, {}))
-    given |= {field: value for field, value in rope.items() if value is not None}
+    given: ConfigFields = {"beta_fast": 32.0} | {name: x for name, x in rope.items() if x is not None}
     if kind == "longrope":
-        given = _longrope(given, got)
-    missing = [field for field in wanted.values() if field not in given]
-    if missing:
-        raise ModelError(f"{name}.{missing[0]} is missing; rope_type {kind!r} needs it")
+        given = {**given, **_longrope(given, got)}
     if kind == "yarn" and "attn_factor" in given:  # of vLLM
-        raise ModelError(f"{name}.attn_factor is {given['attn_factor']!r}, supported is None")
-    scaling = RopeScaling(kind, **{ours: given[theirs] for ours, theirs in wanted.items()})
-    return theta, scaling
+        raise ModelError(f"attn_factor is {given['attn_factor']!r}, supported is None")
+    values: dict[str, Any] = {ours: given[theirs] for ours, theirs in _ROPE_FIELDS[kind].items() if theirs in given}
+    return theta, RopeScaling(kind, **values)
 
 
-def _longrope(given: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, Any]:
+def _longrope(given: ConfigFields, got: ConfigFields) -> ConfigFields:
     """The fields of rotary positions of "longrope", with fields from elsewhere in config.json."""
-    extended = _size(got, "max_position_embeddings")
-    original = given.get("original_max_position_embeddings") or got.get("original_max_position_embeddings") or extended
-    factor = given.get("factor", extended / original)
-    places = {"original_max_position_embeddings": original, "max_position_embeddings": extended, "factor": factor}
-    factors = {name: tuple(given[name]) for name in ("short_factor", "long_factor") if name in given}
-    return {**given, **places, **factors}
+    extended = whole_size(got, "max_position_embeddings")
+    original = given["original_max_position_embeddings"]
+    factors = {name: tuple(given[name]) for name in ("short_factor", "long_factor")}
+    return factors | {"max_position_embeddings": extended, "factor": given.get("factor", extended / original)}
 
 
 _ORIGINAL = {"factor": "factor", "original": "original_max_position_embeddings"}
 _ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
     "linear": {"factor": "factor"},
     "llama3": _ORIGINAL | {"low": "low_freq_factor", "high": "high_freq_factor"},
     "dynamic": {"factor": "factor"},
@@ -303,14 +380,6 @@ _ROPE_FIELDS: Mapping[str, Mapping[str, str]] = {
     | {"short": "short_factor", "long": "long_factor", "fixed_amplitude": "attention_factor"}
     | {"extended": "max_position_embeddings"},
 }
-# Values of fields that are not given.
-_ROPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "yarn": {"beta_slow": 1.0, "beta_fast": 32.0, "mscale": 0.0, "mscale_all_dim": 0.0}
-    | {"truncate": True, "attention_factor": 0.0},
-    "longrope": {"attention_factor": 0.0},
-}
-
-
 _ROPE_WHERE_SET = ("mscale", "mscale_all_dim", "attention_factor")  # absent, they follow from the other fields
 
 
@@ -324,24 +393,21 @@ def _rope_to_hf(rope: RopeScaling) -> dict[str, Any]:
     return raw
 
 
-def _windows(family: HFFamily, got: Mapping[str, Any], layers: int) -> tuple[int | None, ...] | None:
-    window = got.get("sliding_window") or None if got.get("use_sliding_window", True) else None
+def _windows(family: HFFamily, got: ConfigFields) -> tuple[int | None, ...] | None:
     kinds = got["layer_types"]
     known = (FULL, *(family.mixers or (SLIDING,)))
-    unknown = sorted(set(kinds) - set(known))
-    if unknown:
+    if unknown := sorted(set(kinds) - set(known)):
         raise ModelError(f"layer_types has {unknown[0]!r}, supported are {' and '.join(map(repr, known))}")
-    if len(kinds) != layers:
-        raise ModelError(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
     if SLIDING not in kinds:
         return None
-    if window is None:
+    if not got.get("sliding_window") or not got.get("use_sliding_window", True):
         raise ModelError("layer_types has 'sliding_attention' but sliding_window is off")
+    window = whole_size(got, "sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _dtype(got: Mapping[str, Any]) -> str:
-    dtype = str(got.get("dtype") or got.get("torch_dtype") or "float32").removeprefix("torch.")
+def _dtype(got: ConfigFields) -> str:
+    dtype = str(got.get("dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise ModelError(f"dtype is {dtype!r}, supported are {list(DTYPES)}")
     return dtype

@@ -19,10 +19,15 @@ from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.plan import Box, volume
 from funrl.mesh.reading import TensorFiles, contiguous_layout, read_onto_mesh
 from funrl.mesh.rules import Layout, whole_layout
-from funrl.models.decoder.decoder import decoder_model
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.config import REFUSED_FAMILIES, ModuleConfig, architecture, config_from_hf, config_to_hf
-from funrl.models.huggingface.config_checks import check_config_fields
+from funrl.models.huggingface.config import (
+    REFUSED_FAMILIES,
+    ModuleConfig,
+    architecture,
+    check_config,
+    config_from_hf,
+    config_to_hf,
+)
 from funrl.models.huggingface.configs.hf_family import class_name
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8, check_scales, fp8_blocks, is_beside_fp8, without_quantization
@@ -36,6 +41,7 @@ from funrl.models.huggingface.weight_files import read_json, weight_tables, writ
 from funrl.models.huggingface.weight_slices import check_tied, read_part, tensor_slices
 from funrl.models.model import Model, ModelConfig
 from funrl.models.value_head import HEAD, is_token_classifier, with_value_head
+from funrl.models.vision.model import model_of_config
 from funrl.models.weight_dtypes import weight_dtype
 
 FILE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -65,7 +71,7 @@ def load_model(path: str | Path, code: str = "native") -> Model:
     file = Path(path) if Path(path).is_file() else _directory(path) / "config.json"
     raw = read_json(file)
     try:
-        check_config_fields(raw)
+        check_config(raw)
         raw = without_quantization(raw)
         if (head := _head_of(raw)) is not None:
             return _classifier(raw, code, *head)
@@ -101,9 +107,7 @@ def _config_of(raw: Mapping[str, Any], code: str) -> tuple[ModelConfig, Callable
     refused = str(raw.get("model_type")) in REFUSED_FAMILIES
     if code != "hf" or refused:
         try:
-            config = config_from_hf(raw)
-            vision = FAMILIES[config.source.family].vision
-            return config, decoder_model if vision is None else vision.make
+            return config_from_hf(raw), model_of_config
         except ModelError as error:
             if code == "native" or refused:
                 raise

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from funrl.models.decoder.config import Config
 from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.configs.delta_nets import NESTED_PREFIX, TEXT_PARTS, TOWER_PREFIXES
 from funrl.models.huggingface.configs.hf_family import LAYERS, UNEMBED
-from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS, TOWER_PREFIXES
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.huggingface.fp8_files import FP8
 from funrl.models.huggingface.mxfp4_files import MXFP4_BLOCKS

@@ -26,6 +26,7 @@ from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.fsdp import regathering
 from funrl.models.huggingface.config import DTYPES, ModuleConfig, architecture, token_ids
+from funrl.models.huggingface.configs.hf_family import transformers_config
 from funrl.models.huggingface.names import names_of
 from funrl.models.huggingface.skeletons import (
     CPU,
@@ -67,13 +68,9 @@ def module_config(raw: Mapping[str, Any]) -> ModuleConfig:
     Raises:
       ModelError: transformers does not know it.
     """
-    from transformers import CONFIG_MAPPING
-
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in CONFIG_MAPPING:
-        raise ModelError(f"model_type is {name!r}, which transformers does not know either")
+    theirs: Any = transformers_config(raw)
+    name = theirs.model_type
     try:
-        theirs = CONFIG_MAPPING[name](**{key: x for key, x in raw.items() if key != "model_type"})
         embed = theirs.hidden_size
         layers = theirs.num_hidden_layers
         vocab = theirs.vocab_size

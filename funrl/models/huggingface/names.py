@@ -14,8 +14,8 @@ from torch import Tensor
 from funrl import trees
 from funrl.models.errors import ModelError
 from funrl.models.huggingface.config import ModuleConfig
+from funrl.models.huggingface.configs.delta_nets import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.configs.hf_family import UNEMBED
-from funrl.models.huggingface.configs.qwen3_5 import NESTED_PREFIX, TEXT_PARTS
 from funrl.models.huggingface.families import FAMILIES
 from funrl.models.lora import FIRST, SECOND, plain_name
 from funrl.models.model import Model

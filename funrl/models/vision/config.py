@@ -153,6 +153,11 @@ class TowerConfig:
         """Ids of tokens that no policy may sample."""
         return tuple(sorted({self.placeholder, *self.banned}))
 
+    @property
+    def video(self) -> int:
+        """Id of the placeholder of videos; that of pictures where there is none."""
+        return next(iter(self.banned), self.placeholder)
+
     def with_last_layers(self, layers: int, whole: int) -> TowerConfig:
         """The same tower with fewer layers: those in `deep_layers`, and the last ones of each kind.
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from funrl.rewards.mathematics.notation import LONGEST_READ_ANSWER, ReadAnswer, read_answer, squeezed, tidy
 from funrl.rewards.mathematics.numbers import LARGEST_POWER, decimal_of, fraction_of
-from funrl.rewards.mathematics.units import Unit
 
 TIMEOUT_S = 3  # of reading a formula, and of one comparison
 FEWEST_DIGITS = 6  # significant ones of a decimal that may stand for a number that it only approximates
@@ -139,9 +138,11 @@ def _same_atoms(wanted: ReadAnswer, given: ReadAnswer) -> bool:
         return True
     if wanted.kind == given.kind == "words":
         return _parts_of_words(wanted.text) == _parts_of_words(given.text)
-    scale = _unit_ratio(wanted.unit, given.unit)
-    if scale is None:
-        return False
+    scale = Fraction(1)  # from one unit to the other, where none is left out
+    if wanted.unit is not None and given.unit is not None:
+        if wanted.unit.powers != given.unit.powers:  # they measure different things
+            return False
+        scale = given.unit.factor / wanted.unit.factor
     numbers = (number_in(wanted.text), number_in(given.text))
     if numbers[0] is not None and numbers[1] is not None:
         given_value = numbers[1] * scale
@@ -150,29 +151,16 @@ def _same_atoms(wanted: ReadAnswer, given: ReadAnswer) -> bool:
         return False
     if scale == 1 and squeezed(wanted.text) == squeezed(given.text):
         return True
-    bases = (_BASE.fullmatch(wanted.text), _BASE.fullmatch(given.text))
-    if any(bases):
-        return _same_digits(wanted.text, given.text)
+    if _BASE.fullmatch(wanted.text) or _BASE.fullmatch(given.text):  # one may leave its base out
+        digits, _, base = re.sub(r"[\s{}]", "", wanted.text.lower()).partition("_")
+        others, _, other = re.sub(r"[\s{}]", "", given.text.lower()).partition("_")
+        return digits == others and (base == other or not base or not other)
     return _same_formulas(wanted.text, given.text, scale)
 
 
 def _parts_of_words(text: str) -> frozenset[str]:
     """The things that words list."""
     return frozenset(part.strip() for part in re.split(r",|;|\band\b|\bor\b", text) if part.strip())
-
-
-def _same_digits(wanted: str, given: str) -> bool:
-    """Compare numbers whose base is written; one of them may leave it out."""
-    digits, _, base = re.sub(r"[\s{}]", "", wanted.lower()).partition("_")
-    others, _, other = re.sub(r"[\s{}]", "", given.lower()).partition("_")
-    return digits == others and (base == other or not base or not other)
-
-
-def _unit_ratio(wanted: Unit | None, given: Unit | None) -> Fraction | None:
-    """Factor from one unit to the other, 1 where one is left out; None: they measure different things."""
-    if wanted is None or given is None:
-        return Fraction(1)
-    return given.factor / wanted.factor if wanted.powers == given.powers else None
 
 
 def number_in(text: str) -> Fraction | None:
@@ -234,6 +222,7 @@ def _rounds(text: str, value: Fraction) -> bool:
 def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
     """Compare formulas as mathematics: `wanted` with `scale` times `given`."""
     import sympy
+    from math_verify import verify
 
     try:
         left = parsed_formula(wanted)
@@ -247,7 +236,7 @@ def _same_formulas(wanted: str, given: str, scale: Fraction) -> bool:
             infinite = [formula.doit() for formula in (left, right) if not formula.free_symbols]
             if any(formula in endless for formula in infinite):
                 return infinite in ([sympy.oo] * 2, [-sympy.oo] * 2)
-            return scale == 1 and _equal(left, right)
+            return scale == 1 and verify([left], [right], timeout_seconds=_timeout_s())
     except Exception:  # of sympy, on a formula that may be anything
         return False
     gap = abs(number.real - other.real * scale) + abs(number.imaginary - other.imaginary * scale)
@@ -343,13 +332,6 @@ def _digits(formula: object) -> float:
         digits = parts[0] if isinstance(formula, sympy.Pow) else math.log10(size + 10)
         return max(digits * size, *parts)
     return sum(parts) if parts else 1.0
-
-
-def _equal(wanted: Any, given: Any) -> bool:
-    """Compare expressions by math-verify."""
-    from math_verify import verify
-
-    return verify([wanted], [given], timeout_seconds=_timeout_s())
 
 
 def _timeout_s() -> Any:

@@ -49,7 +49,7 @@ def right_answer_text(answer: Any) -> str:
     if isinstance(answer, Rational) and answer.denominator != 1:
         return f"{right_answer_text(answer.numerator)}/{right_answer_text(answer.denominator)}"
     if not isinstance(answer, (Real, Decimal)):
-        raise ValueError(f"the right answer is {_shown(answer)}, neither text nor a number")
+        raise ValueError(f"the right answer is {type(answer).__name__} {str(answer)[:100]}, neither text nor a number")
     number = Decimal(int(answer.numerator)) if isinstance(answer, Rational) else Decimal(str(answer))
     if not number.is_finite():
         raise ValueError(f"the right answer is {answer}, not a finite number")
@@ -69,8 +69,12 @@ def same_text_or_number(answer: object, given: str) -> bool:
     given = given.strip()
     if given == wanted:
         return True
-    if isinstance(answer, bool) or (isinstance(answer, str) and not _is_float_repr(wanted)):
+    if isinstance(answer, bool):
         return False
+    if isinstance(answer, str):  # "72.0" and "1e-05", which tables hold where their numbers were made text, are numbers
+        is_number = _WRITTEN.fullmatch(wanted) is not None and len(wanted) <= 30 and repr(float(wanted)) == wanted
+        if not is_number or not ("e" in wanted or wanted.endswith(".0")):
+            return False
     return _WRITTEN.fullmatch(given) is not None and decimal_of(given) == decimal_of(wanted)
 
 
@@ -85,14 +89,3 @@ def _decimal(text: str) -> Decimal | None:
         return Decimal(re.sub(r"[$,]", "", text))
     except InvalidOperation:  # an exponent of too many digits
         return None
-
-
-def _is_float_repr(text: str) -> bool:
-    """True of "72.0" and "1e-05", which tables hold where their numbers were made text."""
-    if _WRITTEN.fullmatch(text) is None or len(text) > 30:
-        return False
-    return repr(float(text)) == text and ("e" in text or text.endswith(".0"))
-
-
-def _shown(answer: object) -> str:
-    return f"{type(answer).__name__} {str(answer)[:100]}"

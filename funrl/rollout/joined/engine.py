@@ -15,14 +15,14 @@ from funrl.models.deployed import DeviceWeights
 from funrl.models.model import ModelConfig
 from funrl.processes.connections import Connection
 from funrl.processes.heartbeat import beat, entered, left
-from funrl.rollout.certificate import SyncError
+from funrl.rollout.certificate import SyncError, complete_greedily
 from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.engine import EngineCost, WeightSpec, complete
+from funrl.rollout.engine import EngineCost, WeightSpec
 from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, Collected, LeaseServer
 from funrl.rollout.joined.messages import PROTOCOL, WEIGHTS, Hello
 from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.remote.digests import trained_digests
-from funrl.rollout.requests import Completion, Request, check_requests, requests_of
+from funrl.rollout.requests import Completion, Request, check_requests
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 
@@ -358,14 +358,7 @@ class JoinedEngine:
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of this replica; see `certificate.greedy`."""
-        paused = self.paused
-        self.resume()
-        done = complete(self, requests_of(prompts, Sampling(greedy=True, max_new_tokens=new_tokens), 0))
-        self.paused = paused
-        device = self.weights.mesh.device
-        tokens_BS = torch.stack([completion.tokens for completion in done])
-        logp_BS = torch.stack([completion.raw_logp for completion in done])
-        return Greedy(tokens_BS.to(device), logp_BS.to(device))
+        return complete_greedily(self, prompts, new_tokens)
 
 
 def _key_of(unit: Sequence[Request]) -> _Key:

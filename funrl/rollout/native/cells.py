@@ -253,7 +253,4 @@ def options_without_states(model: Model) -> dict[str, str]:
     if not model.pages or not model.cell_bytes(SINGLE, torch.float32):
         return {}
     states = f"layers of a {model.config.source.family} keep a state"
-    return {
-        "speculate": f"{states}, which cannot take back the tokens of a wrong draft",
-        "keep_cache": f"{states}, which is computed again by new weights",
-    }
+    return {"speculate": f"{states}, which cannot take back the tokens of a wrong draft"}

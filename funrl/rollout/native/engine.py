@@ -56,7 +56,6 @@ class NativeOptions(NamedTuple):
       static: decode by passes of static shape where possible, which are CUDA graphs on a GPU; None: on a GPU only. On a
         CPU it is for tests, and samples the same tokens.
       make_backend: (model, mesh, dtype, tokens of a page) -> what computes passes; None: the best of `backends.py`.
-      keep_cache: leave keys and values of running requests as older weights computed them; later ones share none.
     """
 
     max_rows: int = 512
@@ -69,7 +68,6 @@ class NativeOptions(NamedTuple):
     snapshot_tokens: int = 0
     static: bool | None = None
     make_backend: MakeBackend | None = None
-    keep_cache: bool = False
 
 
 NATIVE_DEFAULTS = NativeOptions()
@@ -111,7 +109,6 @@ class NativeEngine:
         self.adapters: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count()  # of adapters, each used once
         self._backend = backend
-        self._keep_cache = options.keep_cache
         spare = CacheSizes(backend.lanes * static, backend.lanes * static)
         self._room = CacheRoom(weights.mesh, backend, options.cache_bytes, FREE_SHARE / options.engines, spare)
         self._sequences = RunningSequences(device, weights.dtype, options.decode, slots=max_rows + 1 if static else 0)
@@ -144,7 +141,7 @@ class NativeEngine:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._renew_cache()
+        self._drop_cache()
         self._backend.drop()
         self.version = None
         self._backend.load(shards(self.weights, named_weights))
@@ -177,7 +174,7 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._renew_cache()
+        self._drop_cache()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
         self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
@@ -384,15 +381,6 @@ class NativeEngine:
         self._sizes = sizes
         self._backend.resize(*sizes)
         self._scheduler.resize(*sizes)
-
-    def _renew_cache(self) -> None:
-        """Have keys and values computed by the next weights, those of running requests unless they are kept."""
-        if not (self._keep_cache and self._sizes.pages):
-            return self._drop_cache()  # damaged weights may have left NaN in it, which no mask hides
-        self._poll()
-        self._sequences.epoch += 1
-        if self._static is not None:
-            self._static.drop()
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""

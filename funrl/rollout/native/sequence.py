@@ -34,7 +34,6 @@ class RunningSequence:
       recomputed: tokens that were computed again, as in `Completion.recomputed`.
       lookup: index of its text for drafts; None without drafts.
       adapter: number of its adapter in the backend; -1: it has none.
-      epoch: of the sequences when it began; see `RunningSequences`.
       contents: those of its prompt's tokens, as `OwnedValues.contents`, if it owns values; None: its ids.
       whole: begin and end of each run of tokens of its prompt that one pass computes together, in order.
     """
@@ -54,7 +53,6 @@ class RunningSequence:
     recomputed: int = 0
     lookup: PromptLookup | None = None
     adapter: int = -1
-    epoch: int = 0
     contents: list[int] | None = None
     whole: Sequence[tuple[int, int]] = ()
 
@@ -72,8 +70,8 @@ class RunningSequence:
 
     @property
     def root(self) -> int:
-        """Content before its first page: texts of one adapter and epoch share pages."""
-        return ROOT - 1 - self.adapter - (self.epoch << 32)
+        """Content before its first page: texts of one adapter share pages."""
+        return ROOT - 1 - self.adapter
 
     def contents_of(self, text: list[int]) -> list[int]:
         """Numbers by which pages of the first tokens of its text are found: other pictures have others."""

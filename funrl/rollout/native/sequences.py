@@ -35,7 +35,6 @@ class RunningSequences:
       drafted, accepted: drafted tokens, and those of them that were sampled.
       lengths: [slots] tokens of each sequence, including tokens not polled yet.
       serials: [slots] number of the assignment that holds each slot, never used twice; `NO_HOLDER`: the slot is free.
-      epoch: number of the weights that left earlier keys and values in the cache, for sequences that begin now.
       needs_sync: whether the next sampling needs all tokens on the host, for a repetition penalty.
       damaged: whether a sequence without finite logits may have left NaN in the cache.
       any_at_limit: whether a sequence has reached its limit since the last poll.
@@ -53,7 +52,6 @@ class RunningSequences:
         self.routes: Callable[[Sequence[int], int], Tensor] | None = None
         self.decode = decode
         self.decoded = 0
-        self.epoch = 0
         self._device = device
         self.drafted = self.accepted = 0
         self.lengths = np.zeros(0, dtype=np.int64)
@@ -97,7 +95,7 @@ class RunningSequences:
             versions = [(start, int(begun.versions[start])) for start in changes]
             sequence = RunningSequence(request, text, logps, [*versions, (len(begun.tokens), version or 0)])
         sequence.known_before = request.computed
-        sequence.adapter, sequence.epoch = adapter, self.epoch
+        sequence.adapter = adapter
         self._owns |= request.owned is not None
         self.by_number[request.number] = sequence
         return sequence

@@ -5,20 +5,28 @@ The digests are those of `certificate`. What crosses is three numbers for each w
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.mesh.collectives import gather_objects, pmax, psum
+from funrl.mesh.collectives import pmax, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.mesh.rules import Layout
 from funrl.models.deployed import DeviceWeights
 from funrl.models.weight_dtypes import weight_dtype
-from funrl.rollout.certificate import SyncError, copies, digest, first_copy, greedy, largest_gap
+from funrl.rollout.certificate import (
+    SyncError,
+    differing_weights,
+    digest,
+    faults_everywhere,
+    first_copy,
+    first_fault,
+    largest_gap,
+    readable_weights,
+)
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import Engine, WeightSpec
 
@@ -77,15 +85,8 @@ class RemoteDigests(NamedTuple):
         if version != self.version:
             faults = (f"the version is {version}", *faults)
         if faults:
-            more = f", and {len(faults) - 1} further faults" if faults[1:] else ""
-            raise SyncError(f"{before}{faults[0]}{more}")
-        wrong = [
-            name
-            for name, (once, every) in digests.items()
-            if once != ours[name][0]
-            or (every - copies(placed[name]) * once) % (1 << 64)
-            or (ours[name][1] - copies(self.trained[name]) * once) % (1 << 64)
-        ]
+            raise SyncError(before + first_fault(faults))
+        wrong = differing_weights(self.trained, placed, {name: (*ours[name], *x) for name, x in digests.items()})
         if wrong:
             raise SyncError(f"{before}{wrong[0]} differs; {len(wrong)} of {len(digests)} weights differ")
         return len(digests) == len(placed)
@@ -106,36 +107,27 @@ def engine_digests(engine: Engine) -> EngineDigests:
     spec = engine.weights
     mesh = spec.mesh
     placed = dict(trees.named(spec.layouts))
-    awaited = {there: name for name, (there, _) in spec.names.items() if name in placed}
     own = {name: torch.zeros(3, dtype=torch.int64, device=mesh.device) for name in placed}
-    faults = []
-    for there, held in engine.held_weights():
-        name = awaited.pop(there, None)
-        if name is None:
-            faults.append(f"{there} is unknown or given twice")
-            continue
+    faults = list[str]()
+    for name, held in readable_weights(engine, faults):
         if held is None:
             own[name][2] = 1
             continue
-        shape = placed[name].local_shape(mesh.rank)
-        dtype = weight_dtype(name, spec.dtype)
-        if held.numel() != math.prod(shape) or held.dtype != dtype:
-            faults.append(f"{name} is {held.dtype} {list(held.shape)} instead of {dtype} {list(shape)}")
-            continue
-        number = digest(held.reshape(shape), placed[name], mesh.rank, dtype).to(mesh.device)
+        number = digest(held, placed[name], mesh.rank, held.dtype).to(mesh.device)
         own[name] = torch.stack([number * first_copy(placed[name], mesh), number, number.new_zeros(())])
-    faults += [f"{name} is missing" for name in awaited.values()]
     sums = psum(torch.stack(list(own.values())), mesh, AXES).tolist()
     digests = {name: (once, every) for name, (once, every, unread) in zip(placed, sums, strict=True) if not unread}
-    everywhere = gather_objects(faults, mesh)
-    texts = [f"{fault} on rank {rank}" for rank, its in zip(mesh.ranks, everywhere, strict=True) for fault in its]
-    return EngineDigests(engine.version, digests, tuple(texts))
+    return EngineDigests(engine.version, digests, tuple(faults_everywhere(faults, mesh)))
 
 
-def compared_greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh."""
-    mesh = engine.weights.mesh
-    tokens_BS, logp_BS, _ = greedy(engine, prompts, new_tokens)
+def compared_greedy(own: Greedy, mesh: Mesh) -> Greedy:
+    """Greedy completions of the first replica, with the gap to the others. Collective over the engine's mesh.
+
+    Args:
+      own: of this rank's replica.
+      mesh: of the engine.
+    """
+    tokens_BS, logp_BS, _ = own
     first = mesh.rank == 0
     first_BS = psum(tokens_BS if first else torch.zeros_like(tokens_BS), mesh, AXES)
     first_logp_BS = psum(logp_BS if first else torch.zeros_like(logp_BS), mesh, AXES)

@@ -16,7 +16,7 @@ import torch
 from funrl.models.decoder.routing import ClampedGate
 from funrl.models.flat import flat_fields
 from funrl.models.huggingface.config import config_to_hf
-from funrl.models.huggingface.configs.ministral3 import QUERY_GROWTH
+from funrl.models.huggingface.family_fields import QUERY_GROWTH
 from funrl.models.model import Model, ModelConfig
 from funrl.rollout.vllm.pictures import PROCESSORS
 

@@ -13,7 +13,6 @@
 | trackers.json | identities of this run in the trackers of --report_to | when they are opened |
 | checkpoints/ | the newest checkpoints, and the best | every `--save_every` |
 | rollouts/ | rows and scores of steps, for `funrl replay` | every `--save_rollouts` steps |
-| skipped/ | rows of some updates that were not finite | when an update is skipped |
 | profile/ | traces of steps, for Perfetto or Chrome | after the steps of `--profile` |
 | report.html | all of this as one page | at the end |
 
@@ -82,7 +81,7 @@ class RunDirectory:
     checkpoints = Member("checkpoints")
     rollouts = Member("rollouts")
     profile = Member("profile")
-    skipped = Member("skipped")
+    skipped = Member("skipped")  # of earlier versions, as the next one
     gap = Member("gap")
 
 
@@ -90,9 +89,7 @@ def open_run(
     run_dir: str | Path | None,
     experiment: str,
     config: dict[str, Any],
-    *,
     resume: bool = False,
-    overwrite: bool = False,
 ) -> RunDirectory:
     """Create the directory of a run, check that it can be written, and write its config.json.
 
@@ -103,7 +100,6 @@ def open_run(
       experiment: the name of the program, such as "ppo".
       config: every flag by name; "mesh" and "seed" are also put at the top of config.json.
       resume: the directory may hold what this run has written before.
-      overwrite: it may hold what a start without a step has left, which is removed.
 
     Raises:
       RunDirectoryError: it cannot be created or written, or it holds anything of a former run that would mix
@@ -113,9 +109,7 @@ def open_run(
     try:
         check_own_config(run)
         if not resume:
-            check_unused(run, overwrite)
-        if overwrite and not resume:
-            remove_start(run)
+            check_unused(run)
         sweep_drafts(run)
         record = {"step": 0} | run_record(experiment, config)
         write_text(run.start if resume else run.config, _json_text(record if resume else config_of([record])))
@@ -273,39 +267,27 @@ def given_directory(path: Path) -> Path:
 
 def _new_default(experiment: str) -> Path:
     stem = f"{experiment}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+    path = Path("runs") / stem
+    number = 1
+    while True:
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
-            if path.is_dir():
-                continue
-            raise RunDirectoryError(f"{path.parent}: is a file; give --run_dir") from None
+            return path
         except OSError as error:
-            here = Path.cwd()
-            raise RunDirectoryError(f"{here / path}: cannot be created: {_reason(error)}; give --run_dir") from None
-        return path
-    raise RunDirectoryError(f"runs/{stem}: a thousand of that name exist; give --run_dir")
+            if not path.is_dir():
+                here = Path.cwd()
+                raise RunDirectoryError(f"{here / path}: cannot be created: {_reason(error)}; give --run_dir") from None
+        number += 1
+        path = path.with_name(f"{stem}-{number}")
 
 
-def check_unused(run: RunDirectory, overwrite: bool = False) -> None:
-    """Raise RunDirectoryError if a directory holds what a former run or a model left; it need not exist.
-
-    Args:
-      run: the directory.
-      overwrite: what a start without a step has left is allowed.
-    """
+def check_unused(run: RunDirectory) -> None:
+    """Raise RunDirectoryError if a directory holds what a former run or a model left; it need not exist."""
     written = (*_written_by_a_start(run), run.report, run.model, run.adapter)
-    there = [path.name for path in written if os.path.lexists(path)]
-    empty = has_no_step(run)
-    if there and not (empty and overwrite):  # refused even without a step: that run may not have ended
-        remedy = "give another directory or remove them"
-        if overwrite:
-            remedy = "--overwrite removes only what a start has left that made no step; give another directory"
-        elif empty:
-            remedy = "no step is among them: --overwrite begins anew there, or give another directory"
+    if there := [path.name for path in written if os.path.lexists(path)]:
         raise RunDirectoryError(
-            f"--run_dir={run.path}: holds {', '.join(there)}, as a former run leaves them; {remedy}"
+            f"--run_dir={run.path}: holds {', '.join(there)}, as a former run leaves them; "
+            "give another directory or remove them"
         )
     check_own_config(run)
 

@@ -34,9 +34,7 @@ def owned_run(
     run_dir: str | Path | None,
     experiment: str,
     config: dict[str, Any],
-    *,
     resume: bool = False,
-    overwrite: bool = False,
 ) -> Iterator[RunDirectory]:
     """Open the directory of a run, as `open_run` does; this process and its forks own it.
 
@@ -46,7 +44,7 @@ def owned_run(
     with contextlib.ExitStack() as stack:
         if run_dir:
             stack.enter_context(_locked(given_directory(Path(run_dir)), WAIT_S if resume else 0.0))
-        run = open_run(run_dir, experiment, config, resume=resume, overwrite=overwrite)
+        run = open_run(run_dir, experiment, config, resume)
         if not run_dir:  # a new one, whose name nobody else has
             stack.enter_context(_locked(run.path, 0.0))
         yield run
@@ -104,37 +102,10 @@ def _locked(folder: Path, wait_s: float) -> Iterator[None]:
 
 def _lock(number: int, folder: Path) -> bool:
     """Try to take the lock; False if another run has it."""
-    deadline = time.monotonic() + WAIT_S
-    while not _flock(number, fcntl.LOCK_EX, folder):
-        if not _flock(number, fcntl.LOCK_SH, folder) or time.monotonic() >= deadline:
-            return False
-        fcntl.flock(number, fcntl.LOCK_UN)  # nobody owns it: `is_owned` holds it for an instant
-        time.sleep(0.01)
-    return True
-
-
-def _flock(number: int, mode: int, folder: Path) -> bool:
-    """Try to take the lock alone (LOCK_EX) or with others (LOCK_SH); False if it is taken."""
     try:
-        fcntl.flock(number, mode | fcntl.LOCK_NB)
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise RunDirectoryError(f"--run_dir={folder}: its file system has no locks: {error.strerror}") from None
     return True
-
-
-def is_owned(folder: Path) -> bool:
-    """True while a run owns a directory; False where that cannot be known, as on a file system without locks."""
-    try:
-        number = os.open(folder / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        free = _flock(number, fcntl.LOCK_SH, folder)
-        fcntl.flock(number, fcntl.LOCK_UN)  # also for a process that another thread forks now
-        return not free
-    except RunDirectoryError:
-        return False
-    finally:
-        os.close(number)

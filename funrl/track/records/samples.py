@@ -77,48 +77,27 @@ def read_samples(path: Path) -> list[Sample]:
 
 def _sample(line: dict[str, Any]) -> Sample:
     """The sample that a line of samples.jsonl holds."""
+    conversation = line.get("conversation")
+    for branch in conversation["branches"] if conversation else ():
+        for entry in branch["says"]:
+            if "pictures" in entry:
+                entry["pictures"] = read_shown(entry["pictures"])
     return Sample(
-        step=int(line.get("step") or 0),
-        prompt=str(line.get("prompt", "")),
-        completion=str(line.get("completion", "")),
+        step=line.get("step", 0),
+        prompt=line.get("prompt", ""),
+        completion=line.get("completion", ""),
         reward=line.get("reward"),
-        rewards=tuple((line.get("rewards") or {}).items()),
-        conversation=_conversation(line.get("conversation")),
-        pictures=read_shown(line.get("pictures")),
+        rewards=tuple(line.get("rewards", {}).items()),
+        conversation=conversation,
+        pictures=read_shown(line.get("pictures", ())),
     )
 
 
-def _conversation(line: Any) -> Mapping[str, Any] | None:
-    """The conversation in a line, with pictures as `read_shown` reads them."""
-    if not isinstance(line, Mapping):
-        return None
-
-    def read(entry: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**entry, "pictures": read_shown(entry["pictures"])} if "pictures" in entry else entry
-
-    branches = [{**branch, "says": [*map(read, branch.get("says") or ())]} for branch in line.get("branches") or ()]
-    return {**line, "branches": branches}
-
-
 def first_and_last(samples: list[Sample], count: int) -> tuple[list[Sample], list[Sample]]:
-    """Up to `count` samples of the earliest step and of the latest, those of prompts that both have first.
-
-    Where a step has fewer samples than `count`, those of the steps next to it fill up; no sample is in both.
-    """
+    """Up to `count` of the earliest samples, and the newest of the same prompts, or the newest samples."""
     in_order = sorted(samples, key=lambda sample: sample.step)
-    count = min(count, max(1, len(in_order) // 2))
-    if len(in_order) < 2:
-        return in_order, []
-    early = [sample for sample in in_order if sample.step == in_order[0].step]
-    late = [sample for sample in in_order if sample.step == in_order[-1].step]
-    if early == late or min(len(early), len(late)) < count:
-        return in_order[:count], in_order[-count:]
-    questions = {sample.question for sample in late}
-    shared = [question for question in dict.fromkeys(sample.question for sample in early) if question in questions]
-
-    def pick(rows: list[Sample]) -> list[Sample]:
-        by_question = {sample.question: sample for sample in reversed(rows)}
-        pairs = [by_question[question] for question in shared]
-        return (pairs + [sample for sample in rows if sample not in pairs])[:count]
-
-    return pick(early), pick(late)
+    early = in_order[: min(count, max(1, len(in_order) // 2))]
+    newest = {sample.question: sample for sample in in_order}
+    pairs = [newest[question] for question in dict.fromkeys(sample.question for sample in early)]
+    late = [sample for sample in pairs if sample.step > early[0].step]
+    return early, late or in_order[len(early) :][-count:]

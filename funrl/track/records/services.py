@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
 
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.trackers import StepMetrics, Tracker
@@ -22,20 +21,6 @@ PROJECT = "funrl"  # where no variable of the environment names one
 
 class TrackerError(ValueError):
     """A tracker that cannot be opened; the message names it and its error."""
-
-
-class Service(NamedTuple):
-    """A tracker of another package, opened for a run.
-
-    Attributes:
-      write: (step, finite metrics) -> None.
-      close: () -> None.
-      identity: of the run, for the service.
-    """
-
-    write: Callable[[int, dict[str, float]], Any]
-    close: Callable[[], Any]
-    identity: str
 
 
 def open_service(name: str, run: RunDirectory, note: Callable[[str], None]) -> Tracker:
@@ -53,12 +38,12 @@ def open_service(name: str, run: RunDirectory, note: Callable[[str], None]) -> T
     flags = json.loads(record.read_bytes()).get("flags", {})
     known = json.loads(run.trackers.read_bytes()) if run.trackers.exists() else {}
     try:
-        service = SERVICES[name](run, flags, known.get(name))
+        service, identity = SERVICES[name](run, flags, known.get(name))
     except ImportError as error:
         raise TrackerError(f"--report_to={name}: {name} is not installed (pip install {name}): {error}") from error
     except Exception as error:
         raise TrackerError(f"--report_to={name}: {type(error).__name__}: {error}") from error
-    write_text(run.trackers, json.dumps(known | {name: service.identity}) + "\n")
+    write_text(run.trackers, json.dumps(known | {name: identity}) + "\n")
     failed = False
 
     def write(step: int, metrics: StepMetrics) -> None:
@@ -78,7 +63,7 @@ def open_service(name: str, run: RunDirectory, note: Callable[[str], None]) -> T
     return Tracker(write, close)
 
 
-def _wandb(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+def _wandb(run: RunDirectory, flags: Mapping[str, object], identity: str | None) -> tuple[Tracker, str]:
     import wandb  # type: ignore[import-not-found]
 
     active = wandb.init(
@@ -89,10 +74,10 @@ def _wandb(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) ->
         config=dict(flags),
         dir=str(run.path),
     )
-    return Service(lambda step, metrics: active.log(metrics, step=step), active.finish, active.id)
+    return Tracker(lambda step, metrics: active.log(metrics, step=step), active.finish), active.id
 
 
-def _mlflow(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -> Service:
+def _mlflow(run: RunDirectory, flags: Mapping[str, object], identity: str | None) -> tuple[Tracker, str]:
     import mlflow  # type: ignore[import-not-found]
 
     if identity is None:
@@ -100,7 +85,7 @@ def _mlflow(run: RunDirectory, flags: Mapping[str, Any], identity: str | None) -
     active = mlflow.start_run(run_id=identity, run_name=None if identity else _name(run))
     if identity is None:
         mlflow.log_params({key: str(value)[:500] for key, value in flags.items()})
-    return Service(lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run, active.info.run_id)
+    return Tracker(lambda step, metrics: mlflow.log_metrics(metrics, step=step), mlflow.end_run), active.info.run_id
 
 
 def _name(run: RunDirectory) -> str:

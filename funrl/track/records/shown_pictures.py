@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from funrl.data.pictures import PICTURE_COLUMNS
 from funrl.data.processors.form import PictureForm
-from funrl.data.processors.thumbnails import PNG_URL, ShownPicture, thumbnails
+from funrl.data.processors.thumbnails import ShownPicture, thumbnails
 from funrl.data.prompts import Example
 
 MOST_SHOWN = 4  # pictures of a prompt
@@ -21,14 +20,12 @@ def shown_pictures(example: Example | None, form: PictureForm | None) -> tuple[S
     return tuple(thumbnails(example.owned.values, form, MOST_SHOWN, _names(example.fields)))
 
 
-def read_shown(line: Any) -> tuple[ShownPicture, ...]:
-    """Pictures in a line of samples.jsonl; an entry without a PNG inside is left out, for a page loads no others."""
-    entries = [x for x in line if isinstance(x, Mapping)] if isinstance(line, list) else []
-    pictures = [ShownPicture(*(str(entry.get(field, "")) for field in ShownPicture._fields)) for entry in entries]
-    return tuple(x for x in pictures if x.thumbnail.startswith(PNG_URL))
+def read_shown(entries: Sequence[Mapping[str, str]]) -> tuple[ShownPicture, ...]:
+    """Pictures in a line of samples.jsonl."""
+    return tuple(ShownPicture(*(entry[field] for field in ShownPicture._fields)) for entry in entries)
 
 
-def _names(fields: Mapping[str, Any]) -> dict[int, str]:
+def _names(fields: Mapping[str, object]) -> dict[int, str]:
     """Paths of the pictures of a record that have one, by their number."""
     given = next((fields[name] for name in PICTURE_COLUMNS if fields.get(name) is not None), None)
     pictures = given if isinstance(given, list | tuple) else [given]

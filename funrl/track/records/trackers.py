@@ -1,8 +1,7 @@
-"""Trackers: where the metrics of each step go. One is called with `(step, metrics)` and closed at the end."""
+"""Trackers: where the metrics of each step go."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -16,14 +15,10 @@ StepMetrics = Mapping[str, float]
 
 
 class Tracker(NamedTuple):
-    """Somewhere metrics go: `tracker(step, metrics)` after every step, `tracker.close()` once."""
+    """Somewhere metrics go: `tracker.write(step, metrics)` after every step, `tracker.close()` once."""
 
     write: Callable[[int, StepMetrics], None]
-    close: Callable[[], None]
-
-    def __call__(self, step: int, metrics: StepMetrics) -> None:
-        """Write the metrics of a step."""
-        self.write(step, metrics)
+    close: Callable[[], object]
 
 
 def jsonl(path: Path) -> Tracker:
@@ -62,18 +57,3 @@ def tensorboard(directory: Path) -> Tracker:
 
     add(Event(wall_time=now, file_version="brain.Event:2"))
     return Tracker(write, file.close)
-
-
-def join_trackers(*trackers: Tracker) -> Tracker:
-    """All of the trackers as one; each is closed even where closing another fails."""
-
-    def write(step: int, metrics: StepMetrics) -> None:
-        for tracker in trackers:
-            tracker(step, metrics)
-
-    def close() -> None:
-        with contextlib.ExitStack() as stack:
-            for tracker in reversed(trackers):
-                stack.callback(tracker.close)
-
-    return Tracker(write, close)

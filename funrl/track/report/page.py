@@ -9,59 +9,38 @@ styles, its drawings and the script that shows values under the pointer are insi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from funrl.data.json_lines import DataError
-from funrl.data.mixture import weighted_files
 from funrl.track.records.guards import findings
 from funrl.track.records.run_directory import RunDirectory, write_text
 from funrl.track.records.samples import first_and_last
 from funrl.track.records.segments import SEGMENTS, in_words, segments_of, values_over_time
-from funrl.track.report.charts import Figure, Series, line_figure, smoothing
-from funrl.track.report.figures import (
-    CHARTS,
-    LIKELIHOOD,
-    LOSS,
-    PAIR_CHARTS,
-    REWARD_CHARTS,
-    REWARD_MEANS,
-    TIME,
-    Chart,
-    charts_of_keys,
-)
-from funrl.track.report.headline import headline, tiles_of
+from funrl.track.report.charts import Figure, Series, line_figure, number
+from funrl.track.report.figures import CHARTS, MAIN_CHARTS, Chart
 from funrl.track.report.rendering import render_page
-from funrl.track.report.run_files import (
-    ReportError,
-    RunFiles,
-    finite_values,
-    has_pairs,
-    is_supervised,
-    read_run,
-    reward_range,
-)
-from funrl.trainer.settings.declaration import START_FLAGS
+from funrl.track.report.run_files import ReportError, RunFiles, finite_values, read_run
+from funrl.trainer.settings.declaration import HELD_OUT_SET
 
-PHASES: dict[str, int] = {  # in the order of a step, with the page's colour of each
-    "generate": 0,
-    "reward": 5,
-    "score_policy": 2,
-    "score_reference": 6,
-    "score_critic": 4,
-    "advantage": 7,
-    "update_critic": 3,
-    "update_policy": 1,
-    "reshard": 8,
-    "verify": 11,
-    "eval": 9,
-    "other": 10,
+RESULTS = {  # the metrics that say how a run went, the best of them first
+    "eval/reward": "held-out reward",
+    "eval/accuracy": "held-out accuracy",
+    "eval/loss": "held-out loss",
+    "reward/mean": "reward",
+    "train/loss": "training loss",
+    "eval/margin": "held-out margin",
 }
-ORDER = "Answers are shown with their digits in the usual order; the model writes the ones first."
+RESOURCES = {  # metric -> title, statistic, unit
+    "time_s/step": ("Time", statistics.median, "s a step (median)"),
+    "perf/tokens_per_s": ("Throughput", statistics.median, "tokens a second (median)"),
+    "rollout/logprob_gap_max": ("Log-prob gap", max, "nats, the largest"),
+    "memory/peak_gb": ("Memory", max, "GB at its peak"),
+}
+MOST_CURVES = 8  # of a chart: colours that differ well
+COLOURS = 10
 SAMPLES = 5  # from the start, and from the end
-LONGEST_CELL = 400  # characters of a prompt or completion in the table of an evaluation
-EVALUATION_ROW = {"prompt": "", "completion": "", "answer": "", "reward": None, "correct": False, "tokens": ""}
 
 
 class Phase(NamedTuple):
@@ -73,20 +52,16 @@ class Phase(NamedTuple):
     share: float
 
 
-def write_report(run_dir: str | Path, running: bool | None = None) -> Path:
+def write_report(run_dir: str | Path) -> Path:
     """Write report.html from the files of a run and return its path.
-
-    Args:
-      run_dir: of the run.
-      running: whether the run is in progress; None: the lock of its directory says so.
 
     Raises:
       ReportError: the directory or one of its files is missing, empty or broken, or the page cannot be written.
     """
     directory = RunDirectory(Path(run_dir))
-    run = read_run(directory)
+    text = render(read_run(directory))
     try:
-        write_text(directory.report, render(run if running is None else run._replace(running=running)))
+        write_text(directory.report, text)
     except OSError as error:
         raise ReportError(f"{directory.report}: cannot be written: {error.strerror}") from None
     return directory.report
@@ -94,114 +69,108 @@ def write_report(run_dir: str | Path, running: bool | None = None) -> Path:
 
 def render(run: RunFiles) -> str:
     """The page as text."""
-    main_charts = _main_charts(run)
-    others = [chart for chart in CHARTS if chart not in main_charts]
-    reach = smoothing(len(run.rows))
-    phases = _seconds_by_phase(run)
+    flags = run.config.get("flags") or {}
+    facts = {
+        "model": Path(str(flags.get("model") or "from scratch")).name,
+        "data": flags.get("data") or flags.get("prompts") or flags.get("env") or flags.get("task"),
+        "mesh": run.config.get("mesh") or "dp1",
+        "seed": run.config.get("seed"),
+        "started": str(run.config.get("started") or "")[:16].replace("T", " "),
+    }
+    seconds = _seconds_by_phase(run)
     early, late = first_and_last(run.samples, SAMPLES)
+    time_chart = Chart("By step", "seconds", ())
     return render_page(
         "report.html.j2",
-        run=run,
-        title=_title(run.config),
-        chips=_chips(run.config),
+        title=str(run.config.get("experiment") or "run"),
+        chips={name: value for name, value in facts.items() if value not in (None, "")},
         headline=headline(run),
-        tiles=tiles_of(run),
+        tiles=list(_tiles(run)),
         findings=list(findings(run.rows)),
-        main_figures=_figures(run, (*main_charts, _rewards_chart(run))),
-        figures=_figures(run, (*others, *charts_of_keys({key for row in run.rows for key in row}))),
-        smoothed=2 * reach + 1 if reach else 0,
-        phases=_phases(phases),
-        time_figure=line_figure(TIME, phases, _steps(run), named=True),
-        samples={"At the start": early, "At the end": late} if late else {"Samples": early} if early else {},
-        rewards=reward_range(run),
-        order=ORDER if is_embedded(run.config) else "",
-        evaluation=[EVALUATION_ROW | {"finished": True} | row for row in run.evaluation],
-        # An answer that is just the completion needs no column.
-        has_answers=any(
-            row.get("answer") not in (None, "", str(row.get("completion", "")).strip()) for row in run.evaluation
-        ),
-        has_rewards=any(row.get("reward") is not None for row in run.evaluation),
-        end_of=_end_of,
+        main_figures=_figures(run, MAIN_CHARTS),
+        figures=_figures(run, CHARTS),
+        phases=_phases(seconds),
+        time_figure=line_figure(time_chart, seconds, _steps(run)),
+        samples={heading: group for heading, group in (("At the start", early), ("At the end", late)) if group},
+        evaluation=run.evaluation,
         configuration=_configuration(run.config),
     )
 
 
-def _main_charts(run: RunFiles) -> tuple[Chart, ...]:
-    if not is_supervised(run):
-        return REWARD_CHARTS
-    return PAIR_CHARTS if has_pairs(run) else (LOSS, LIKELIHOOD)
+def headline(run: RunFiles) -> str:
+    """The sentence that says how a run went, or is going."""
+    last = run.rows[-1]["step"]
+    total = (run.config.get("flags") or {}).get("steps")
+    status = f" The run is to take {total} steps." if isinstance(total, int) and last < total else ""
+    seconds = sum(value for _, value in finite_values(run, "time_s/step"))
+    duration = f" and {seconds / 60:.1f} min" if seconds else ""
+    for key, name in RESULTS.items():
+        values = _comparable(run, key)
+        if len(values) > 1:
+            before, after = _ends(values, key)
+            verb = "stayed near" if before == after else "rose from" if after > before else "fell from"
+            return f"{name.capitalize()} {verb} {number(before)} to {number(after)} in {last} steps{duration}.{status}"
+    return f"The run has taken {last} steps{duration}.{status}"
 
 
-def _rewards_chart(run: RunFiles) -> Chart:
-    """The mean of each reward, where there are several."""
-    matches = (re.fullmatch(r"reward/(.+)/mean", key) for row in run.rows for key in row)
-    names = sorted({match[1] for match in matches if match})
-    return REWARD_MEANS._replace(keys=tuple((f"reward/{name}/mean", name) for name in names))
+def _comparable(run: RunFiles, key: str) -> list[tuple[int, float]]:
+    """The finite values of a metric; of a held-out metric, those on the newest held-out set."""
+    digests = values_over_time(run.config, "inputs").get(HELD_OUT_SET, [])
+    begin = digests[-1][0] if len(digests) > 1 and key.startswith("eval/") else -1
+    return [(step, value) for step, value in finite_values(run, key) if step > begin]
+
+
+def _ends(values: Sequence[tuple[int, float]], key: str) -> tuple[float, float]:
+    """The first and the last value; of a metric of batches the means of the first and last twentieth."""
+    count = 1 if key.startswith("eval/") else max(1, len(values) // 20)
+    first, last = (statistics.fmean(value for _, value in part) for part in (values[:count], values[-count:]))
+    return first, last
+
+
+def _tiles(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Yield title, value and note of each number at the top of the page."""
+    examples = finite_values(run, "eval/examples")
+    for key, name in RESULTS.items():
+        if values := _comparable(run, key):
+            before, after = _ends(values, key)
+            best = (min if key.endswith("/loss") else max)(value for _, value in values)
+            note = f"from {number(before)}, best {number(best)}" if len(values) > 1 else "measured once"
+            count = f", n = {examples[-1][1]:.0f}" if examples and key.startswith("eval/") else ""
+            yield name.capitalize(), number(after), note + count
+    for key, (name, statistic, unit) in RESOURCES.items():
+        if values := finite_values(run, key):
+            yield name, number(statistic([value for _, value in values])), unit
+
+
+def _figures(run: RunFiles, charts: Sequence[Chart]) -> list[Figure]:
+    """The charts that a run has metrics for."""
+    keys = sorted({key for row in run.rows for key in row})
+    figures = []
+    for chart in charts:
+        names = [key for pattern in chart.patterns for key in keys if re.fullmatch(pattern, key)][:MOST_CURVES]
+        series = [Series(name, finite_values(run, name), colour) for colour, name in enumerate(names)]
+        broken = [row["step"] for row in run.rows if any(name in row and row[name] is None for name in names)]
+        note = f"not finite at {len(broken)} of {len(run.rows)} steps, first at step {broken[0]}" if broken else ""
+        figures.append(line_figure(chart, series, _steps(run), note))
+    return [figure for figure in figures if figure is not None]
 
 
 def _steps(run: RunFiles) -> tuple[int, int]:
     return run.rows[0]["step"], run.rows[-1]["step"]
 
 
-def _figures(run: RunFiles, charts: Sequence[Chart]) -> list[Figure]:
-    figures = []
-    for chart in charts:
-        series = [
-            Series(name, finite_values(run, key), colour, dots=chart.dots or key.startswith("eval/"))
-            for colour, (key, name) in enumerate(chart.keys)
-        ]
-        figures.append(line_figure(chart, series, _steps(run), note="; ".join(_notes(run, chart, series))))
-    return [figure for figure in figures if figure is not None]
-
-
-def _notes(run: RunFiles, chart: Chart, series: Sequence[Series]) -> Iterator[str]:
-    broken = [row["step"] for row in run.rows if any(key in row and row[key] is None for key, _ in chart.keys)]
-    if broken:
-        yield f"not finite at {len(broken)} of {len(run.rows)} steps, first at step {broken[0]}"
-    if chart.log and any(value == 0 for curve in series for _, value in curve.points):
-        yield "exact zeros are drawn on the lower edge"
-
-
-def _chips(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    flags = config.get("flags") or {}
-    facts = {
-        "model": Path(str(flags.get("model") or "from scratch")).name,
-        "mesh": config.get("mesh") or "dp1",
-        "seed": config.get("seed"),
-        "started": str(config.get("started") or "")[:16].replace("T", " "),
-    }
-    return [(name, value) for name, value in facts.items() if value not in (None, "")]
-
-
-def _title(config: dict[str, Any]) -> str:
-    flags = config.get("flags") or {}
-    name = str(config.get("experiment") or "run")
-    task = _file_names(flags.get("data") or flags.get("prompts")) or flags.get("task")
-    shown = name.upper() if len(name) <= 5 else name.capitalize().replace("_", " ")
-    return f"{shown} on {task}" if task else shown
-
-
-def _file_names(flag: Any) -> str:
-    """Names of the files that a flag gives, without folders and weights."""
-    try:
-        return " + ".join(Path(file.path).name for file in weighted_files(str(flag))) if flag else ""
-    except DataError:
-        return Path(str(flag)).name
-
-
 def _seconds_by_phase(run: RunFiles) -> list[Series]:
     """Seconds of each phase at each step that has them, and of what no phase accounts for."""
     rows = [row for row in run.rows if isinstance(row.get("time_s/step"), (int, float))]
-    keys = {key.removeprefix("time_s/") for row in rows for key in row if key.startswith("time_s/")} - {"step"}
-    names = [name for name in PHASES if name in keys] + sorted(keys - set(PHASES))
-    seconds = {name: [max(0.0, float(row.get(f"time_s/{name}") or 0.0)) for row in rows] for name in names}
+    names = dict.fromkeys(key for row in rows for key in row if key.startswith("time_s/") and key != "time_s/step")
+    seconds = {name.removeprefix("time_s/"): [max(0.0, float(row.get(name) or 0.0)) for row in rows] for name in names}
     rest = [max(0.0, float(row["time_s/step"]) - sum(x)) for row, *x in zip(rows, *seconds.values(), strict=True)]
     if names and sum(rest) > 0.005 * sum(float(row["time_s/step"]) for row in rows):
         seconds["other"] = rest
     steps = [row["step"] for row in rows]
     return [
-        Series(name, list(zip(steps, values, strict=True)), PHASES.get(name, PHASES["other"]))
-        for name, values in seconds.items()
+        Series(name, list(zip(steps, values, strict=True)), number % COLOURS)
+        for number, (name, values) in enumerate(seconds.items())
     ]
 
 
@@ -214,29 +183,15 @@ def _phases(series: Sequence[Series]) -> list[Phase]:
     ]
 
 
-def is_embedded(config: dict[str, Any]) -> bool:
-    """True if a run's config.json says that it completed the embedded task."""
-    flags = config.get("flags") or {}
-    given = any(flags.get(name) for name in ("prompts", "data", "given_in_python"))
-    return flags.get("task") in ("arithmetic", "arithmetic_moe") and not given
+def _configuration(config: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+    """Everything in config.json, as named tables; a flag that changed has all of its values."""
+    tables = {kind: _newest_or_all(config, kind) for kind in ("flags", "inputs")}
+    versions = config.get("versions")
+    facts = {name: value for name, value in config.items() if name not in (*tables, "versions", SEGMENTS)}
+    facts["starts"] = "; ".join(f"after step {start['step']}, {start.get('started')}" for start in segments_of(config))
+    return {**tables, "run": facts, "versions": versions if isinstance(versions, Mapping) else {}}
 
 
-def _end_of(value: Any) -> str:
-    """The last characters of a cell's text."""
-    text = "" if value is None else str(value)
-    return text if len(text) <= LONGEST_CELL else "..." + text[-LONGEST_CELL:]
-
-
-def _configuration(config: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    """Everything in config.json, as two columns of named tables."""
-    changes = {name: in_words(values) for name, values in values_over_time(config).items() if len(values) > 1}
-    starts = [f"after step {segment['step']}, {segment.get('started')}" for segment in segments_of(config)]
-    tables = {name: config.get(name) or {} for name in ("flags", "versions", "inputs")}
-    facts = {name: value for name, value in config.items() if name not in (*tables, SEGMENTS)}
-    others = {
-        "run": facts | {"starts": "; ".join(starts)},
-        "flags that changed": {name: value for name, value in changes.items() if name not in START_FLAGS},
-        "versions": tables["versions"],
-        "inputs": tables["inputs"],
-    }
-    return [{"flags": tables["flags"]}, others]
+def _newest_or_all(config: Mapping[str, object], kind: str) -> dict[str, object]:
+    values = values_over_time(config, kind)
+    return {name: x[0][1] if len(x) == 1 else in_words(x) for name, x in values.items()}

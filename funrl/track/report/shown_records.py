@@ -20,7 +20,6 @@ from funrl.data.messages import (
     unread_fields,
     without_arrow_nulls,
 )
-from funrl.data.pair_halves import halves_of
 from funrl.data.pictures import PICTURE_COLUMNS, with_picture_form
 from funrl.data.prompt_format import PICTURE_MARK, PromptFormat, tools_of
 from funrl.data.prompts import Example, encode, prompt_of_record
@@ -29,6 +28,7 @@ from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
     TextExample,
+    halves_of,
     read_at_end,
     text_example,
 )
@@ -44,7 +44,7 @@ from funrl.data.tokenizer import (
     markers_of,
 )
 from funrl.models.huggingface import directories as hf
-from funrl.tasks.embedded import embedded_task
+from funrl.tasks.task import RIGHT_ANSWER
 from funrl.track.report.record_page import ShownRecord, ShownRow, text_pieces
 from funrl.trainer.jobs.datasets import (
     embedded_prompts,
@@ -59,10 +59,9 @@ from funrl.trainer.jobs.demonstrations import DemonstrationReader, check_demonst
 from funrl.trainer.jobs.job import DEMONSTRATION
 from funrl.trainer.jobs.models import first_model
 from funrl.trainer.jobs.prepare import form_of_pictures, texts_kind
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import data_files, names_of_fields
 from funrl.trainer.settings.declaration import SettingsError
-from funrl.trainer.settings.implied import resolved
+from funrl.trainer.settings.scorers import Given, resolved
 from funrl.trainer.settings.settings import Settings
 
 NULLS = "nulls that the table has for absent keys are left out"
@@ -269,7 +268,7 @@ def show_prompt(reader: RecordReader, example: Example, remarks: list[str]) -> S
     rows = [ShownRow("prompt, which the policy continues", text_pieces(text, reader.tokenizer))]
     if learns_from_demonstrations(reader.algorithm):
         is_embedded = settings.examples.prompts is None and settings.environments.env is None
-        field = embedded_task(settings.examples.task).demonstration_field if is_embedded else DEMONSTRATION
+        field = RIGHT_ANSWER if is_embedded else DEMONSTRATION
         check_demonstrations([example], field, None)
         demonstrations = DemonstrationReader(field, reader.tokenizer, reader.form, most=0, pad=0, paired=False)
         rows.append(ShownRow("demonstration", text_pieces(demonstrations.text(example).texts[0], reader.tokenizer)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.environment import Environment
@@ -24,22 +23,6 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.ahead.side_thread import SideProgram, SideThread
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup
-
-
-class LoggedPrompt(NamedTuple):
-    """A group of episodes in the log of a step: the first fields of a `LoggedGroup`.
-
-    Attributes:
-      position: of its prompt in the order of prompts.
-      first: position from which the samples are numbered.
-      generator, switches, tokens: 0 or empty, for each turn records its own versions.
-    """
-
-    position: int
-    first: int
-    generator: int = 0
-    switches: tuple[()] = ()
-    tokens: tuple[()] = ()
 
 
 class EpisodesAhead:
@@ -103,17 +86,19 @@ class EpisodesAhead:
         self._engine.finish_ahead()  # the environment is used by one thread at a time
         return run_episodes(engine, mesh, environment, groups, policy, limits)
 
-    def groups(self, consumed: int, seed: int) -> list[LoggedPrompt]:
-        """The groups that were trained on or dropped since the step began, in their order.
+    def groups(self, consumed: int, seed: int) -> list[tuple[object, ...]]:
+        """The groups that were trained on or dropped since the step began, in their order, as a log has them.
+
+        These are the first fields of `LoggedGroup`: no switches and tokens, for each turn records its own versions.
 
         Args:
           consumed: prompts taken before the step.
           seed: of the run.
         """
-        logged = []
+        logged = list[tuple[object, ...]]()
         for count, first_seed in self.taken:
             if first_seed == request_seed(derived_seed(seed, consumed), 0):  # others are of greedy episodes
-                logged += [LoggedPrompt(consumed + place, consumed) for place in range(count)]
+                logged += [(consumed + place, consumed, 0, (), ()) for place in range(count)]
                 consumed += count
         return logged
 

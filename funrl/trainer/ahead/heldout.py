@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from funrl.data.prompts import Example
-from funrl.environments.run import EpisodeGroup, EpisodeRunner, EpisodeSpending, Tickets, episode_groups
+from funrl.environments.run import EpisodeRun, EpisodeRunner, Tickets, episode_groups, run_of_replica
 from funrl.mesh.collectives import from_first
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import SINGLE
-from funrl.rollout.episode_records import EpisodeRecord, from_record, to_record
-from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.requests import Completion, Request, RequestGroups
+from funrl.rollout.requests import Completion
 from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, raise_everywhere, to_rows
+from funrl.trainer.sources.generation import (
+    Rollout,
+    collected_rollout,
+    pending_rewards,
+    raise_everywhere,
+    request_groups,
+    to_rows,
+)
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.sources.source import Generation
@@ -34,105 +37,13 @@ class WrittenPart(NamedTuple):
 
     Attributes:
       completions: of its prompts, ascending by their numbers.
-      episodes: numbers and records of its episodes, ascending, where prompts become episodes.
-      costs: of each of them.
+      episodes: of its prompts and their costs, where prompts become episodes; None: they do not.
       problem: message of the error that ends the run; None without one.
     """
 
     completions: list[Completion] = []  # noqa: RUF012  (never mutated)
-    episodes: list[tuple[int, EpisodeRecord]] = []  # noqa: RUF012  (never mutated)
-    costs: list[EpisodeSpending] = []  # noqa: RUF012  (never mutated)
+    episodes: EpisodeRun | None = None
     problem: str | None = None
-
-
-class ProgramBeside:
-    """A program beside the groups of a replica, until whose end the engine keeps its weights.
-
-    Attributes:
-      goes_on: whether there is one, on all tensor ranks.
-      tasks: of it, on the first tensor rank.
-    """
-
-    def __init__(self, resident: ResidentEngine | None, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin without one.
-
-        Args:
-          resident: the engine, on the first tensor rank.
-          loop: that runs the program.
-        """
-        self.goes_on = False
-        self.tasks: list[asyncio.Task[Any]] = []
-        self._resident = resident
-        self._loop = loop
-        self._aside = contextlib.ExitStack()
-
-    def begin(
-        self,
-        program: Callable[[ResidentEngine], Coroutine[Any, Any, Any]],
-        aside: contextlib.AbstractContextManager[None],
-    ) -> None:
-        """Begin a program. Collective over "tensor".
-
-        Args:
-          program: runs on the first tensor rank.
-          aside: context that lasts until its end.
-        """
-        self._aside.enter_context(aside)
-        self.goes_on = True
-        if self._resident is not None:
-            self.tasks = [self._loop.create_task(program(self._resident))]
-
-    @property
-    def has_ended(self) -> bool:
-        """True on the first tensor rank between the end of the program and `end`."""
-        return self.goes_on and self._resident is not None and self.tasks[0].done()
-
-    def end(self) -> None:
-        """Note on all tensor ranks that the program has ended."""
-        self.goes_on = False
-        self._aside.close()
-
-    @property
-    def result(self) -> Any:
-        """Result of the program that has ended; None on the other tensor ranks."""
-        return self.tasks[0].result() if self.tasks else None
-
-
-class WrittenEpisode(NamedTuple):
-    """An episode of an evaluation.
-
-    Attributes:
-      number: of it among all of the evaluation.
-      episode: itself.
-      cost: of it.
-    """
-
-    number: int
-    episode: Episode
-    cost: EpisodeSpending
-
-
-RunHeldout = Callable[
-    [Callable[[], EpisodeRunner], ResidentEngine, Sequence[EpisodeGroup]], Awaitable[list[WrittenEpisode]]
-]
-
-
-async def run_as_there_is_room(
-    runner: Callable[[], EpisodeRunner], resident: ResidentEngine, groups: Sequence[EpisodeGroup]
-) -> list[WrittenEpisode]:
-    """Run groups of episodes as the engine has room for them.
-
-    Args:
-      runner: makes a runner of episodes.
-      resident: the engine.
-      groups: of this replica.
-
-    Raises:
-      RunEndingError: the environment cannot work in this run.
-    """
-    own = runner()
-    episodes = await own.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
-    return [WrittenEpisode(number, episode, own.costs[number]) for number, episode in episodes]
 
 
 class HeldoutWriter:
@@ -142,15 +53,13 @@ class HeldoutWriter:
     and the weights alone, so that the metrics are those of an evaluation that has the engines to itself.
     """
 
-    def __init__(self, generation: Generation, step: int, run: RunHeldout = run_as_there_is_room) -> None:
+    def __init__(self, generation: Generation, step: int) -> None:
         """Begin without completions.
 
         Args:
           generation: as of a source, on the mesh to generate on.
           step: number of training steps before the evaluation.
-          run: runs its episodes.
         """
-        self._run = run
         mesh = generation.engine.mesh
         self._generation = generation
         self._step = step
@@ -167,17 +76,9 @@ class HeldoutWriter:
         if setup is not None:
             return await self._episodes(setup, resident)
         heldout, sampling, _, seed, _ = self._generation.evaluation
-        owned = [example.owned for example in heldout]
-        groups = RequestGroups([example.tokens for example in heldout], sampling, seed, owned=owned)
-
-        async def complete(request: Request) -> Completion:
-            done = (await resident.ask(request))._replace(number=request.number)
-            if self._pending is not None:
-                self._pending.add(done)
-            return done
-
-        own = [request for group in groups[self._own] for request in group]
-        return WrittenPart(list(await asyncio.gather(*map(complete, own))))
+        groups = request_groups(heldout, sampling, seed)[self._own]
+        added = None if self._pending is None else self._pending.add
+        return WrittenPart(await resident.ask_all([request for group in groups for request in group], added))
 
     def evaluate(self, part: WrittenPart | None, show: Show, clock: Clock) -> dict[str, float]:
         """Metrics of all parts. Collective over the mesh to generate on.
@@ -191,8 +92,11 @@ class HeldoutWriter:
           RewardError: a reward function or the environment has failed; raised on every rank.
         """
         mesh = self._generation.engine.mesh
-        written: WrittenPart = from_first(part, mesh, "tensor")
-        raise_everywhere(written.problem, (), mesh)
+        raise_everywhere(None if part is None else part.problem, (), mesh)
+        if self._generation.episodes is None:
+            written = WrittenPart(from_first(None if part is None else part.completions, mesh, "tensor"))
+        else:
+            written = WrittenPart(episodes=run_of_replica(None if part is None else part.episodes, mesh))
         collected = functools.partial(self._collected, written)
         return evaluate_heldout(self._generation, clock, show, self._step, collected)
 
@@ -204,14 +108,14 @@ class HeldoutWriter:
         examples: Sequence[Example],
         *,
         sampling: Sampling,
-        **others: Any,
+        **others: object,
     ) -> tuple[Rollout, Rows]:
         """All parts as one rollout, and their rows; see `rewarded_rows`."""
         engine = generation.engine
-        if generation.episodes is not None:
-            setup = generation.episodes
-            episodes = [(number, from_record(record)) for number, record in written.episodes]
-            return rollout_of_episodes(setup, engine, episodes, examples, sampling, costs=written.costs)
+        run = written.episodes
+        if run is not None:
+            setup = generation.setup
+            return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
         count = len(examples) * sampling.samples
         with clock.phase("eval"):
             done = collected_rollout(engine, written.completions, self._pending, rows=count, begin=self._begin)
@@ -223,9 +127,9 @@ class HeldoutWriter:
         policy = policy_setup(setup, sampling)
         groups = episode_groups(heldout, self._samples, seed)[self._own]
         try:
-            runner = functools.partial(EpisodeRunner, setup.environment, policy, setup.limits)
-            written = await self._run(runner, resident, groups)
+            runner = EpisodeRunner(setup.environment, policy, setup.limits)
+            episodes = await runner.run(resident, Tickets(groups, shared_counter(SINGLE), replicas=1))
         except RunEndingError as error:
             return WrittenPart(problem=str(error))
-        episodes = [(number, to_record(episode)) for number, episode, _ in written]
-        return WrittenPart([], episodes, [cost for *_, cost in written])
+        costs = [runner.costs[number] for number, _ in episodes]
+        return WrittenPart(episodes=EpisodeRun(episodes, 0.0, 0.0, costs, runner.attempts))

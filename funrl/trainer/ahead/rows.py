@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,6 @@ from funrl.data.order import take_next
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.sums import own_range
 from funrl.rollout.joined.engine import JoinedEngine
-from funrl.rollout.requests import RequestGroups
 from funrl.rollout.resident import run_beside
 from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
@@ -20,11 +18,12 @@ from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.ahead.side_thread import SideThread
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
+from funrl.trainer.sources.generation import request_groups
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.source import Generation, Source
+from funrl.trainer.sources.source import Generation, Source, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, with_stale
 
 
 class RowsAhead:
@@ -63,26 +62,10 @@ class RowsAhead:
             if self.episodes is not None:
                 self.episodes.begin(examples, seed)
                 continue
-            prompts = [example.tokens for example in examples]
-            owned = [example.owned for example in examples]
-            groups = RequestGroups(prompts, self.job.sampling, seed, owned=owned)
+            groups = request_groups(examples, self.job.sampling, seed)
             share = own_range(len(groups), mesh, mesh.row_axes)
             for group in groups[share.start : share.stop]:
                 self.engine.write_ahead(group)
-
-    def mark_stale(self, rows: Rows) -> Rows:
-        """Rows that say which of their tokens are of other weights than the newest.
-
-        Raises:
-          RuntimeError: a token that was sampled is older than it may be.
-        """
-        staleness = self.job.settings.asynchrony.staleness
-        mask_bT = rows.batch.mask
-        age_bT = (self.engine.version or 0) - rows.batch.version
-        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
-        if oldest > staleness:
-            raise RuntimeError(f"a token is {oldest} versions old; --staleness={staleness}")
-        return rows.with_fields(stale=mask_bT & (age_bT != 0))
 
 
 def source_ahead(
@@ -137,9 +120,9 @@ def evaluation_beside(
 
 def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
     episodes = ahead.episodes
-    groups: list[tuple[Any, ...]] = []  # of the newest step
+    groups: list[tuple[object, ...]] = []  # of the newest step
 
-    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> StepRows:
         consumed = state["prompts_consumed"]
         if episodes is not None:
             episodes.taken.clear()
@@ -150,7 +133,8 @@ def _with_rows_ahead(source: Source, ahead: RowsAhead) -> Source:
         return rows, state, metrics
 
     def move(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        return ahead.mark_stale(source.move(rows, to, mesh))
+        staleness = ahead.job.settings.asynchrony.staleness
+        return with_stale(source.move(rows, to, mesh), ahead.engine.version or 0, staleness)
 
     written = source._replace(next_rows=next_rows, move=move)
     if episodes is None:

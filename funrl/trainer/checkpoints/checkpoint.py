@@ -20,7 +20,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import Layout
 from funrl.optim import layouts_of
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.storage.row_shards import HeldRows, read_held_rows
 from funrl.trainer.storage.shard_server import COMPLETE, Array, CheckpointError, DamagedError, record_digest
 from funrl.trainer.storage.shards import TENSOR_DTYPES, Database, ShardError, ShardServer, read_tensors

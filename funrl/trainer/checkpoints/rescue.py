@@ -30,7 +30,7 @@ from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.checkpoints.export import outline_digests, write_outline
 from funrl.trainer.checkpoints.saver import Evaluations, Saver
 from funrl.trainer.checkpoints.snapshot import Snapshot, snapshot_of
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.storage.shard_server import CheckpointError, Commit
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
 

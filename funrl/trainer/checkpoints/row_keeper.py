@@ -18,7 +18,7 @@ from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.steps.step_rows import StepRecord
 
 

@@ -38,7 +38,7 @@ from funrl.trainer.settings.records import save_interval
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.sources.source import Source
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.storage.shard_server import COMPLETE, CheckpointError, Commit, DamagedError, Reserve
 from funrl.trainer.storage.shards import Memory, ShardError, ShardServer
 from funrl.trainer.storage.writer_watch import WriterLimits, WriterWatch

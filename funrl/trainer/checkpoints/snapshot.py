@@ -12,7 +12,7 @@ from funrl.mesh.rules import Layout
 from funrl.processes.device_memory import wait_for_copies
 from funrl.trainer.checkpoints.checkpoint import numbers_of, scalar_arrays, tensors_of
 from funrl.trainer.sources.source import Source
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import State
 from funrl.trainer.storage.row_shards import HeldRows, copy_rows, own_row_shards
 from funrl.trainer.storage.shard_server import Array, WriteShards
 from funrl.trainer.storage.shards import Memory, OwnShards, copy_to_memory, joined_shards, own_shards

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.data.file_digests import records_digest
+from funrl.data.cached_datasets import records_digest
 from funrl.mesh.collectives import gather_objects, psum
 from funrl.mesh.mesh import AXES, Mesh
 from funrl.models.weight_dtypes import weight_dtype

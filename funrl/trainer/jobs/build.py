@@ -30,24 +30,19 @@ from funrl.rewards.pool import Pool
 from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.seeds import derived_seed
-from funrl.trainer.jobs.generator import (
-    judging_mesh,
-    policy_generator,
-    with_agents,
-)
+from funrl.trainer.jobs.engines import judging_mesh, policy_generator, with_agents
 from funrl.trainer.jobs.job import Job, RLJob, needs_old_scores, rewards_completions, scoring_pools
 from funrl.trainer.jobs.learning_rates import optimizer_of
-from funrl.trainer.jobs.models import asked_models, base_role, companion_of
+from funrl.trainer.jobs.models import base_role, companion_of
 from funrl.trainer.jobs.sharding import replace_layouts, splits_residual, stored_rules
 from funrl.trainer.lowered.backend import computes_in_torch, with_backend, with_devices
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
-from funrl.trainer.steps.remote_scores import RemoteScorer
-from funrl.trainer.steps.roles import Role, RoleState, bases, writes_of
+from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer, first_request
+from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
-from funrl.trainer.steps.state import State
 from funrl.trainer.steps.sync import earlier_self
 
 
@@ -115,6 +110,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         agents = {name or job.main_role: job.agents.trained_by(name) for name in ("", *job.agents.policies)}
     models = [job.model, *job.models.values(), *([] if judge is None else [judge.job.model])]
     some = any(is_compiled(model, mode, mesh.device.type) for model in models)
+    scorers, rewards = ({}, {}) if generator is None else _models_on_other_ranks(job, mesh, generator.mesh, placed)
     parts = Parts(
         mesh=mesh,
         begin=begin,
@@ -123,27 +119,36 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
         compilations=compilations if some else None,
         agents=agents,
         judge=judge,
-        remote_scorers={} if generator is None else _remote_scorers(job, mesh, placed),
+        remote_scorers=scorers,
     )
-    if generator is None:
-        return parts
-    return with_generator(parts, generator, remote_rewards=asked_models(job, mesh, generator.mesh))
+    return parts if generator is None else with_generator(parts, generator, remote_rewards=rewards)
 
 
-def _remote_scorers(job: Job, training: Mesh, placed: Callable[[str, Model, Mesh], Placed]) -> dict[str, RemoteScorer]:
-    """The roles on ranks of their own that trainer ranks ask for fields of tokens.
+def _models_on_other_ranks(
+    job: Job, training: Mesh, generating: Mesh, placed: Callable[[str, Model, Mesh], Placed]
+) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
+    """Roles that trainer ranks ask for fields of tokens, and models that this rank asks for rewards, by name.
+
+    Generator ranks ask for rewards of completions. Where groups are written ahead, the trainer ranks ask for those of a
+    batch. Every rank of these pools calls it.
 
     Args:
-      training: mesh of the trainer ranks.
+      training, generating: meshes of the trainer ranks, and of generator ranks.
       placed: (name, model, mesh) -> the model of a role on that mesh.
     """
     scorers = {}
+    rewarding = {}
     for number, (name, pool) in enumerate(scoring_pools(job).items()):
         own = submesh(training, pool.sizes, pool.ranks)
-        if training.here and not rewards_completions(job, name):
-            role = _role(job, name, {name: placed(name, job.models[name], own)})
-            scorers[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
-    return scorers
+        if not rewards_completions(job, name):
+            if training.here:
+                role = _role(job, name, {name: placed(name, job.models[name], own)})
+                scorers[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
+        elif generating.here and not own.here:
+            rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
+        elif job.settings.asynchrony.staleness and not own.here:
+            rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
+    return scorers, rewarding
 
 
 def build_run(job: Job, mesh: Mesh, note: Callable[[str], None], pool: Pool | None = None) -> Parts:
@@ -216,7 +221,7 @@ def first_weights(job: Job, parts: Parts, begin: trees.Tree) -> dict[str, trees.
         load_first(parts.generator.frozen, parts.begin, begin, parts.generator.to_whole)
     for name, scorer in parts.remote_scorers.items():
         if name not in job.directories:
-            scorer.send_first(begin, parts.begin.stored, job.dtype)
+            reshard(begin, scorer.first_plan(parts.begin.stored, job.dtype), parts.mesh)
     weights = {}
     shared = bases(parts.roles)
     for name, role in parts.roles.items():

@@ -20,21 +20,12 @@ from funrl.trainer.jobs.job import Task, Texts
 from funrl.trainer.jobs.models import check_scoring_pools
 from funrl.trainer.jobs.sharding import (
     check_experts,
-    check_forms,
     check_layouts,
-    check_roles,
     generate_sizes,
     learns_sharded,
 )
-from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import (
-    JUDGE,
-    NO_OBJECTS,
-    GivenObjects,
-    environment_flag,
-    has_environment,
-    scorers_of,
-)
+from funrl.trainer.settings.declaration import SettingsError, blaming, parts, run_kind
+from funrl.trainer.settings.scorers import JUDGE, NOTHING_GIVEN, Given, environment_flag, has_environment, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, is_given, settings_flags
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.steps.roles import fields_read, role_names
@@ -47,10 +38,7 @@ MISSING = {  # of a role, a field or a part that a flag needs (`Flag.needs`): en
 
 
 def check_algorithm(
-    algorithm: Algorithm,
-    settings: Settings,
-    source: Collection[str] | None = None,
-    given: GivenObjects = NO_OBJECTS,
+    algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None, given: Given = NOTHING_GIVEN
 ) -> None:
     """Compare what an algorithm reads with what a run of these settings provides.
 
@@ -91,18 +79,14 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         )
     scorers = scorers_of(settings)
     refills = filters_rows(algorithm, settings) and settings.sampling.max_refills > 1
-    # Ranks that generate write groups ahead; generators that join return them unrewarded.
-    if staleness and scorers and refills and devices.place is not None and not devices.joined:
-        problem = ""
-        if settings.asynchrony.clock == "tokens":
-            problem = "--clock=tokens: when the trainer ranks have scored a group depends on time"
-        elif "greedy_score" in reads(algorithm).required:
-            problem = "greedy completions: these are scored with the batch, and replaced ones are not"
-        if problem:
-            raise settings.refusal(
-                f"{{max_refills}} with {{staleness}}, --{scorers[0]} and {problem}; give --max_refills=1, with which a "
-                "batch has fewer prompts where a filter drops some"
-            )
+    # Generator ranks write groups ahead; generators that join return them unrewarded.
+    ahead = staleness > 0 and devices.place is not None and not devices.joined
+    if ahead and scorers and refills and "greedy_score" in reads(algorithm).required:
+        raise settings.refusal(
+            f"{{max_refills}} with {{staleness}}, --{scorers[0]} and greedy completions: these are scored with the "
+            "batch, and replaced ones are not; give --max_refills=1, with which a batch has fewer prompts where a "
+            "filter drops some"
+        )
     try:
         check_behaviour(algorithm, staleness)
     except StaleLossError as error:
@@ -114,7 +98,7 @@ def filters_rows(algorithm: Algorithm, settings: Settings) -> bool:
     return algorithm.filter is not None or settings.rewards.on_reward_error == "skip"
 
 
-def _check_episodes(algorithm: Algorithm, settings: Settings, given: GivenObjects) -> None:
+def _check_episodes(algorithm: Algorithm, settings: Settings, given: Given) -> None:
     """Refuse an environment with an algorithm that cannot learn from rows of episodes. Raises: SettingsError."""
     if run_kind(algorithm, settings.examples.data) != "rl" or not has_environment(settings, given):
         return
@@ -143,9 +127,7 @@ def _check_roles(algorithm: Algorithm) -> None:
     for name in algorithm.roles:
         if name not in present:
             fields = ", ".join(kinds[name].writes) or "nothing"
-            raise SettingsError(
-                f"the algorithm declares the role {name!r} and reads nothing that it writes ({fields}); leave it out"
-            )
+            raise SettingsError(f"the algorithm reads nothing that its role {name!r} writes ({fields}); leave it out")
 
 
 def _roles_without_model(algorithm: Algorithm, settings: Settings) -> list[str]:
@@ -170,10 +152,7 @@ def _check_needs(algorithm: Algorithm, settings: Settings) -> None:
 
 
 def provided(
-    algorithm: Algorithm,
-    settings: Settings,
-    source: Collection[str] | None = None,
-    given: GivenObjects = NO_OBJECTS,
+    algorithm: Algorithm, settings: Settings, source: Collection[str] | None = None, given: Given = NOTHING_GIVEN
 ) -> Available:
     """The fields that a run provides, by where they can be read.
 
@@ -201,7 +180,7 @@ def provided(
     return Available(*map(frozenset, (in_filter, in_chain, in_losses)))
 
 
-def sampled_fields(settings: Settings, given: GivenObjects = NO_OBJECTS) -> set[str]:
+def sampled_fields(settings: Settings, given: Given = NOTHING_GIVEN) -> set[str]:
     """The fields of the rows that a policy samples, as they come from the engine and the rewards."""
     fields = set(FIELDS.by("source")) - {"label", "margin", "mismatched", "positions", "segments"}  # of given texts
     absent = {"greedy_score", "failed"}  # the one comes after the filter, the other goes after it
@@ -228,7 +207,9 @@ def check_meshes(
     Raises:
       SettingsError, MeshError: naming the flag, the sizes and the way out.
     """
-    check_roles(settings, tuple(models))
+    absent = [name for name in parts(settings.sharding.fsdp_models) if name not in models]
+    if absent:
+        raise settings.refusal(f"{{fsdp_models}}: this run has no {absent[0]}; it has {', '.join(models)}")
     check_experts(settings, models.values())
     role = ROLES.generating(models)
     generating = sizes if role is None else generate_sizes(settings, sizes, models[role], memory)
@@ -238,7 +219,13 @@ def check_meshes(
         for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
-    check_forms(models, settings, sizes)
+    for name, model in models.items():
+        heads = -(-model.abilities.heads // sizes["tensor"])
+        if settings.devices.sequence_parallel == "ulysses" and heads % sizes["sequence"]:
+            raise settings.refusal(
+                f"{{sequence_parallel}}: the {name} has {heads} query heads on a device, which do not divide over "
+                f"sp{sizes['sequence']}; give --sequence_parallel=ring, or an sp that divides {heads}"
+            )
     return generating
 
 

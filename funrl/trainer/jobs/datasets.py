@@ -13,13 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from funrl.data.columns import Fields, rename_columns, text_columns
-from funrl.data.json_lines import DataError
-from funrl.data.mixture import Mixture, WeightedFile, shares_of
-from funrl.data.pair_halves import PairHalves, halves_of
-from funrl.data.pictures import picture_form_of, pictures_of, reading_of, with_picture_form
+from funrl.data.columns import Fields
+from funrl.data.messages import RecordRemarks
+from funrl.data.order import Mixture, WeightedFile, shares_of
+from funrl.data.pictures import picture_form_of, with_picture_form
 from funrl.data.processors.form import PictureForm
-from funrl.data.processors.reading import read_ahead
 from funrl.data.prompt_format import (
     OWN,
     PLAIN_PROMPTS,
@@ -31,16 +29,14 @@ from funrl.data.prompt_format import (
     text_of_flag,
 )
 from funrl.data.prompts import Example, check_prompts, encode, encode_prompts, load_prompts
-from funrl.data.record_remarks import RecordRemarks
-from funrl.data.records import rows_in_memory
+from funrl.data.records import TableRows, rows_in_memory
 from funrl.data.supervised import (
     LABELS,
     TEXT_FIELDS,
-    TextExample,
+    PairHalves,
     TextFile,
     join_files,
     load_examples,
-    normal_record,
     rows_of_conversation,
     text_batch,
     text_example,
@@ -49,7 +45,7 @@ from funrl.data.text_lengths import fit_examples, pick
 from funrl.data.tokenizer import chat_text
 from funrl.environments.builtin.load import environment_arguments, environment_from, made
 from funrl.environments.environment import Environment, PromptingEnvironment
-from funrl.environments.hosting.hosted import hosted_environment
+from funrl.environments.hosted import hosted_environment
 from funrl.foreign.load import FRAMEWORKS, named_environment
 from funrl.loading import load_function
 from funrl.models import Model, ModelConfig
@@ -57,8 +53,8 @@ from funrl.rewards.call import function_name
 from funrl.rewards.load import check_fields, load_rewards
 from funrl.role_kinds import SCORING_ROLES
 from funrl.tasks.embedded import embedded_task, is_embedded_reward
+from funrl.tasks.task import RIGHT_ANSWER
 from funrl.trainer.jobs.job import Task, Texts
-from funrl.trainer.jobs.provenance import Given
 from funrl.trainer.settings.checks import (
     check_rewards,
     data_files,
@@ -67,8 +63,7 @@ from funrl.trainer.settings.checks import (
     weights_of_rewards,
 )
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.implied import new_tokens_of
-from funrl.trainer.settings.scorers import environment_flag, scorers_of
+from funrl.trainer.settings.scorers import Given, environment_flag, new_tokens_of, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, settings_flags
 from funrl.trainer.sources.curriculum import names_taken
 
@@ -80,7 +75,7 @@ PLACE = re.compile(r"(?<![\\\w{]){([a-zA-Z_]\w*)}(?!})")  # not the argument of 
 SPLIT = 0x5917  # separates the random numbers of held-out prompts from those of shuffling
 
 
-def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+def task_of_prompts(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
     """The task with its curriculum, where there is one; the others as in `prompts_of`."""
     task = prompts_of(settings, tokenizer, given, rewarded)
     curriculum = given.curriculum
@@ -91,7 +86,7 @@ def task_of_prompts(settings: Settings, tokenizer: Any, given: Given, rewarded: 
     return task._replace(curriculum=curriculum)
 
 
-def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool = True) -> Task:
+def prompts_of(settings: Settings, tokenizer: object, given: Given, rewarded: bool = True) -> Task:
     """The task that is given or that the flags name: prompts and rewards, or the embedded one.
 
     Args:
@@ -101,7 +96,7 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
       SettingsError, PromptError, RewardError, LoadError: the first thing that cannot work.
     """
     if given.records is None and given.rewards is None:
-        check_rewards(settings, rewarded, given.objects)
+        check_rewards(settings, rewarded, given)
     functions = settings.rewards.reward is not None or given.rewards is not None
     environment = given_environment(settings, given)
     records = given.records
@@ -113,13 +108,8 @@ def prompts_of(settings: Settings, tokenizer: Any, given: Given, rewarded: bool 
         return embedded_prompts(settings, tokenizer)
     if rewarded and environment is None and not functions and not scorers_of(settings):
         raise SettingsError("prompts need a reward, or a --reward_model=DIR; the embedded task has both")
-    fields = names_of_fields(settings)
-    form = format_of(settings, fields)
-    if records is not None:
-        examples: Sequence[Example] = given_prompts(records, fields, form, tokenizer)
-    else:
-        examples = read_prompts(data_files(settings, "prompts"), "prompts", fields, form, tokenizer)
-    train = examples
+    form = format_of(settings, names_of_fields(settings))
+    train = examples = prompt_examples(settings, "prompts", records, form, tokenizer)
     heldout = eval_prompts(settings, given, form, tokenizer)
     if heldout is None:
         train, heldout = split(examples, settings.evaluation.eval_prompts, settings.run.seed)
@@ -149,30 +139,28 @@ def given_environment(settings: Settings, given: Given) -> Environment | None:
         raise SettingsError(f"env={given.environment!r:.100}: {error}") from error
 
 
-def prompts_of_environment(environment: Environment, settings: Settings, given: Given) -> Sequence[Mapping[str, Any]]:
+def prompts_of_environment(
+    environment: Environment, settings: Settings, given: Given
+) -> Sequence[Mapping[str, object]]:
     """An environment's own prompts. Raises: SettingsError, it has none."""
     if isinstance(environment, PromptingEnvironment):
         return made(lambda: environment.prompts(settings.run.seed), "prompts()")
-    what = environment_flag(settings, given.objects)
+    what = environment_flag(settings, given)
     raise SettingsError(f"{what} needs --prompts=FILE.jsonl, whose records its episodes begin with")
 
 
 def eval_prompts(
-    settings: Settings, given: Given, form: PromptFormat, tokenizer: Any, most: int | None = None
+    settings: Settings, given: Given, form: PromptFormat, tokenizer: object, most: int | None = None
 ) -> Sequence[Example] | None:
     """The prompts that are given to evaluate on: at most `most`, which the seed chooses; None: none are given.
 
     Args:
       most: None: --eval_prompts.
     """
-    fields = names_of_fields(settings)
-    most = settings.evaluation.eval_prompts if most is None else most
-    if given.eval_records is not None:
-        examples: Sequence[Example] = given_prompts(given.eval_records, fields, form, tokenizer)
-    elif settings.examples.eval_data is not None:
-        examples = read_prompts(data_files(settings, "eval_data"), "eval_data", fields, form, tokenizer)
-    else:
+    if given.eval_records is None and settings.examples.eval_data is None:
         return None
+    most = settings.evaluation.eval_prompts if most is None else most
+    examples = prompt_examples(settings, "eval_data", given.eval_records, form, tokenizer)
     if len(examples) <= most:
         return list(examples)
     return [examples[place] for place in chosen_places(len(examples), most, settings.run.seed).tolist()]
@@ -217,7 +205,7 @@ def name_of_files(files: Sequence[WeightedFile]) -> str:
     return "+".join(Path(file.path).stem for file in files)
 
 
-def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
+def embedded_prompts(settings: Settings, tokenizer: object) -> Task:
     """The embedded task as prompts."""
     embedded = embedded_task(settings.examples.task)
     train = _training_examples(settings, None, tokenizer)
@@ -235,7 +223,7 @@ def embedded_prompts(settings: Settings, tokenizer: Any) -> Task:
         max_new_tokens=embedded.max_new_tokens,
         embedded=True,
         readable=embedded.readable,
-        demonstration_field=embedded.demonstration_field,
+        demonstration_field=RIGHT_ANSWER,
         environment=environment,
     )
 
@@ -248,7 +236,7 @@ def _training_examples(settings: Settings, kind: str | None, tokenizer: Any) -> 
     return _encode_training(task, kind, settings.run.seed, tokenizer)
 
 
-def _encode_training(task: str, kind: str | None, seed: int, tokenizer: Any) -> list[Any]:
+def _encode_training(task: str, kind: str | None, seed: int, tokenizer: object) -> list[Any]:
     embedded = embedded_task(task)
     if kind is None:
         return [encode(prompt, tokenizer) for prompt in embedded.training_prompts(seed)]
@@ -265,13 +253,10 @@ def _encode_alike(tokenizer: Any, other: Any) -> bool:
     """True if two tokenizers of the tokenizers library have the same pipeline, end of text and chat template."""
     pipeline = getattr(tokenizer, "backend_tokenizer", None)
     other_pipeline = getattr(other, "backend_tokenizer", None)
-    if pipeline is None or other_pipeline is None:
+    if pipeline is None or other_pipeline is None or pipeline.get_vocab_size() != other_pipeline.get_vocab_size():
         return False
-    if pipeline.get_vocab_size() != other_pipeline.get_vocab_size() or tokenizer.eos_token != other.eos_token:
-        return False
-    if tokenizer.chat_template != other.chat_template:
-        return False
-    return pipeline.to_str() == other_pipeline.to_str()
+    facts = [(x.eos_token, x.chat_template, x.backend_tokenizer.to_str()) for x in (tokenizer, other)]
+    return facts[0] == facts[1]
 
 
 def has_workers(settings: Settings, rewards: tuple[Callable[..., float], ...]) -> bool:
@@ -290,13 +275,10 @@ def check_workers(settings: Settings, rewards: tuple[Callable[..., float], ...])
     if settings.rewards.reward_workers and not rewards:
         raise settings.refusal("{reward_workers}: there is no --reward that they could run")
     if settings.rewards.reward_timeout is not None and not has_workers(settings, rewards):
-        raise settings.refusal(
-            "{reward_timeout}: only a worker's reward can be ended, and there are no workers; give --reward_workers=1 "
-            "or more"
-        )
+        raise settings.refusal("{reward_timeout}: only a worker's reward can be ended; give --reward_workers=1 or more")
 
 
-def texts_of(settings: Settings, kind: str, tokenizer: Any, config: ModelConfig, given: Given) -> Texts:
+def texts_of(settings: Settings, kind: str, tokenizer: object, config: ModelConfig, given: Given) -> Texts:
     """The texts that are given or that the flags name, or those made of the embedded task.
 
     Args:
@@ -347,7 +329,7 @@ def token_limit(flag: str, asked: int | None, most: int, reason: str) -> tuple[i
     return asked, f"--{flag} is {asked}", ()
 
 
-def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) -> Texts:
+def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: object) -> Texts:
     """Texts of at most `most` tokens, with remarks; the others as in `fit_examples`."""
     numbers = pairs_of(texts.examples)
     pairs = 0 if numbers is None else len(numbers) - len(np.unique(numbers))
@@ -361,33 +343,17 @@ def _fitting(texts: Texts, most: int, long: str, reason: str, tokenizer: Any) ->
 
 
 def _text_examples(
-    settings: Settings, flag: str, kind: str, tokenizer: Any, records: Sequence[Mapping[str, Any]] | None
+    settings: Settings, flag: str, kind: str, tokenizer: object, records: Sequence[Mapping[str, object]] | None
 ) -> tuple[Any, list[str]]:
     """The texts of a caller, or of the files that a flag names, with remarks; None where there are neither."""
+    files = data_files(settings, flag) if records is None else []
+    sources = [file.path for file in files] if records is None else [TableRows("records", rows_in_memory(records))]
+    if not sources:
+        return None, []
     fields = names_of_fields(settings)
     form = format_of(settings, fields)
-    if records is not None:
-        sourced = [
-            (f"record {n}", rename_columns(record, fields)) for n, record in enumerate(rows_in_memory(records), 1)
-        ]
-        if kind == "ratings":
-            sourced = [(source, half) for source, record in sourced for half in halves_of(record)]
-        remarks = RecordRemarks(tokenizer)
-        for number, (_, record) in enumerate(sourced):
-            remarks.see(number, normal_record(text_columns(record, kind), kind))
-        ahead = read_ahead(sourced, lambda pair: pictures_of(pair[1], tokenizer), reading_of(tokenizer))
-        examples = [
-            text_example(record, kind, tokenizer, form, read)._replace(source=source)
-            for (source, record), read in ahead
-        ]
-        return examples, remarks.lines(lambda number: sourced[number][0])
-    if flag_value(settings, flag) is None:
-        return None, []
-    files = data_files(settings, flag)
-    try:
-        loaded = [load_examples(file.path, kind, tokenizer, fields, form) for file in files]
-    except DataError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
+    with blaming(flag):
+        loaded = [load_examples(source, kind, tokenizer, fields, form) for source in sources]
     weights = [file.weight for file in files if file.weight is not None]
     remarks = [remark for file in loaded for remark in file.remarks]
     return join_files(loaded, shares_of(weights) if weights else None), remarks
@@ -409,7 +375,7 @@ def _has_margins(examples: Sequence[Any]) -> bool:
     return examples.has_margin if isinstance(examples, TextFile) else all(x.margin is not None for x in examples)
 
 
-def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
+def embedded_texts(settings: Settings, kind: str, tokenizer: object) -> Texts:
     """The embedded task as texts of a kind.
 
     They are demonstrations without errors, pairs of a right and a wrong answer, or one of these with a label, or with
@@ -424,7 +390,7 @@ def embedded_texts(settings: Settings, kind: str, tokenizer: Any) -> Texts:
     return Texts(embedded.name, train, heldout, kind, embedded.readable)
 
 
-def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[Any]:
+def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: object) -> list[Any]:
     """Tokenize an embedded task's texts: records, or rows of values in the order of the kind's fields."""
     names = ("prompt", *TEXT_FIELDS[kind], *([LABELS[kind]] if kind in LABELS else []))
     form = PLAIN_PROMPTS._replace(step_separator="")
@@ -432,7 +398,9 @@ def embedded_examples(rows: Sequence[Any], kind: str, tokenizer: Any) -> list[An
     return [text_example(record, kind, tokenizer, form) for record in records]
 
 
-def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: Any) -> Task:
+def fit_prompts(
+    task: Task, settings: Settings, new_tokens: int, models: Mapping[str, Model], tokenizer: object
+) -> Task:
     """The task with prompts that are short enough for every model and for --max_prompt_tokens.
 
     Args:
@@ -453,10 +421,7 @@ def fit_prompts(task: Task, settings: Settings, new_tokens: int, models: Mapping
     reason = f"--max_new_tokens is {new_tokens} and the model has {positions} positions{beyond}"
     most, reason, idle = token_limit("max_prompt_tokens", settings.examples.max_prompt_tokens, most, reason)
     if most < 1:
-        raise SettingsError(
-            f"--max_new_tokens={new_tokens}: the model has {positions} positions{beyond}, which leaves none for a "
-            "prompt; give fewer"
-        )
+        raise SettingsError(f"{reason}, which leaves none for a prompt; give fewer")
     train, remark = fit_examples(task.prompts, most, settings.examples.long_prompts, reason, tokenizer)
     heldout, heldout_remark = fit_examples(task.heldout, most, settings.examples.long_prompts, reason, tokenizer)
     remarks = [f"prompts: {remark}"] * bool(remark) + [f"held-out prompts: {heldout_remark}"] * bool(heldout_remark)
@@ -485,12 +450,10 @@ def format_of(settings: Settings, fields: Fields) -> PromptFormat:
       SettingsError: naming the flag.
     """
 
-    def read(name: str, parse: Any, otherwise: Any) -> Any:
+    def read(name: str, parse: Callable[[str], object], otherwise: object) -> Any:
         value = flag_value(settings, name)
-        try:
+        with blaming(name):
             return otherwise if value is None else parse(value)
-        except DataError as error:
-            raise SettingsError(f"--{name}: {error}") from error
 
     return PromptFormat(
         chat=any(flag_value(settings, name) is not None for name in (*CHAT_FLAGS, "chat_template")),
@@ -519,16 +482,11 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     given = settings.formatting.chat_template
     if given is None and tokenizer.chat_template is None:
         for name in (name for name in CHAT_FLAGS if flag_value(settings, name)):
-            raise settings.refusal(
-                f"{{{name}}}: it makes chat messages of prompts, and the model's tokenizer has no chat template; give "
-                "--chat_template=FILE.jinja"
-            )
+            raise settings.refusal(f"{{{name}}}: the tokenizer has no chat template; give --chat_template=FILE.jinja")
     if given is not None and given != OWN:
         tokenizer = copy.copy(tokenizer)
-        try:
+        with blaming("chat_template"):
             tokenizer.chat_template = text_of_flag(given)
-        except DataError as error:
-            raise SettingsError(f"--chat_template: {error}") from error
     if given == OWN and tokenizer.chat_template is None:
         raise SettingsError("--chat_template=own: the model's tokenizer has none; give a FILE.jinja")
     if settings.formatting.tools is not None:
@@ -536,12 +494,10 @@ def with_chat_template(tokenizer: Any, settings: Settings) -> Any:
     return tokenizer
 
 
-def _check_tools_shown(tokenizer: Any, file: str) -> None:
+def _check_tools_shown(tokenizer: object, file: str) -> None:
     """Raise SettingsError where the tools of a file cannot be read, or the chat template shows none of them."""
-    try:
+    with blaming("tools"):
         tools = read_tools(file)
-    except DataError as error:
-        raise SettingsError(f"--tools: {error}") from error
     conversation = [{"role": "user", "content": "?"}]
     try:
         shown = chat_text(tokenizer, conversation, tools) != chat_text(tokenizer, conversation)
@@ -551,31 +507,22 @@ def _check_tools_shown(tokenizer: Any, file: str) -> None:
         raise SettingsError(f"--tools={file} does nothing: the chat template shows no tools; leave it out")
 
 
-def read_prompts(
-    files: Sequence[WeightedFile], flag: str, fields: Fields, form: PromptFormat, tokenizer: Any
+def prompt_examples(
+    settings: Settings, flag: str, records: Sequence[object] | None, form: PromptFormat, tokenizer: object
 ) -> Sequence[Example]:
-    """The prompts of all files as token ids; a mixture where files have weights.
-
-    Args:
-      flag: that names the files.
+    """The prompts of a caller, or of the files of a flag, as token ids; a mixture where files have weights.
 
     Raises:
       SettingsError: naming the flag, the file, and the line or row.
     """
-    try:
+    fields = names_of_fields(settings)
+    files = data_files(settings, flag)
+    with blaming(flag):
+        if records is not None:
+            return encode_prompts(check_prompts(records, fields), tokenizer, form)
         loaded = [encode_prompts(load_prompts(file.path, fields), tokenizer, form) for file in files]
-    except ValueError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
     weights = [file.weight for file in files if file.weight is not None]
     return Mixture(loaded, shares_of(weights)) if weights else [example for part in loaded for example in part]
-
-
-def given_prompts(records: Sequence[Any], fields: Fields, form: PromptFormat, tokenizer: Any) -> list[Example]:
-    """Prompts of records in memory as token ids. Raises: SettingsError."""
-    try:
-        return encode_prompts(check_prompts(records, fields), tokenizer, form)
-    except ValueError as error:
-        raise SettingsError(f"--prompts: {error}") from error
 
 
 def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -597,7 +544,7 @@ def split(examples: Sequence[Any], heldout: int, seed: int) -> tuple[Sequence[An
     return pick(examples, np.setdiff1d(np.arange(len(examples)), held)), pick(examples, held)
 
 
-def remarks_on_heldout(train: Sequence[Any], heldout: Sequence[Any], wanted: int) -> list[str]:
+def remarks_on_heldout(train: Sequence[object], heldout: Sequence[object], wanted: int) -> list[str]:
     """Remarks on held-out examples: fewer than a flag asks for, or the same as examples that are trained on.
 
     Of texts only the first 5,000 are compared, for they are read from their files.
@@ -645,7 +592,7 @@ def chosen_places(total: int, count: int, seed: int) -> np.ndarray:
     return np.sort(np.random.default_rng((seed, SPLIT)).permutation(total)[:count])
 
 
-def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarray:
+def chosen_examples(examples: Sequence[object], count: int, seed: int) -> np.ndarray:
     """`chosen_places` of at most `count` examples, but one pair at least; the two texts of a pair stay together."""
     pairs = pairs_of(examples)
     if pairs is None:
@@ -657,14 +604,10 @@ def chosen_examples(examples: Sequence[Any], count: int, seed: int) -> np.ndarra
     return np.flatnonzero(np.isin(pairs, drawn[sizes <= max(count, sizes[0])]))
 
 
-def pairs_of(examples: Sequence[Any]) -> np.ndarray | None:
+def pairs_of(examples: Sequence[object]) -> np.ndarray | None:
     """[examples] a number of the pair that each text is from, or of its own; None: all are their own."""
     if isinstance(examples, TextFile) and isinstance(examples.records.table, PairHalves):
         return examples.records.places // 2
-    if isinstance(examples, list):  # in memory
-        sources = [x.source for x in examples if isinstance(x, TextExample) and x.source]
-        paired = len(set(sources)) < len(sources) == len(examples)
-        return np.unique(sources, return_inverse=True)[1] if paired else None
     if not isinstance(examples, Mixture):
         return None
     parts = [pairs_of(part) for part in examples.parts]

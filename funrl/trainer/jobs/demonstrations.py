@@ -1,4 +1,6 @@
-"""Demonstrations beside the policy's own rows: of each prompt that is drawn, a row of the text that its record brings.
+"""Given texts as rows of a step, and demonstrations beside the policy's own rows.
+
+A demonstration of each prompt that is drawn is a row of the text that its record brings.
 
 With `Algorithm.example` "demonstrated" a demonstration is in the group of its prompt, and scored above all samples: the
 pair of the two is what is learned from. Otherwise each has a group of its own, so that no comparison within groups sees
@@ -13,20 +15,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from funrl.algos.advantages.units import episode_fields, units_of
+from funrl.algos.advantages.units import episode_fields, episode_units, units_of
 from funrl.algos.core import Algorithm
 from funrl.algos.reading import reads
 from funrl.batch import Batch, as_dict, kind_of, schema_of, select
 from funrl.data.conversations import ChatTemplate, Text, completed_text, continued_texts
 from funrl.data.prompt_format import PromptFormat, tools_of
 from funrl.data.prompts import Example
-from funrl.data.supervised import TextExample, text_batch
-from funrl.data.text_lengths import check_lengths
+from funrl.data.supervised import TextExample, rows_of_conversation, text_batch
+from funrl.data.text_lengths import check_lengths, examples_ahead, mismatched
+from funrl.mesh import collectives
+from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
+from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.steps.owned_rows import owned_lines_of
-from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+from funrl.trainer.steps.step_rows import Rows, join_rows, owned_lines_of, rows_of, with_owned
 
 
 class DemonstrationReader(NamedTuple):
@@ -42,7 +46,7 @@ class DemonstrationReader(NamedTuple):
     """
 
     field: str
-    tokenizer: Any
+    tokenizer: object
     form: PromptFormat
     most: int
     pad: int
@@ -126,8 +130,7 @@ def check_demonstrations(prompts: Sequence[Example], field: str, new_tokens_per_
     """Raise SettingsError where a prompt has no demonstration, or rows are written a part at a time."""
     if new_tokens_per_step is not None:
         raise SettingsError(
-            f"--new_tokens_per_step={new_tokens_per_step}: demonstrations stand beside whole completions only; leave "
-            "it out"
+            f"--new_tokens_per_step={new_tokens_per_step}: demonstrations need whole completions; leave it out"
         )
     for example in prompts:
         text = example.fields.get(field)
@@ -139,3 +142,72 @@ def check_demonstrations(prompts: Sequence[Example], field: str, new_tokens_per_
             f"{where}the algorithm learns from a demonstration of each prompt, a text in its field {field!r}, but "
             f"{problem}; --fields={field}:COLUMN names the column that has it"
         )
+
+
+def text_rows(job: TextJob, mesh: Mesh, examples: Sequence[Any]) -> Rows:
+    """Given texts as rows; each rank reads its own part, and no other.
+
+    An example is a row. A conversation of several texts has a row for each, which are an episode: what is counted by
+    sequence is counted by conversation.
+
+    Where the algorithm reads `mismatched`, as many rows follow, each with the prompt of an example and the completion
+    of the next one.
+
+    Raises:
+      DataError: a text has more tokens than it may, or cannot be read.
+    """
+    most = job.task.most or job.model.config.max_positions
+    count = len(examples)
+    further = count if "mismatched" in reads(job.algorithm).required else 0
+    owner = generating_ranks(count + further, 1, mesh.size(mesh.row_axes))
+    places = np.flatnonzero(owner == int(mesh.index(mesh.row_axes))).tolist()
+    own = [*examples_ahead(examples, [i for i in places if i < count])]
+    check_lengths(own, most, job.tokenizer)
+    own += [mismatched(examples[i - count], examples[(i + 1) % count], most) for i in places if i >= count]
+    counts = np.ones(count + further, dtype=np.int64)
+    some = own or [examples[0]]  # a rank without texts has the same fields of no rows
+    if job.task.kind == "demonstrations":
+        counts = _row_counts(own, places, count, mesh)
+        own = [row for example in own for row in rows_of_conversation(example)]
+        some = own or rows_of_conversation(examples[0])
+    owner = owner.repeat(counts)
+    at_end = job.kind_of_role(job.main_role).scores_completions
+    some = text_batch(some, job.pad, at_end, mesh.device, job.task.kind == "steps")
+    mine = select(some, slice(len(own)))
+    margin = mine.get("margin")
+    mine = mine if margin is None else mine._replace(margin=margin.to(job.master))
+    if further:
+        mine = mine._replace(mismatched=torch.arange(count + further, device=mesh.device) >= count)
+    table = gather_table({"length": mine.length}, owner, mesh, mesh.row_axes)
+    rows = rows_of(mine._replace(length=table["length"]), owner, mesh)
+    if (counts > 1).any():
+        rows = _as_episodes(rows, counts)
+    owned = job.model.owned
+    if owned is None:
+        return rows
+    lines = [example.owned[0] if example.owned else None for example in own]
+    for example, value in zip(own, lines, strict=True):
+        owned.check([token for text in example.texts for token in text.tokens], value)
+    return with_owned(rows, lines, owned.none)
+
+
+def _row_counts(own: Sequence[TextExample], places: Sequence[int], count: int, mesh: Mesh) -> np.ndarray:
+    """[count] rows of each example, the same on every rank, in one collective.
+
+    Args:
+      own: examples of this rank.
+      places: their numbers.
+      count: examples of all ranks.
+    """
+    counts = torch.zeros(count, dtype=torch.float64)
+    counts[places] = torch.tensor([len(example.texts) for example in own], dtype=torch.float64)
+    return collectives.psum(counts.to(mesh.device), mesh, mesh.row_axes).cpu().numpy().astype(np.int64)
+
+
+def _as_episodes(rows: Rows, counts: np.ndarray) -> Rows:
+    """Rows whose conversations are episodes of one agent."""
+    device = rows.batch.length.device
+    episode_B = torch.from_numpy(np.arange(len(counts)).repeat(counts)).to(device)
+    rows = rows.with_fields(episode=episode_B, agent=torch.zeros_like(episode_B))
+    units = episode_units(rows.batch)
+    return rows.with_fields(**episode_fields(rows.batch, units))

@@ -1,31 +1,48 @@
-"""Makers of engines by the value of `--engine`, and checks that the engine of a run can generate with its model."""
+"""The engine of a run: its maker by the value of `--engine`, checks, and how weights come to it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
+from funrl import trees
+from funrl.asynchrony.leases import LeaseRule
+from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
-from funrl.models import Model
+from funrl.mesh.plan import Plan, plan
+from funrl.mesh.pools.channel import Requests
+from funrl.models import Model, Placed
 from funrl.models.errors import ModelError
-from funrl.models.model import Layer
-from funrl.models.weight_dtypes import TORCH_DTYPES
+from funrl.models.lora import added_adapters, trained_part
+from funrl.models.model import Layer, Lora
+from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
+from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.hf_engine import hf_engine, hf_weights
-from funrl.rollout.native.engine import NativeOptions, native_engine
-from funrl.rollout.native.loading import native_weights
+from funrl.rollout.joined.engine import JoinedEngine, LateProof
+from funrl.rollout.joined.lease_server import LeaseServer
+from funrl.rollout.joined.messages import TrainerFacts
+from funrl.rollout.joined.weight_server import WeightServer
+from funrl.rollout.native.adapter_engine import AdapterEngine
+from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
+from funrl.rollout.native.loading import native_weights, spec_of_adapter
+from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.vllm.client import vllm_client
 from funrl.rollout.vllm.core import check_vllm
 from funrl.rollout.vllm.engine import VLLMOptions, vllm_engine, vllm_weights
-from funrl.trainer.jobs.job import Job
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes
 from funrl.trainer.lowered.backend import make_engine_backend
 from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, given_flag
+from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
 
 ENGINE_TIMEOUT_S = 600.0  # where no flag says
 
@@ -74,7 +91,6 @@ def native_options(job: Job) -> NativeOptions:
         engines=1 + len(job.agents.frozen) + len(job.agents.policies),
         static=None if make_backend is None else True,
         make_backend=make_backend,
-        keep_cache=job.settings.asynchrony.keep_cache,
     )
 
 
@@ -166,3 +182,137 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
         MAKERS[settings.engines.engine].check(settings, model, mesh)
     except (ModelError, ImportError) as error:
         raise SettingsError(f"{engine}: {error}") from error
+
+
+def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
+    """Make an engine for the policy, without weights yet. Every rank calls it.
+
+    Args:
+      placed: the model that the run begins with.
+      policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
+        others are merged, as for other engines.
+    """
+    mesh = generating_mesh(job, placed.mesh)
+    if job.settings.devices.joined:
+        return _joined_generator(job, mesh, placed)
+    if not mesh.here:
+        return _remote_generator(job, mesh, placed, policy)
+    engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
+    if isinstance(engine, NativeEngine) and (lora := added_adapters(policy.model)):
+        return _adapted_generator(job, engine, placed, policy, lora)
+    return Generator(engine, mesh, _plan_to(engine.weights, placed.stored, placed.mesh, job), proof=SyncProof())
+
+
+def _engine_name(job: Job, model: Model) -> str:
+    """The engine of a flag; one without pages for a model that has none, which is built but gets no weights."""
+    name = job.settings.engines.engine
+    if model.pages or ENGINES[name].unpaged:
+        return name
+    return next(other for other, abilities in ENGINES.items() if abilities.unpaged)
+
+
+def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], Layer]) -> Generator:
+    """The generator with engines of the other models of a job's agents, without weights yet.
+
+    The trainer ranks see those of other ranks, but for models of directories, which are never sent.
+
+    Args:
+      layer_of: gives the layer that a model is computed with.
+    """
+    if generator.mesh.here:
+        options = native_options(job)
+
+        def make(model: Model) -> NativeEngine:
+            layer = layer_of(model)
+            return native_engine(model, generator.mesh, job.dtype, options=options, layer=layer, note=lambda _: None)
+
+        frozen = {
+            name: FrozenAgent(declared, make(job.agent_models.get(name, job.model)))
+            for name, declared in job.agents.frozen.items()
+        }
+        return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
+    engine = cast(RemoteEngine, generator.whole)
+    remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
+    sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
+    return generator._replace(
+        frozen={name: FrozenAgent(declared, remote(model=name)) for name, declared in sent.items()},
+        policies={name: remote(model=name) for name in job.agents.policies},
+    )
+
+
+def generating_mesh(job: Job, mesh: Mesh) -> Mesh:
+    """The mesh to generate on: a view of that to train on, or one of other ranks. Every rank of the run calls it."""
+    if job.placement is None:
+        return view(mesh, job.generate_sizes)
+    return submesh(mesh, job.placement.generate.sizes, job.placement.generate.ranks)
+
+
+def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None) -> Mesh | None:
+    """The mesh that the judge writes on; None: this rank is not in it. Called by every rank.
+
+    Args:
+      sizes: of that mesh.
+      mesh: to train on, or that of the ranks of `only`.
+      only: as of `build`.
+    """
+    placement = job.placement
+    if placement is None:
+        meshes = (mesh, generating_mesh(job, mesh))
+        return next((own for own in meshes if own.sizes == sizes), None) or view(mesh, sizes)
+    if JUDGE in placement.scoring:
+        return mesh if only == JUDGE else None
+    own = submesh(mesh, sizes, placement.train.ranks)
+    return own if own.here else None
+
+
+def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:
+    """The generator of other ranks, as a rank that trains sees it."""
+    requests = Requests(placed.mesh)
+    digests = job.settings.engines.verify_sync
+    lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
+    weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
+    spec = dataclasses.replace(weights, streamed=False)  # they come by a plan
+    engine = RemoteEngine(spec, requests, base=lora is not None, digests=digests)
+    to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
+    if lora is None:
+        return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
+    factors = spec_of_adapter(placed.model, mesh, spec, lora)
+    to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
+    adapter = RemoteEngine(factors, requests, digests=digests)
+    base = AdaptedBase(cast(NativeEngine, engine), to_engine)
+    return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
+
+
+def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
+    """The generator of other jobs, which take weights as they are stored, adapters merged."""
+    names = native_weights(placed.model, mesh, job.dtype).names
+    weights = WeightSpec(names, placed.stored, placed.mesh, job.dtype)
+    lease_servers = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
+    digests = job.settings.engines.verify_sync
+    weight_server = WeightServer(
+        weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, lease_servers, digests)
+    )
+    limit_s = 60.0 * job.settings.waiting.timeout
+    lease_server = None
+    if mesh.index("tensor") == 0:
+        lease_server = LeaseServer(LeaseRule(stuck_s=limit_s), weight_server)
+    engine = JoinedEngine(placed.model.config, mesh, weight_server, weights, lease_server, limit_s=limit_s)
+    to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
+    return Generator(engine, mesh, to_engine, proof=LateProof())
+
+
+def _adapted_generator(job: Job, base: NativeEngine, placed: Placed, policy: Placed, lora: Lora) -> Generator:
+    """A generator whose engine adds the policy's adapters to the base."""
+    engine = AdapterEngine(base, job.main_role, lora)
+    to_engine = _plan_to(engine.weights, trained_part(policy.model, policy.stored), placed.mesh, job)
+    to_base = AdaptedBase(base, _plan_to(base.weights, placed.stored, placed.mesh, job))
+    return Generator(engine, base.weights.mesh, to_engine, proof=SyncProof(), base=to_base)
+
+
+def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Plan:
+    """The plan from layouts on a mesh to those of an engine."""
+    wanted = weights.layouts
+    dtypes = weight_dtypes(wanted, job.dtype)
+    if job.placement is None:
+        return plan(stored, wanted, dtypes, ranks_per_node())
+    return plan(stored, wanted, dtypes, ranks_per_node(), src_ranks=mesh.ranks, dst_ranks=weights.mesh.ranks)

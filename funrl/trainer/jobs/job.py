@@ -57,7 +57,7 @@ class Task(NamedTuple):
     embedded: bool = False
     readable: Callable[[str], str] | None = None
     remarks: tuple[str, ...] = ()
-    curriculum: Callable[..., Any] | None = None
+    curriculum: Callable[..., object] | None = None
     demonstration_field: str = DEMONSTRATION
     environment: Environment | None = None
 

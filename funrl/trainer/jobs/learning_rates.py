@@ -1,4 +1,4 @@
-"""Peak learning rates: of flags, or defaults that fit the size of the model.
+"""Optimizers of roles, and peak learning rates: of flags, or defaults that fit the size of the model.
 
 A larger model wants smaller steps. The default of a model that is given falls with the square root of its number of
 parameters N,
@@ -24,17 +24,29 @@ References: Schulman and Thinking Machines Lab, 2025, "LoRA Without Regret" (the
 
 from __future__ import annotations
 
+import functools
 import math
 
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.models.model import Model
 from funrl.models.placed import Placed
-from funrl.optim import Transformation
+from funrl.optim import (
+    Transformation,
+    chain,
+    clip_by_global_norm,
+    fused_adamw,
+    masked,
+    matrices,
+    muon,
+    warmup_constant,
+    warmup_cosine,
+    warmup_linear,
+)
 from funrl.trainer.jobs.job import BaseJob
 from funrl.trainer.settings.declaration import run_kind
 from funrl.trainer.settings.settings import Settings, flag_value
-from funrl.trainer.steps.optimizer import make_optimizer
+from funrl.trainer.steps.optimizer import frozen_beginnings, learns, with_gradient
 
 # c
 RATE_OF_ONE = 0.2
@@ -88,13 +100,30 @@ def learning_rates(settings: Settings, algorithm: Algorithm, model: Model, adapt
 
 
 def optimizer_of(job: BaseJob, name: str, placed: Placed, first_step: int) -> Transformation:
-    """The optimizer of a role that learns, whose rate decays over its updates of the whole run.
+    """The optimizer of a role that learns: AdamW or Muon below a bound on the gradient's norm, in place.
+
+    Its `update` is given that norm. Its rate decays over the role's updates of the whole run.
 
     Args:
       placed: its model on its devices.
       first_step: the first step in which it learns.
     """
     settings = job.settings
+    flags = settings.optimization
+    lr = learning_rates(settings, job.algorithm, job.model, job.lora is not None)[name]
     updates = (settings.run.steps - first_step + 1) * settings.updates.epochs * settings.updates.minibatches
-    rates = learning_rates(settings, job.algorithm, job.model, job.lora is not None)
-    return make_optimizer(settings, rates[name], updates, placed)
+    schedules = {
+        "constant": lambda: warmup_constant(lr, flags.lr_warmup_steps),
+        "linear": lambda: warmup_linear(lr, flags.lr_warmup_steps, updates),
+        "cosine": lambda: warmup_cosine(lr, flags.lr_warmup_steps, updates),
+    }
+    schedule = schedules[flags.lr_schedule]()
+    options = {"weight_decay": flags.weight_decay, "mask": with_gradient if flags.decay_all else matrices}
+    if flags.optimizer == "muon":
+        step = muon(schedule, axes=placed.model.axes, layouts=placed.stored, mesh=placed.mesh, **options)
+    else:
+        step = fused_adamw(schedule, **options)
+    frozen = frozen_beginnings(settings, placed.model)
+    if frozen:
+        step = masked(step, functools.partial(learns, beginnings=frozen))
+    return chain(clip_by_global_norm(flags.max_grad_norm, in_place=True), step)

@@ -11,8 +11,6 @@ from funrl.algos.core import Algorithm, Loss
 from funrl.algos.reading import reads
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import POLICY, AgentMap
-from funrl.mesh.launch import submesh
-from funrl.mesh.mesh import Mesh
 from funrl.models import Model, Placed, with_value_head
 from funrl.models.huggingface import directories as hf
 from funrl.models.huggingface.peft_files import targets_of
@@ -22,13 +20,11 @@ from funrl.models.model import Lora
 from funrl.models.vision.model import model_of_config
 from funrl.role_kinds import ROLES, SCORING_ROLES, RoleKind, RoleMessages
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype, rewards_completions, scoring_pools
-from funrl.trainer.jobs.provenance import Given
+from funrl.trainer.jobs.job import Job, JobModels, Task, Texts, compute_dtype
 from funrl.trainer.settings.declaration import SettingsError, blaming
-from funrl.trainer.settings.scorers import MODEL_FLAGS, model_path, scorers_of
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path, scorers_of
 from funrl.trainer.settings.settings import Settings, flag_value, with_flags
 from funrl.trainer.sources.own_texts import reads_tokens
-from funrl.trainer.steps.remote_scores import RemoteRewards, first_request
 from funrl.trainer.steps.roles import Companion, Role, main_role_of, role_names
 
 
@@ -98,8 +94,15 @@ def models_of(
             models[name] = with_head_of(kind, model) if kind.value_head and model.value is None else model
             if lora is not None and name in algorithm.losses:
                 models[name] = with_lora(models[name], lora)
-    if algorithm.divergence is not None and algorithm.divergence.role in directories:
-        _check_vocabularies(algorithm, algorithm.divergence.role, models, directories)
+    role = None if algorithm.divergence is None else algorithm.divergence.role
+    if role is not None and role in directories:
+        rows = models[role].config.vocab
+        own = models[main_role_of(models, algorithm)].config.vocab
+        if rows != own:
+            raise SettingsError(
+                f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "
+                f"policy's {own}; a divergence over the whole vocabulary needs as many"
+            )
     return JobModels(model=model, tokenizer=tokenizer, models=models, directories=directories, lora=lora)
 
 
@@ -178,23 +181,6 @@ def stored_model_of(
     return model
 
 
-def _check_vocabularies(
-    algorithm: Algorithm, role: str, models: Mapping[str, Model], directories: Mapping[str, str]
-) -> None:
-    """Check that a frozen role and the one that learns from it have as many rows in their vocabularies.
-
-    Raises:
-      SettingsError: they do not.
-    """
-    rows = models[role].config.vocab
-    own = models[main_role_of(models, algorithm)].config.vocab
-    if rows != own:
-        raise SettingsError(
-            f"{algorithm.role_kinds[role].origin(directories[role], role)}: its vocabulary has {rows} rows and the "
-            f"policy's {own}; a divergence over the whole vocabulary needs as many"
-        )
-
-
 def lora_of(settings: Settings, model: Model) -> Lora | None:
     """The adapters that the flags describe; None: all weights learn.
 
@@ -216,9 +202,7 @@ def lora_of(settings: Settings, model: Model) -> Lora | None:
     with blaming(f"lora_targets={settings.adapters.lora_targets}"):
         targets = targets_of(settings.adapters.lora_targets, model)
     if rank > (full := full_rank(model, targets)):
-        raise settings.refusal(
-            f"{{lora_rank}}: no matrix that has adapters is of a rank above {full}; give {full} or less"
-        )
+        raise settings.refusal(f"{{lora_rank}}: no matrix with adapters has a rank above {full}; give {full} or less")
     return Lora(rank, settings.adapters.lora_alpha or float(rank), targets)
 
 
@@ -229,7 +213,7 @@ def with_head_of(kind: RoleKind, model: Model) -> Model:
     return with_value_head(model)
 
 
-def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: Any, directory: str | None) -> bool:
+def reads_policys(kind: RoleKind, task: Task | Texts, tokenizer: object, directory: str | None) -> bool:
     """True if a role reads the policy's tokens, and not texts in tokens of its own.
 
     Args:
@@ -259,26 +243,6 @@ def base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
         return {name: x for name, x in decoder_of(tree).items() if unembeds or name != "unembed"}
 
     return Role(dataclasses.replace(begin, stored=part(begin.stored), compute=part(begin.compute)))
-
-
-def asked_models(job: Job, training: Mesh, generating: Mesh) -> dict[str, RemoteRewards]:
-    """Models on other ranks that this rank asks for rewards of completions, by name: if it generates.
-
-    Where groups are written ahead, the trainer ranks ask for those of a batch. Every rank of these pools calls it.
-
-    Args:
-      training, generating: meshes of the trainer ranks, and of generator ranks.
-    """
-    rewarding = {}
-    for number, (name, pool) in enumerate(scoring_pools(job).items()):
-        own = submesh(training, pool.sizes, pool.ranks)
-        if not rewards_completions(job, name) or own.here:
-            continue
-        if generating.here:
-            rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
-        elif job.settings.asynchrony.staleness:
-            rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
-    return rewarding
 
 
 def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from funrl.data.pictures import picture_form, with_most_pixels, with_picture_for
 from funrl.data.processors.form import PictureForm
 from funrl.environments.agents import parse_agents, with_environment
 from funrl.environments.answer_rewards import check_readings
-from funrl.environments.environment import answer_delay
 from funrl.mesh.launch import check_devices, device_type, gpu_problem
 from funrl.mesh.mesh import AXES, Mesh
-from funrl.models import Model, with_fields
+from funrl.models import Model, ModelConfig, with_fields
 from funrl.models.huggingface import directories as hf
-from funrl.models.huggingface.generation_config import sampling_defaults
+from funrl.models.huggingface.generation_config import GENERATION, sampling_defaults
 from funrl.models.huggingface.peft_files import read_adapter
-from funrl.models.model import ModelConfig
+from funrl.models.weight_dtypes import TORCH_DTYPES
 from funrl.role_kinds import ROLES
+from funrl.rollout.native.backends import bytes_of_page
+from funrl.rollout.native.cache_sizes import page_tokens
+from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs.compatibility import (
     check_algorithm,
@@ -40,18 +41,19 @@ from funrl.trainer.jobs.demonstrations import check_demonstrations, learns_from_
 from funrl.trainer.jobs.engines import check_engine
 from funrl.trainer.jobs.job import Job, JobDevices, JobModels, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, first_model, located, models_of, reads_policys, with_policies
-from funrl.trainer.jobs.provenance import Given
-from funrl.trainer.jobs.sampling import EVAL_DEFAULTS, IDLE_IF_GREEDY, check_budget, check_cache, new_tokens, samplings
 from funrl.trainer.jobs.sharding import check_driven, check_layouts, generate_sizes, rank_memory, sizes_on_trainers
 from funrl.trainer.lowered.backend import check_backend
 from funrl.trainer.settings.checks import check_settings
 from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
-from funrl.trainer.settings.scorers import JUDGE, model_path, own_environment
+from funrl.trainer.settings.scorers import JUDGE, Given, model_path, new_tokens_of, own_environment
 from funrl.trainer.settings.settings import Settings, flag_value, for_kind
 from funrl.trainer.sources.judging import judge_job
 from funrl.trainer.steps.optimizer import check_freeze
 from funrl.trainer.steps.parts import JudgeJob
 from funrl.trainer.steps.roles import main_role_of, reads_scores
+
+EVAL_DEFAULTS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+IDLE_IF_GREEDY = ("top_k", "top_p", "min_p")
 
 
 def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given | None = None) -> Job:
@@ -70,8 +72,8 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     settings = for_kind(settings, kind)
     given = given or Given()
     if kind != "rl" and given.environment is not None:
-        raise SettingsError(f"env={given.objects.environment} does nothing: the recipe learns from texts; leave it out")
-    check_settings(settings, given=given.objects)
+        raise SettingsError(f"env={given.environment_name} does nothing: the recipe learns from texts; leave it out")
+    check_settings(settings, given=given)
     settings = located(settings)
     sizes, device = devices_of(settings)
     check_backend(settings, device)
@@ -79,7 +81,7 @@ def prepare(settings: Settings, compose: Callable[[], Algorithm], given: Given |
     tokenizer = with_chat_template(tokenizer, settings)
     tokenizer = with_picture_form(tokenizer, form_of_pictures(settings, model.config))
     model = with_turn_ends(model, tokenizer)
-    check_algorithm(algorithm, settings, given=given.objects)
+    check_algorithm(algorithm, settings, given=given)
     with blaming(f"agents={settings.environments.agents}"):
         algorithm = with_policies(algorithm, parse_agents(settings.environments.agents).policies)
     models = models_of(algorithm, settings, model, tokenizer)
@@ -177,9 +179,6 @@ def checked_job(settings: Settings, algorithm: Algorithm, models: JobModels, dev
     check_budget(settings, task, tokens)
     if settings.asynchrony.staleness:
         _check_weighed(settings, algorithm, task)
-    if settings.asynchrony.clock == "tokens":
-        with blaming("clock=tokens"):
-            answer_delay(task.environment)
     if not task.embedded:
         check_readings(task.rewards, models.tokenizer)
     task = fit_prompts(task, settings, tokens, readers, models.tokenizer)
@@ -201,19 +200,23 @@ def rl_job(settings: Settings, algorithm: Algorithm, models: JobModels, devices:
     if not set(agents.policies) <= set(algorithm.losses):  # nothing learns
         agents = agents.with_one_policy()
     sampling, eval_sampling = samplings(settings, new_tokens(settings, task), models.stop, models.model.config)
-    facts = _facts(settings, algorithm, models, devices)
-    return RLJob(**facts, task=task, agents=agents, sampling=sampling, eval_sampling=eval_sampling)
+    return RLJob(
+        **vars(models),
+        **vars(devices),
+        settings=settings,
+        algorithm=algorithm,
+        start=settings.models.model,
+        task=task,
+        agents=agents,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
+    )
 
 
 def text_job(settings: Settings, algorithm: Algorithm, models: JobModels, devices: JobDevices, task: Texts) -> TextJob:
     """A job to learn from given texts."""
-    return TextJob(**_facts(settings, algorithm, models, devices), task=task)
-
-
-def _facts(settings: Settings, algorithm: Algorithm, models: JobModels, devices: JobDevices) -> dict[str, Any]:
-    """Fields of `BaseJob` that do not depend on the task."""
-    facts = {field.name: getattr(record, field.name) for record in (models, devices) for field in fields(record)}
-    return facts | {"settings": settings, "algorithm": algorithm, "start": settings.models.model}
+    start = settings.models.model
+    return TextJob(**vars(models), **vars(devices), settings=settings, algorithm=algorithm, start=start, task=task)
 
 
 def devices_of(settings: Settings) -> tuple[dict[str, int], str]:
@@ -296,6 +299,103 @@ def texts_kind(algorithm: Algorithm) -> str:
     return kinds.get(algorithm.example, "demonstrations")
 
 
+def new_tokens(settings: Settings, task: Task | None = None) -> int:
+    """Tokens that a completion may have."""
+    if task is None:
+        return new_tokens_of(settings)
+    return settings.sampling.max_new_tokens or task.max_new_tokens
+
+
+def row_new_tokens(settings: Settings, task: Task, new_tokens: int) -> int:
+    """Tokens that the policy may sample for a row: a completion, or all turns of a trajectory.
+
+    Args:
+      new_tokens: of a completion.
+    """
+    if task.environment is None:
+        return new_tokens
+    most = settings.environments.episode_turns * new_tokens
+    return min(most, settings.environments.episode_tokens or most)
+
+
+def samplings(settings: Settings, count: int, stop: tuple[int, ...], config: ModelConfig) -> tuple[Sampling, Sampling]:
+    """Sampling of the completions to train on, and of those to evaluate.
+
+    Args:
+      count: tokens that a completion may have.
+      stop: tokens that end a completion.
+      config: of the model that the run begins with.
+
+    Raises:
+      SettingsError: the model's generation_config.json has a number out of its range, or a flag does nothing.
+    """
+    shared: dict[str, Any] = {"max_new_tokens": count, "stop": stop}
+    train_values: dict[str, Any] = {name: flag_value(settings, name) for name in EVAL_DEFAULTS}
+    train = Sampling(**train_values, **shared, samples=settings.sampling.samples_per_prompt)
+    given: dict[str, Any] = {name: flag_value(settings, f"eval_{name}") for name in EVAL_DEFAULTS}
+    values = EVAL_DEFAULTS | sampling_defaults(config) | {name: x for name, x in given.items() if x is not None}
+    greedy = values["temperature"] == 0
+    idle = [name for name in IDLE_IF_GREEDY if greedy and given[name] is not None]
+    if idle:
+        raise settings.refusal(f"{{eval_{idle[0]}}} does nothing: evaluation is greedy; give --eval_temperature too")
+    if greedy and settings.evaluation.eval_samples > 1:
+        raise settings.refusal(
+            "{eval_samples}: evaluation is greedy, so all would be the same; give --eval_temperature too"
+        )
+    try:
+        numbers: dict[str, Any] = values | {"temperature": values["temperature"] or 1.0} | shared
+        return train, Sampling(**numbers, greedy=greedy, samples=settings.evaluation.eval_samples)
+    except ValueError as error:
+        raise SettingsError(f"{GENERATION} of the model: {error}") from error
+
+
+def check_budget(settings: Settings, task: Task, new_tokens: int) -> None:
+    """Raise SettingsError where no completion or episode could take more than one step.
+
+    Args:
+      new_tokens: of a completion.
+    """
+    tokens = settings.sampling.new_tokens_per_step
+    most = row_new_tokens(settings, task, new_tokens)
+    if tokens is not None and tokens >= most:
+        row = "a completion has {most} tokens at most (--max_new_tokens)"
+        if task.environment is not None:
+            row = "a trajectory has {most} tokens at most (--max_new_tokens, --episode_turns, --episode_tokens)"
+        raise settings.refusal(
+            f"{{new_tokens_per_step}}: {row}, so none would continue in a later step; give fewer, or leave it out",
+            most=most,
+        )
+
+
+def check_cache(settings: Settings, task: Task, new_tokens: int, model: Model, mesh: Mesh, memory: float) -> None:
+    """Check that the cache holds the longest prompt with its completion, and the memory holds the cache.
+
+    Args:
+      mesh: the generate mesh.
+      memory: bytes that one rank may use.
+
+    Raises:
+      SettingsError: --kv_cache_gb is less than the keys and values of that row, or more than the memory.
+    """
+    if settings.engines.kv_cache_gb is None:
+        return
+    if settings.engines.kv_cache_gb * 1e9 > memory:
+        raise settings.refusal(f"{{kv_cache_gb}}: a rank of this machine has {memory / 1e9:.3g} GB in all; give less")
+    longest = max(len(e.tokens) for e in (*task.prompts, *task.heldout))
+    tokens = min(longest + row_new_tokens(settings, task, new_tokens), model.config.max_positions)
+    dtype = TORCH_DTYPES[settings.models.dtype]
+    pages = -(-tokens // page_tokens(mesh.device.type))
+    page_bytes = bytes_of_page(model, mesh, dtype, packed=settings.models.compile != "on")
+    needed = (pages * page_bytes + model.cell_bytes(mesh, dtype)) / 1e9
+    if needed > settings.engines.kv_cache_gb:
+        what = "completion" if task.environment is None else "episode"
+        flag = "--max_new_tokens" if task.environment is None else "--episode_tokens"
+        raise settings.refusal(
+            f"{{kv_cache_gb}}: the longest prompt and {what} may have {tokens} tokens, whose keys and values take "
+            f"{needed:.2g} GB on a rank; give it more, or a smaller {flag}"
+        )
+
+
 def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int:
     """Supervised steps before the first step; by default none but for the embedded task from scratch."""
     examples = settings.examples
@@ -305,7 +405,7 @@ def warmstart_steps(settings: Settings, task: Task | Texts, given: Given) -> int
     if steps is not None:
         return steps
     given_data = (settings.models.model, examples.data, examples.prompts, given.records)
-    scratch = all(x is None for x in (*given_data, own_environment(settings, given.objects)))
+    scratch = all(x is None for x in (*given_data, own_environment(settings, given)))
     return embedded_task(examples.task).warmstart_steps if scratch else 0
 
 

@@ -13,17 +13,19 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.data.file_digests import data_digest, files_digest, records_digest, short_digest
-from funrl.models import Model, ModelConfig
+from funrl.data.cached_datasets import data_digest, files_digest, records_digest, short_digest
+from funrl.environments.builtin.load import environment_arguments
+from funrl.models import ModelConfig
 from funrl.models.flat import saved_fields
 from funrl.trainer.settings.checks import DATA_FLAGS, data_files
 from funrl.trainer.settings.declaration import SettingsError, parts
-from funrl.trainer.settings.scorers import MODEL_FLAGS, GivenObjects, model_path
+from funrl.trainer.settings.scorers import MODEL_FLAGS, Given, model_path
 from funrl.trainer.settings.settings import Settings, flag_value
 
 # Flags of functions in a FILE.py, and of texts that may be in a file.
@@ -62,35 +64,6 @@ PROBES = (
 )  # texts whose tokens tell two tokenizers with the same vocabulary apart
 
 
-class Given(NamedTuple):
-    """Objects that a caller in Python gives, instead of flags that name them.
-
-    Attributes:
-      model: instead of --model; its weights begin at random.
-      tokenizer: of that model; None: the embedded task's.
-      records: instead of --prompts or --data: dicts such as their lines.
-      rewards: instead of --reward.
-      eval_records: instead of --eval_data.
-      curriculum: instead of --curriculum.
-      environment: instead of --env: an environment, or what `environment_from` makes one of.
-    """
-
-    model: Model | None = None
-    tokenizer: Any = None
-    records: Sequence[Mapping[str, Any]] | None = None
-    rewards: tuple[Callable[..., float], ...] | None = None
-    eval_records: Sequence[Mapping[str, Any]] | None = None
-    curriculum: Callable[..., Any] | None = None
-    environment: Any = None
-
-    @property
-    def objects(self) -> GivenObjects:
-        """Facts that checks of flags depend on."""
-        environment = self.environment
-        name = getattr(environment, "__name__", type(environment).__name__)
-        return GivenObjects("" if environment is None else name, self.records is not None, bool(self.rewards))
-
-
 class Provenance(NamedTuple):
     """Origin of a run's numbers.
 
@@ -101,7 +74,7 @@ class Provenance(NamedTuple):
     """
 
     recipe: str | None = None
-    flags: Mapping[str, Any] = {}
+    flags: Mapping[str, object] = {}
     inputs: Mapping[str, str] = {}
 
 
@@ -124,6 +97,9 @@ def input_digests(settings: Settings, source: str | None, given: Given | None = 
         digests |= {name: _data_digests(settings, name) for name in DATA_FLAGS}
         digests |= {name: _code_digest(flag_value(settings, name)) for name in CODE_FLAGS}
         digests |= {name: _text_digest(flag_value(settings, name)) for name in TEXT_FLAGS}
+        arguments = environment_arguments(settings.environments.env_args).values()
+        texts = [text for x in arguments for text in (x if isinstance(x, list) else [x]) if isinstance(text, str)]
+        digests |= {"env_args": "".join(map(_text_digest, texts))}
     except OSError as error:
         raise SettingsError(f"{error.filename}: it cannot be read: {error.strerror}") from error
     records = "prompts" if settings.examples.data is None else "data"
@@ -172,23 +148,16 @@ def _code_digest(text: str | None) -> str:
 def _text_digest(text: str | None) -> str:
     """The digest of the file in FILE or FILE:n; "" of a text that is none."""
     places = [] if text is None else [text, text.rpartition(":")[0]]
-    file = next((Path(place) for place in places if len(place) < 4096 and "\n" not in place and _is_file(place)), None)
-    return "" if file is None else files_digest({"": file})
+    file = next((place for place in places if os.path.isfile(place)), None)
+    return "" if file is None else files_digest({"": Path(file)})
 
 
-def _is_file(place: str) -> bool:
-    try:
-        return bool(place) and Path(place).is_file()
-    except (OSError, ValueError):  # of a text that can be no path
-        return False
-
-
-def _list_digest(records: Any) -> str:
+def _list_digest(records: object) -> str:
     """The digest of records that are a list; "" of what can be read once only."""
     return records_digest(records) if isinstance(records, Sequence) else ""
 
 
-def _function_digest(function: Callable[..., Any]) -> str:
+def _function_digest(function: Callable[..., object]) -> str:
     """The digest of a function's text; "" where Python does not have it."""
     function = getattr(function, "function", function)
     try:
@@ -205,7 +174,7 @@ def _environment_digest(environment: Any) -> str:
     return "" if code.__module__.startswith("funrl.") else _function_digest(code)
 
 
-def model_function(config: ModelConfig) -> dict[str, Any]:
+def model_function(config: ModelConfig) -> dict[str, object]:
     """The fields of a model's config that its function depends on, as JSON has them."""
     fields = {name: value for name, value in saved_fields(config).items() if name not in NOT_COMPUTED}
     foreign = config.foreign.items()

@@ -1,8 +1,9 @@
-"""The source of a job: its prompts, rewards and engine, or its texts; and the workers that run its rewards."""
+"""The source of a job: its prompts, rewards and engine, or its texts; the workers that run its rewards."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -13,28 +14,28 @@ from funrl.algos.filters.by_row import every, rewarded
 from funrl.algos.reading import reads
 from funrl.algos.terms import Filter
 from funrl.data.pictures import picture_form_of
-from funrl.data.prompt_format import PromptFormat, read_tools, template_arguments
+from funrl.data.prompt_format import template_arguments
 from funrl.data.tokenizer import load_tokenizer
 from funrl.environments.agents import with_environment
 from funrl.environments.answer_rewards import CompletionReader
-from funrl.environments.chat import ChatOptions, TemplateChat
+from funrl.environments.chat import ChatOptions, TemplateChat, template_limits
 from funrl.environments.environment import Environment
-from funrl.environments.hosting.hosted import HostedEnvironment, open_hosted
+from funrl.environments.hosted import HostedEnvironment, open_hosted
 from funrl.environments.run import EpisodeLimits
-from funrl.environments.template_checks import template_limits
 from funrl.mesh.launch import cores, local_ranks
 from funrl.mesh.mesh import Mesh
 from funrl.models.huggingface.generation_config import GENERATION
+from funrl.processes.stall_monitor import duration
+from funrl.processes.watch import WaitLimits
 from funrl.rewards.pool import Pool, open_pool
 from funrl.serve.endpoint import serve_agent
-from funrl.trainer.jobs.datasets import has_workers, step_separator
-from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations
-from funrl.trainer.jobs.job import Job, RLJob, TextJob
+from funrl.trainer.jobs.datasets import format_of, has_workers, step_separator
+from funrl.trainer.jobs.demonstrations import DemonstrationReader, learns_from_demonstrations, text_rows
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import inherited
-from funrl.trainer.jobs.text_rows import text_rows
 from funrl.trainer.jobs.text_samples import text_samples
 from funrl.trainer.partial_rollouts.source import partial_source
-from funrl.trainer.settings.checks import difficulty_of
+from funrl.trainer.settings.checks import difficulty_of, names_of_fields
 from funrl.trainer.settings.scorers import JUDGE, scorers_of
 from funrl.trainer.settings.settings import reward_timeout_of, scoring_budget
 from funrl.trainer.sources.completion_scores import (
@@ -63,7 +64,6 @@ from funrl.trainer.steps.roles import Role
 
 FEW_HELD_OUT = 20  # examples, below which a remark says so
 MOST_WORKERS = 16  # of a rank, where no flag says how many
-WORKERS_PER_CORE = 16  # beyond which a run remarks on them
 
 
 @contextlib.contextmanager
@@ -99,17 +99,6 @@ def runs_episodes(job: RLJob, rank: int) -> bool:
     return Mesh(job.generate_sizes, rank).index("tensor") == 0
 
 
-def remarks_on_workers(job: Job) -> list[str]:
-    """A remark where --reward_workers makes many more processes than this machine has cores."""
-    workers = job.settings.rewards.reward_workers or 0
-    ranks = max(1, int(replicas_here(job)))
-    remark = (
-        f"--reward_workers={workers}: {workers * ranks} processes on the {cores()} cores of this machine; functions "
-        "that wait for something else take less as `async` functions, which share one process"
-    )
-    return [remark] if workers * ranks > WORKERS_PER_CORE * cores() else []
-
-
 def share_of_cores(job: Job) -> int:
     """The cores of this machine for each of its ranks that ask for rewards, within bounds."""
     return max(1, min(MOST_WORKERS, int(cores() / max(replicas_here(job), 1))))
@@ -123,10 +112,19 @@ def replicas_here(job: Job) -> float:
 
 def make_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
     """The source of the rows that a job trains on."""
-    if isinstance(job, TextJob):
-        return source_of_texts(job, parts, frozen, clock, show)
-    assert isinstance(parts, GeneratingParts)
-    return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
+    if isinstance(job, RLJob):
+        assert isinstance(parts, GeneratingParts)
+        return source_of_generation(job, parts, remarked_generation(job, parts, frozen, clock, show), clock, show)
+    settings = job.settings
+    task = job.task
+    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
+    for remark in (*task.remarks, *remarks):
+        show.note(remark)
+    to_rows = functools.partial(text_rows, job, parts.mesh)
+    data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
+    sample = text_samples(job, parts, frozen, show)
+    evaluation = LossEvaluation(parts.roles, frozen, scoring_budget(settings), job.algorithm.advantage, sample)
+    return text_source(data, evaluation, clock, show)
 
 
 def source_of_generation(
@@ -151,7 +149,6 @@ def remarked_generation(
     remarks = (
         *remarks_on_counts(settings.run.batch_prompts, len(task.prompts), len(task.heldout), "prompts"),
         *remarks_on_groups(job.sampling.samples, job.algorithm),
-        *remarks_on_workers(job),
         *remarks_on_sampling(job, "eval_"),
     )
     for remark in (*task.remarks, *remarks):
@@ -163,20 +160,6 @@ def remarked_generation(
         for line in template_limits(generation.episodes.chat, tools):
             show.note(line)
     return generation
-
-
-def source_of_texts(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
-    """The source of a job that learns from given texts."""
-    settings = job.settings
-    task = job.task
-    remarks = remarks_on_counts(settings.run.batch_prompts, len(task.examples), len(task.heldout), "texts")
-    for remark in (*task.remarks, *remarks):
-        show.note(remark)
-    to_rows = functools.partial(text_rows, job, parts.mesh)
-    data = TextData(task.examples, task.heldout, to_rows, settings.run.batch_prompts, settings.run.seed)
-    sample = text_samples(job, parts, frozen, show)
-    evaluation = LossEvaluation(parts.roles, frozen, scoring_budget(settings), job.algorithm.advantage, sample)
-    return text_source(data, evaluation, clock, show)
 
 
 def remarks_on_counts(batch: int, examples: int, heldout: int, name: str) -> list[str]:
@@ -274,15 +257,7 @@ def episode_setup(job: RLJob, environment: Environment) -> EpisodeSetup:
     form = RowForm(agents.trained, frozen, pad=job.pad, versions=versions, choices=choices, owned=owned)
     form = form._replace(pictures=picture_form_of(job.tokenizer))
     log = [] if job.settings.run.save_rollouts and not in_parts else None
-    return EpisodeSetup(
-        environment,
-        chat,
-        limits,
-        form,
-        models=models,
-        log=log,
-        source_of=source_of(job.task.prompts),
-    )
+    return EpisodeSetup(environment, chat, limits, form, models=models, log=log, source_of=source_of(job.task.prompts))
 
 
 def chat_of(job: RLJob) -> TemplateChat:
@@ -314,11 +289,7 @@ def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedE
 def demonstrations_of(job: RLJob) -> DemonstrationReader:
     """The reader of the demonstrations of a job's prompts."""
     paired = job.algorithm.example == "demonstrated"
-    formatting = job.settings.formatting
-    form = PromptFormat(
-        tools=() if formatting.tools is None else read_tools(formatting.tools),
-        arguments={} if formatting.template_arguments is None else template_arguments(formatting.template_arguments),
-    )
+    form = format_of(job.settings, names_of_fields(job.settings))
     most = job.model.config.max_positions
     return DemonstrationReader(job.task.demonstration_field, job.tokenizer, form, most, job.pad, paired)
 
@@ -393,3 +364,15 @@ def model_scorer(job: RLJob, role: Role, name: str, params: trees.Tree, weight: 
     if reads_tokens(tokenizer, job.tokenizer, job.task.prompts):
         return functools.partial(with_completion_scores, model=model, read=lambda rows, _: as_read(rows, pad))
     return functools.partial(with_completion_scores, model=model, read=functools.partial(read_texts, reader))
+
+
+def waiting_of(job: Job) -> WaitLimits:
+    """Limits of the waiting of a job's ranks, by its flags."""
+    flags = job.settings.waiting
+    reward = ""
+    if isinstance(job, RLJob) and job.task.rewards:
+        reward = "; nothing ends a reward function that runs without workers (--reward_workers=0): give workers"
+        if has_workers(job.settings, job.task.rewards):
+            reward = f"; a reward function may take {duration(reward_timeout_of(job.settings))} (--reward_timeout)"
+    timeout = datetime.timedelta(minutes=flags.timeout)
+    return WaitLimits(timeout, flags.heartbeat, flags.stalled_after, reward)

@@ -43,17 +43,6 @@ def learns_sharded(settings: Settings, learning: Collection[str]) -> bool:
     return settings.sharding.fsdp and any(is_sharded(settings, role) for role in learning)
 
 
-def check_roles(settings: Settings, roles: Collection[str]) -> None:
-    """Check that --fsdp_models names roles that a run has.
-
-    Raises:
-      SettingsError: it names another one.
-    """
-    absent = [role for role in parts(settings.sharding.fsdp_models) if role not in roles]
-    if absent:
-        raise settings.refusal(f"{{fsdp_models}}: this run has no {absent[0]}; it has {', '.join(roles)}")
-
-
 def check_experts(settings: Settings, models: Collection[Model]) -> None:
     """Check that the flags of routers have a router to speak of, and that what runs the models takes experts.
 
@@ -196,26 +185,6 @@ def splits_residual(settings: Settings, sizes: Mapping[str, int], accelerator: b
     tensor = sizes["tensor"]
     wanted = form == "on" or (form == "auto" and accelerator)
     return wanted and tensor > 1 and TOKEN_MULTIPLE % tensor == 0
-
-
-def check_forms(models: Mapping[str, Model], settings: Settings, sizes: Mapping[str, int]) -> None:
-    """Check that rows can be split over the sequence axis in the form of a flag.
-
-    Args:
-      models: of every role, which can be laid out.
-
-    Raises:
-      SettingsError: they cannot.
-    """
-    form = settings.devices.sequence_parallel
-    ranks = sizes["sequence"]
-    for role, model in models.items():
-        heads = -(-model.abilities.heads // sizes["tensor"])
-        if form == "ulysses" and heads % ranks:
-            raise settings.refusal(
-                f"{{sequence_parallel}}: the {role} has {heads} query heads on a device, which do not divide over "
-                f"sp{ranks}; give --sequence_parallel=ring, or an sp that divides {heads}"
-            )
 
 
 def generate_sizes(settings: Settings, sizes: dict[str, int], model: Model, memory: float) -> dict[str, int]:

@@ -17,20 +17,18 @@ from funrl.data.pictures import picture_form_of
 from funrl.data.prompts import Example
 from funrl.data.supervised import TextExample
 from funrl.mesh.launch import view
-from funrl.mesh.mesh import Mesh
 from funrl.mesh.rules import GENERATE, layouts
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer.jobs.generator import policy_generator
+from funrl.trainer.jobs.engines import policy_generator
 from funrl.trainer.jobs.job import TextJob
 from funrl.trainer.jobs.sharding import rank_memory
 from funrl.trainer.sources.generation import RewardedEngine, first_texts, rollout
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.steps.parts import Parts, with_generator
-from funrl.trainer.steps.roles import RoleState
-from funrl.trainer.steps.state import State
+from funrl.trainer.steps.roles import RoleState, State
 from funrl.trainer.steps.sync import sync
 
 ENGINE_SHARE = 0.25  # of a rank's memory that the engine's copy of the weights may take
@@ -47,19 +45,16 @@ def held_out_prompts(examples: Sequence[TextExample], tokenizer: Any, most: int)
       most: tokens of a prompt.
     """
     prompts = []
+    form = picture_form_of(tokenizer)
     for example in (examples[i] for i in range(min(len(examples), CONTINUED))):
         tokens, trained = example.texts[0]
         prompt = tokens[: trained.index(True)] if True in trained else []
-        if 0 < len(prompt) <= min(most, LONGEST_PROMPT) and _has_all_pictures(prompt, tokens, tokenizer):
+        mark = None if form is None else form.tower.placeholder
+        later = mark is not None and mark in tokens[len(prompt) :]  # a picture after the prompt
+        if 0 < len(prompt) <= min(most, LONGEST_PROMPT) and not later:
             text = tokenizer.decode(prompt, skip_special_tokens=True)
             prompts.append(Example(prompt, text, {}, example.source, owned=next(iter(example.owned), None)))
     return prompts
-
-
-def _has_all_pictures(prompt: Sequence[int], tokens: Sequence[int], tokenizer: Any) -> bool:
-    """True if a text has no picture after its prompt."""
-    form = picture_form_of(tokenizer)
-    return form is None or prompt.count(form.tower.placeholder) == tokens.count(form.tower.placeholder)
 
 
 def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], show: Show) -> ShowSamples:
@@ -77,7 +72,10 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
     if not job.model.pages and (not job.model.abilities.code or job.model.owned is not None):
         show.note("no samples: no engine can generate with this model")
         return lambda states, step: None
-    if not engine_fits(job, view(parts.mesh, job.generate_sizes)):
+    mesh = view(parts.mesh, job.generate_sizes)
+    own_layouts = layouts(job.model.shapes, job.model.axes, GENERATE, mesh.sizes)
+    numbers = sum(math.prod(layout.local_shape(mesh.rank)) for layout in trees.leaves(own_layouts))
+    if numbers * job.dtype.itemsize > ENGINE_SHARE * rank_memory(job.device, mesh.world):
         show.note(f"no samples: an engine's weights would take more than {ENGINE_SHARE:.0%} of a rank's memory")
         return lambda states, step: None
     sampling = Sampling(greedy=True, max_new_tokens=count, stop=job.stop)
@@ -97,14 +95,3 @@ def text_samples(job: TextJob, parts: Parts, frozen: Mapping[str, trees.Tree], s
         show.samples(step, [ShownSample(e.text, text, example=e) for e, text in zip(prompts, texts, strict=True)])
 
     return sample
-
-
-def engine_fits(job: TextJob, mesh: Mesh) -> bool:
-    """True if a rank can hold its weights a second time, in the layout to generate in.
-
-    Args:
-      mesh: to generate on.
-    """
-    placed = layouts(job.model.shapes, job.model.axes, GENERATE, mesh.sizes)
-    numbers = sum(math.prod(layout.local_shape(mesh.rank)) for layout in trees.leaves(placed))
-    return numbers * job.dtype.itemsize <= ENGINE_SHARE * rank_memory(job.device, mesh.world)

@@ -87,9 +87,9 @@ def make_engine_backend(settings: Settings, generating: Mapping[str, int]) -> Ma
     """
     if not decodes_in_jax(settings):
         return None
-    from funrl.trainer.lowered.decoding import EngineDevices, XlaBackend  # it imports jax
+    from funrl.trainer.lowered.decoding import XlaBackend  # it imports jax
 
-    return functools.partial(XlaBackend, EngineDevices(device_sizes(settings), generating))
+    return functools.partial(XlaBackend, generating)
 
 
 def with_devices(mesh: Mesh, settings: Settings) -> Mesh:
@@ -118,9 +118,9 @@ def with_backend(
 
         return with_programs(roles, torch_xla_device(roles))
     from funrl.trainer.lowered.jax_steps import jax_devices  # it imports jax
-    from funrl.xla.meshes import MeshProgram, ShardedFunction, copies_on
+    from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh
 
-    copies = copies_on(tuple(device_sizes(settings).items()))
+    copies = DeviceCopies(devices_of_mesh(device_sizes(settings)))
     remat = settings.devices.remat
 
     def program(purpose: str, function: ShardedFunction) -> MeshProgram:

@@ -3,7 +3,7 @@
 The devices of a row index, which differ on `tensor` alone, are a lane: they split the weights and heads, and have
 pages and sequences of their own. Weights and pages stay on the devices. One program of static shapes computes a pass of
 all lanes. A pass that only decodes is `decode_pass`, traced. In another pass the new tokens of each sequence are in
-rows XX
+rows of a page's length, and torch samples what follows them.
 """
 
 from __future__ import annotations
@@ -28,32 +28,18 @@ from funrl.models.lora import FIRST, Adapter, trained_part, with_lora
 from funrl.models.model import Layer, Lora, Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.decode_state import CELL, DecodeForm, DecodeState, RowAdapters, Spare, decode_pass
-from funrl.rollout.native.passes import PassWork, SampledRows
+from funrl.rollout.native.passes import PassWork
 from funrl.rollout.native.static_decode import bucket
-from funrl.rollout.sampling import sample_tokens
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.lowered.jax_steps import OWN_ROWS
 from funrl.xla.interpret import repeats
 from funrl.xla.layers import as_one_operator
-from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, copies_on, devices_of_mesh, spec_of, to_host
+from funrl.xla.meshes import DeviceCopies, MeshProgram, ShardedFunction, devices_of_mesh, spec_of, split_over, to_host
 from funrl.xla.operators import JAX_DTYPES
 
 _log = logging.getLogger(__name__)
 CACHE = 2  # number of the argument of a pass that is donated
 ON_EACH = PartitionSpec(None, AXES)  # pages of a stack of layers; each device has its own
 Scales = tuple[tuple[int, float | None], ...]  # adapters of a pass, ascending, with their scales; -1 is none
-
-
-class EngineDevices(NamedTuple):
-    """Meshes over the devices of this process.
-
-    Attributes:
-      trained: sizes of the mesh to train on, whose devices have copies of weights.
-      generating: sizes of the mesh to generate on, over the same devices.
-    """
-
-    trained: Mapping[str, int]
-    generating: Mapping[str, int]
 
 
 class PassPlaces(NamedTuple):
@@ -224,14 +210,6 @@ class EnginePrograms:
 
         return self._function("decode", scales, run)
 
-    def sample(self, sampling: Sampling) -> ShardedFunction:
-        """(weights, {}, EMPTY_STACKS, hidden states [R, D], noise [R], seen [R, V]) -> (results, EMPTY_STACKS)."""
-
-        def run(inner: TorchBackend, hidden_RD: Tensor, noise_R: Any, seen_RV: Any) -> tuple[trees.Tree, tuple]:
-            return sample_tokens(inner.logits(hidden_RD), noise_R, sampling, seen_RV=seen_RV, static=True), ()
-
-        return self._function("sample", (), run)
-
     def _function(self, kind: str, scales: Scales, run: Callable[..., tuple[trees.Tree, tuple]]) -> ShardedFunction:
         """A pass as a function of shards; `run` takes the traced backend and the pass's own arguments."""
 
@@ -281,7 +259,7 @@ class XlaBackend(TorchBackend):
 
     def __init__(
         self,
-        devices: EngineDevices,
+        sizes: Mapping[str, int],
         model: Model,
         mesh: Mesh,
         dtype: torch.dtype,
@@ -291,14 +269,14 @@ class XlaBackend(TorchBackend):
         """Begin without weights; JAX starts when they come.
 
         Args:
-          devices: meshes of them.
+          sizes: of the mesh to generate on, over the devices of this process.
           model, mesh, dtype, page_tokens: as in `TorchBackend`; the mesh has this process alone.
           note: receives how long programs took to be made.
         """
         super().__init__(model, mesh, dtype, None, page_tokens)
-        self._devices = devices
+        self._sizes = sizes
         self._note = note
-        self._functions = EnginePrograms(model, devices.generating, dtype, page_tokens)
+        self._functions = EnginePrograms(model, sizes, dtype, page_tokens)
         self.lanes = self._functions.chips.size(ROW_AXES)
         self._weights: trees.Tree = None
         self._factors: dict[int, trees.Tree] = {}
@@ -309,14 +287,13 @@ class XlaBackend(TorchBackend):
     @functools.cached_property
     def _copies(self) -> DeviceCopies:
         """Copies of a pass's arguments on the devices to generate on."""
-        return DeviceCopies(devices_of_mesh(self._devices.generating))
+        return DeviceCopies(devices_of_mesh(self._sizes))
 
     def load(self, params: trees.Tree) -> None:
         super().load(params)
         functions = self._functions
-        trained = copies_on(tuple(self._devices.trained.items()))
         with jax.enable_x64(True):
-            weights = trained.laid_out(params, self._copies.mesh, functions.specs(self.model))
+            weights = self._split(params, functions.specs(self.model))
             self._weights = functions.stacks.stack(weights, lambda xs: _join_to(xs[0].sharding)(*xs))
 
     def drop(self) -> None:
@@ -334,7 +311,7 @@ class XlaBackend(TorchBackend):
         adapted = with_lora(self.model, Lora(rank, alpha=1.0, targets=tuple(sorted(targets))))
         specs = trained_part(adapted, self._functions.specs(adapted))
         with jax.enable_x64(True):
-            self._factors[number] = self._copies.laid_out(adapter.factors, self._copies.mesh, specs)
+            self._factors[number] = self._split(adapter.factors, specs)
 
     def resize(self, pages: int, cells: int = 0) -> None:
         self._arrays = EMPTY_STACKS
@@ -397,20 +374,9 @@ class XlaBackend(TorchBackend):
         token_B, *logps = (x.new_zeros(len(rows_B)).masked_scatter_(held_B, x) for x in rows_of_pass)
         return token_B, logps[0], logps[1]
 
-    def sample(
-        self, output_M: Tensor, source_R: Tensor, noise_R: Tensor | None, sampling: Sampling, seen_RV: Tensor | None
-    ) -> SampledRows:
-        rows = len(source_R)
-        more = self.lanes * bucket(-(-rows // self.lanes)) - rows
-
-        def fill_up(x: Tensor) -> Tensor:
-            return torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
-
-        numbers = [None if x is None else fill_up(x) for x in (output_M[source_R], noise_R, seen_RV)]
-        program = self._program(self._functions.sample, sampling)
-        sampled, *_ = program.arrays(self._weights, {}, EMPTY_STACKS, *numbers)
-        token_R, sampling_logp_R, raw_logp_R = (to_host(x)[:rows] for x in sampled)
-        return token_R, sampling_logp_R, raw_logp_R
+    def _split(self, tree: trees.Tree, specs: trees.Tree) -> trees.Tree:
+        """Copies of tensors, split over the devices."""
+        return trees.map(lambda x, spec: split_over(x, self._copies.mesh, spec), tree, specs)
 
     def _scales(self, adapters: Sequence[int]) -> Scales:
         """Adapters of a program with their scales, which are constants of it."""

@@ -12,9 +12,7 @@ from funrl import trees
 from funrl.data.order import places_in_order
 from funrl.data.prompts import Example
 from funrl.trainer.sources.curriculum import PromptSchedule
-from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.selection import Chosen
 from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 
@@ -24,10 +22,13 @@ class Begun(Protocol):
 
     Attributes:
       places: [P] position of each prompt in the order of the prompts.
+      entries: totals of further numbers of rewards that came with the writing of this step.
     """
 
     @property
     def places(self) -> np.ndarray: ...
+    @property
+    def entries(self) -> Totals: ...
 
 
 HeldT = TypeVar("HeldT", bound=Begun)
@@ -107,16 +108,8 @@ class RowWriter(Protocol[HeldT]):
         """Score finished prompts with all rewards and apply the filter."""
         ...
 
-    def entries(self, held: HeldT) -> Totals:
-        """Totals of further numbers of rewards that came with the writing of this step."""
-        ...
-
     def metrics(self, held: HeldT) -> dict[str, float]:
         """Metrics of the prompts that are begun at the end of a step."""
-        ...
-
-    def shown(self, chosen: Chosen, rows: Rows) -> list[ShownSample]:
-        """The first sample of each of the first prompts of a step, as `first_samples` gives it."""
         ...
 
     def tree(self, held: HeldT) -> dict[str, trees.Tree]:

@@ -19,10 +19,8 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
 from funrl.trainer.sources.generation import RewardedEngine, Rollout, run_requests, to_rows
-from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.pending_rewards import Totals, add_totals
-from funrl.trainer.sources.prompts import first_samples
-from funrl.trainer.sources.selection import Chosen, filter_samples
+from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, rows_of, take, widened
@@ -141,19 +139,9 @@ class CompletionWriter:
         kept_PS = filter_samples(generation, rows, len(held.places))
         return Examined(held.places, rows, kept_PS, rows.batch.get("scores"), rows.batch.get("failed"))
 
-    def entries(self, held: BegunPrompts) -> Totals:
-        """Totals of further numbers that reward functions returned in this step."""
-        return held.entries
-
     def metrics(self, held: BegunPrompts) -> dict[str, float]:
         """No further ones."""
         return {}
-
-    def shown(self, chosen: Chosen, rows: Rows) -> list[ShownSample]:
-        """The first sample of each of the first prompts."""
-        examples = chosen.examples[:8]
-        done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
-        return first_samples(self._generation, examples, done, rows=firsts, samples=1)
 
     def tree(self, held: BegunPrompts) -> dict[str, trees.Tree]:
         """Begun prompts as a tree of tensors."""

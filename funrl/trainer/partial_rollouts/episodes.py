@@ -19,16 +19,13 @@ from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.partial_rollouts.begun import Examined, NewPrompts, examples_at, sample_numbers
-from funrl.trainer.partial_rollouts.completions import first_rollout
 from funrl.trainer.sources.episode_rows import EpisodeSetup, rollout_of_episodes
 from funrl.trainer.sources.generation import LONGEST_REMARK
-from funrl.trainer.sources.observing import Show, ShownSample
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
-from funrl.trainer.sources.prompts import first_samples
-from funrl.trainer.sources.selection import Chosen, filter_samples
+from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows
 from funrl.trainer.storage.row_shards import HeldRows
 
 UNFILTERED_BATCHES = 2  # begun in a step, for episodes that continue or fail: most are far shorter than the longest
@@ -46,6 +43,7 @@ class BegunEpisodes(NamedTuple):
       steps: [P] steps in which the group was run.
       records: of this replica's own groups, in their order.
       restarted: episodes begun anew in this step, since their environments differed from their records.
+      entries: none; they come with the examined episodes.
     """
 
     places: np.ndarray
@@ -55,6 +53,7 @@ class BegunEpisodes(NamedTuple):
     steps: np.ndarray
     records: Sequence[str]
     restarted: int = 0
+    entries: Totals = {}  # noqa: RUF012  (never mutated)
 
 
 class EpisodeWriter:
@@ -145,24 +144,12 @@ class EpisodeWriter:
         totals = {"entries": done.entries, "episodes": done.episodes}
         return Examined(held.places, rows, kept_PS, done.scores, done.failed, **totals)
 
-    def entries(self, held: BegunEpisodes) -> Totals:
-        """None: they come with the examined episodes."""
-        return {}
-
     def metrics(self, held: BegunEpisodes) -> dict[str, float]:
         """Metrics of episodes between steps."""
         return {
             "partial/waiting_episodes": float(held.waiting.sum()),
             "partial/restarted_episodes": float(held.restarted),
         }
-
-    def shown(self, chosen: Chosen, rows: Rows) -> list[ShownSample]:
-        """The first row of each of the first prompts."""
-        examples = chosen.examples[:8]
-        done, firsts = first_rollout(self._generation, rows, chosen.counts[: len(examples)])
-        score_R = firsts.batch.score
-        done = done._replace(score=score_R, scores=score_R[:, None], failed=None)
-        return first_samples(self._generation, examples, done, rows=firsts, samples=1)
 
     def tree(self, held: BegunEpisodes) -> dict[str, trees.Tree]:
         """Groups as a tree of tensors, with records of one width on all ranks."""
@@ -228,19 +215,17 @@ class EpisodeWriter:
         restarted = int(whole[0, 0])
         ran_P, owner_P, waiting_P = whole[1:].T
         if restarted:
-            self._note_restarted(restarted, run.problem)
+            problems = collectives.gather_objects(run.problem, mesh)
+            self._show.note(
+                f"{restarted} episodes begin anew, as their environments did not repeat what a checkpoint has of them, "
+                f"such as: {next(filter(None, problems))[:LONGEST_REMARK]}; let the environment draw from the seed "
+                "that it gets"
+            )
         return held._replace(
             owner=np.where(ran_P > 0, owner_P, held.owner),
             waiting=np.where(ran_P > 0, waiting_P, held.waiting),
             records=[records[number] for number in sorted(records)],
             restarted=held.restarted + restarted,
-        )
-
-    def _note_restarted(self, count: int, problem: str) -> None:
-        problems = collectives.gather_objects(problem, self._mesh)
-        self._show.note(
-            f"{count} episodes begin anew, as their environments did not repeat what a checkpoint has of them, such "
-            f"as: {next(filter(None, problems))[:LONGEST_REMARK]}; let the environment draw from the seed that it gets"
         )
 
 

@@ -30,27 +30,25 @@ from funrl.trainer.partial_rollouts.begun import (
     prompt_numbers,
     sample_numbers,
 )
-from funrl.trainer.partial_rollouts.completions import CompletionWriter
+from funrl.trainer.partial_rollouts.completions import CompletionWriter, first_rollout
 from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
-from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
-from funrl.trainer.sources.prompts import one_step_of, prompt_source
-from funrl.trainer.sources.selection import chosen_rows, count_empty, filter_metrics, rewarded_samples, skips_empty
-from funrl.trainer.sources.source import SKIPPED, Generation, Source, StoredState
+from funrl.trainer.sources.prompts import first_samples, one_step_of, prompt_source
+from funrl.trainer.sources.selection import (
+    Chosen,
+    chosen_rows,
+    count_empty,
+    filter_metrics,
+    rewarded_samples,
+    skips_empty,
+)
+from funrl.trainer.sources.source import SKIPPED, Generation, Source, StepRows, StoredState
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take, with_stale
 from funrl.trainer.storage.row_shards import HeldRows
-
-
-class PartialRun(NamedTuple):
-    """Settings of a source of partial rollouts; see `partial_source`."""
-
-    generation: Generation
-    tokens: int
-    clock: Clock
-    show: Show
 
 
 class Filled(NamedTuple, Generic[HeldT]):
@@ -82,33 +80,35 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
     """
     whole = prompt_source(generation, clock, show)
     if generation.episodes is None:
-        return _written_source(PartialRun(generation, tokens, clock, show), CompletionWriter(generation, clock), whole)
+        return _written_source(generation, CompletionWriter(generation, clock), whole, tokens, clock=clock, show=show)
     writer = EpisodeWriter(generation, generation.episodes, tokens, clock, show)
-    return _written_source(PartialRun(generation, tokens, clock, show), writer, whole)
+    return _written_source(generation, writer, whole, tokens, clock=clock, show=show)
 
 
-def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) -> Source:
+def _written_source(
+    generation: Generation, writer: RowWriter[HeldT], whole: Source, tokens: int, *, clock: Clock, show: Show
+) -> Source:
     """The source of a writer.
 
     Args:
-      run: its settings.
+      generation, tokens, clock, show: as of `partial_source`.
       writer: writes the rows.
       whole: the source of rows that are written in one step, which evaluates.
     """
-    generation, _, clock, show = run
     mesh = generation.engine.mesh
     schedule = generation.schedule
     weighing = schedule.weighing
 
     @onload_engine(generation.engine.engine)
-    def next_rows(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
+    def next_rows(state: trees.Tree, step: int) -> StepRows:
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["curriculum"], step)
-        filled = _fill(run, writer, writer.held(state["begun"]), NewPrompts(begin, weights=weights))
+        new = NewPrompts(begin, weights=weights)
+        filled = _fill(writer, writer.held(state["begun"]), new, schedule.batch, tokens)
         held = filled.held
         seen = _joined_examined(filled.examined)
         measured = weighing.measured(measured, prompt_numbers(schedule, seen.places), seen.scores, seen.failed)
-        entries = add_totals(writer.entries(held), seen.entries)
+        entries = add_totals(held.entries, seen.entries)
         metrics = weighed | _metrics(generation, filled, seen, unfinished=int((~writer.ready(held)).sum()))
         metrics |= entry_metrics(entries) | episode_metrics(seen.episodes)
         if weights is not None:
@@ -119,7 +119,8 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
         state, emptiness = count_empty(state, step, unusable, seen.episodes, show)
         metrics |= emptiness
         useful = np.flatnonzero(seen.kept_PS.any(1))[: schedule.batch]
-        chosen = chosen_rows(examples_at(schedule, seen.places), seen.rows, useful, kept_PS=seen.kept_PS)
+        examples = examples_at(schedule, seen.places)
+        chosen = chosen_rows(examples, seen.places, seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
         held = writer.select(held, left)
@@ -127,10 +128,10 @@ def _written_source(run: PartialRun, writer: RowWriter[HeldT], whole: Source) ->
         rows = one_step_of(generation, [chosen], begin, clock=clock, baseline=baseline)
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped or not len(useful))}
         version = generation.engine.engine.version or 0
-        rows = rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
+        rows = with_stale(rows, version)
         metrics |= _staleness(rows, version) | writer.metrics(filled.held)
         if generation.shows(step) and len(useful):
-            show.samples(step, writer.shown(chosen, rows))
+            show.samples(step, _shown(generation, chosen, rows))
         return rows, {**state, "begun": writer.tree(held)}, metrics
 
     def saved(state: trees.Tree) -> trees.Tree:
@@ -177,7 +178,17 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
     return seen._replace(kept_PS=rewarded_PS), skipped
 
 
-def _fill(run: PartialRun, writer: RowWriter[HeldT], held: HeldT, new: NewPrompts) -> Filled[HeldT]:
+def _shown(generation: Generation, chosen: Chosen, rows: Rows) -> list[ShownSample]:
+    """The first sample of each of the first prompts of a step."""
+    examples = chosen.examples[:SHOWN_PROMPTS]
+    done, firsts = first_rollout(generation, rows, chosen.counts[: len(examples)])
+    if generation.episodes is not None:
+        score_R = firsts.batch.score
+        done = done._replace(score=score_R, scores=score_R[:, None], failed=None)
+    return first_samples(generation, examples, done, rows=firsts, samples=1)
+
+
+def _fill(writer: RowWriter[HeldT], held: HeldT, new: NewPrompts, batch: int, tokens: int) -> Filled[HeldT]:
     """Write until enough prompts are finished.
 
     First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
@@ -185,18 +196,18 @@ def _fill(run: PartialRun, writer: RowWriter[HeldT], held: HeldT, new: NewPrompt
     finish the oldest unfinished ones beyond the budget of tokens.
 
     Args:
-      run: settings of the source.
       writer: writes the rows.
       held: prompts that were begun in earlier steps.
       new: the next position in the order of the prompts, and their weights.
+      batch: prompts of a step.
+      tokens: as of `partial_source`.
     """
-    batch = run.generation.schedule.batch
-    under_way = batch * (-(-writer.longest // run.tokens) - 1)
+    under_way = batch * (-(-writer.longest // tokens) - 1)
     examined = []
     begun = beyond = kept = 0
     count = max(0, batch - int(writer.ready(held).sum()))
     going_on = np.ones(len(held.places), bool)
-    held, consumed = writer.write(held, going_on, new._replace(count=count), run.tokens)
+    held, consumed = writer.write(held, going_on, new._replace(count=count), tokens)
     while True:
         begun += count
         known = np.concatenate([np.zeros(0, np.int64), *(prompts.places for prompts in examined)])
@@ -212,7 +223,7 @@ def _fill(run: PartialRun, writer: RowWriter[HeldT], held: HeldT, new: NewPrompt
             return Filled(held, consumed, examined, begun=begun, beyond=beyond)
         if count:
             none = np.zeros(len(held.places), bool)
-            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), run.tokens)
+            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), tokens)
         else:
             oldest = np.isin(np.arange(len(held.places)), waiting[:missing])
             held, consumed = writer.write(held, oldest, new._replace(begin=consumed), None)

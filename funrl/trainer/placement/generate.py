@@ -5,28 +5,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from funrl.data.prompts import Example
+from torch import Tensor
+
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Answers, End
 from funrl.mesh.pools.handover import Handover, send_rows
-from funrl.mesh.pools.transfer import WeightDelivery, WeightForm, WeightReceiver
+from funrl.mesh.pools.transfer import TransferGroup, WeightDelivery, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
+from funrl.rollout.certificate import complete_greedily, greedy_of, greedy_requests
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.engine import WeightSpec
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.rollout.resident import park_requests
-from funrl.trainer.ahead.heldout import HeldoutWriter, WrittenPart, run_as_there_is_room
+from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -34,12 +38,10 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
-    EndEvaluationRequest,
     EpisodesRequest,
     EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
-    SamplesRequest,
     SendGroupsRequest,
     SendRequest,
     WriteRequest,
@@ -49,10 +51,8 @@ from funrl.trainer.placement.messages import (
     split_origins,
     written_rows,
 )
-from funrl.trainer.placement.paced import PacedWriter
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
-from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.sources.source import Generation
@@ -89,27 +89,10 @@ class ShowBuffer:
         return taken
 
 
-class WrittenHere(NamedTuple):
-    """Rows of a `WriteRequest`, until they are handed over.
-
-    Attributes:
-      examples: the prompts.
-      done, rows: their completions or episodes, and the rows.
-      samples: of each prompt.
-    """
-
-    examples: Sequence[Example]
-    done: Rollout
-    rows: Rows
-    samples: int
-
-
 class GeneratingRank:
     """The engine of this rank, and rows that it has written."""
 
-    def __init__(
-        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, group: Any = None
-    ) -> None:
+    def __init__(self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer) -> None:
         """Begin without rows.
 
         Args:
@@ -117,15 +100,13 @@ class GeneratingRank:
           generator: with an engine of this rank.
           training: the mesh of the trainer ranks.
           show: receives what is shown.
-          group: of `transfer_group`.
         """
-        self.group = group
         self.generation = generation
         self.generator = generator
         self.training = training
         self.show = show
         self.clock = Clock()
-        self.held: dict[int, WrittenHere] = {}  # by the number of their request
+        self.held: dict[int, Rows] = {}  # by the number of their request
         self.step = 0  # of the newest rows
         episodes = generation.episodes
         self.log = [] if episodes is None or episodes.log is None else episodes.log
@@ -145,18 +126,10 @@ class GeneratingRank:
             engine.load(self._arriving(engine.weights, plan), request.version)
         return engine_digests(engine) if request.digests else None
 
-    def take(self, arrived: WeightDelivery) -> None:
-        """Load arrived weights into the engines."""
-        engine = self.generator.engine
-        engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
-        whole = self.generator.whole.weights
-        for name, tree in arrived.further.items():
-            self.generator.further[name].load(whole.named(tree), arrived.transfer.further[name])
-
-    def _arriving(self, weights: Any, plan: Any) -> Any:
+    def _arriving(self, weights: WeightSpec, plan: Plan) -> Iterator[tuple[str, Tensor]]:
         yield from weights.named(reshard(None, plan, weights.mesh))
 
-    def write(self, request: WriteRequest, number: int) -> WrittenRows:
+    def write(self, request: WriteRequest, number: int) -> tuple[WrittenRows, list[ShownSample]]:
         """Generate and reward rows, which stay here. Raises: RewardError."""
         heartbeat.at_step(request.step)
         if request.step != self.step:
@@ -165,30 +138,20 @@ class GeneratingRank:
         prompts = self.generation.schedule.prompts
         examples = [prompts[place] for place in request.places.tolist()]
         done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
-        self.held[number] = WrittenHere(examples, done, rows, request.sampling.samples)
-        return written_rows(done, rows)
+        self.held[number] = rows
+        shown = []
+        if self.generation.shows(request.step):
+            shown = first_samples(self.generation, examples, done, rows=rows, samples=request.sampling.samples)
+        return written_rows(done, rows), shown
 
     def send(self, request: SendRequest) -> None:
-        """Hand rows over, and let go of others."""
+        """Hand rows over, and let go of all others."""
         if len(request.origins):  # a step has no row where all its episodes have failed
-            self._hand_over(request)
-        self.held = {number: rows for number, rows in self.held.items() if number in request.kept}
-
-    def _hand_over(self, request: SendRequest) -> None:
-        parts = [take(self.held[number].rows, rows) for number, rows in split_origins(request.origins)]
-        rows = join_rows(parts)
-        way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
-        with heartbeat.phase("send_rows"):
-            send_rows(*own_fields(rows.batch), way)
-
-    def samples(self, request: SamplesRequest) -> list[ShownSample]:
-        """The first samples of some rows."""
-        examples, done, rows, samples = self.held[request.number]
-        return first_samples(self.generation, examples[: request.count], done, rows=rows, samples=samples)
-
-    def evaluate(self, request: EvaluateRequest) -> HeldoutEvaluation:
-        """Evaluate on the held-out prompts. Raises: RewardError."""
-        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
+            rows = join_rows([take(self.held[number], rows) for number, rows in split_origins(request.origins)])
+            way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
+            with heartbeat.phase("send_rows"):
+                send_rows(*own_fields(rows.batch), way)
+        self.held.clear()
 
     def evaluation(self, metrics: dict[str, float]) -> HeldoutEvaluation:
         """Metrics of an evaluation with what was shown."""
@@ -208,20 +171,68 @@ class GeneratingRank:
         problems = (problem for _, problem in everywhere if problem)
         return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
 
-    def answer(self, request: Any, number: int) -> Any:
+    def next_request(self, answers: Answers) -> object:
+        """The next request of the trainer ranks. Collective."""
+        return answers.take("a request of the trainer ranks")
+
+    def greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of this replica."""
+        return complete_greedily(self.generator.engine, request.prompts, request.new_tokens)
+
+    def answer(self, request: object, number: int) -> object:
         """The value of the answer to a request. Raises: RewardError."""
         if isinstance(request, WriteRequest):
             return self.write(request, number)
         if isinstance(request, SendRequest):
             return self.send(request)
-        if isinstance(request, SamplesRequest):
-            return self.samples(request)
         if isinstance(request, EpisodesRequest):
             return self.write_episodes(request.folder, self.log)
-        return self.evaluate(request)
+        assert isinstance(request, EvaluateRequest)
+        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
 
 
-def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: Any = None) -> Any:
+class GroupRank(GeneratingRank):
+    """A `GeneratingRank` that writes groups without a break, and serves requests meanwhile."""
+
+    def __init__(
+        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, writer: GroupWriter
+    ) -> None:
+        """Begin without groups; `writer` writes them, the others are as of `GeneratingRank`."""
+        super().__init__(generation, generator, training, show)
+        self.writer = writer
+        self.heldout: HeldoutWriter | None = None
+
+    def next_request(self, answers: Answers) -> object:
+        """Write groups until there is a request. Collective."""
+        while not self.writer.turn(answers).request:
+            self.writer.step()
+        return super().next_request(answers)
+
+    def greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of this replica, beside its groups."""
+        self.writer.take_version(request.version)
+        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
+        return greedy_of(done, self.generation.engine.mesh.device)
+
+    def answer(self, request: object, number: int) -> object:
+        """The value of the answer to a request. Raises: RewardError."""
+        del number
+        if isinstance(request, SendGroupsRequest):
+            return self.writer.send(request, self.training)
+        if isinstance(request, EpisodesRequest):
+            return self.write_episodes(request.folder, self.writer.logged_episodes(request.groups))
+        if isinstance(request, DigestsRequest):
+            self.writer.take_version(request.version)
+            return engine_digests(self.generator.engine)
+        if isinstance(request, BeginEvaluationRequest):
+            self.writer.take_version(request.version)
+            self.heldout = HeldoutWriter(self.generation, request.step)
+            return self.writer.begin_evaluation(self.heldout.write)
+        assert self.heldout is not None
+        return self.evaluation(self.heldout.evaluate(self.writer.end_evaluation(), self.show, Clock()))
+
+
+def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
     """Serve the trainer ranks, on a rank that generates, until they have ended; returns `End.result`.
 
     Args:
@@ -233,114 +244,50 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     show = ShowBuffer()
     with heartbeat.phase("load"):
         parts = dataclasses.replace(build(job, training, show.note), pool=pool)
-        load_directories(parts.generator.frozen)
+        generator = parts.generator
+        load_directories(generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
-    rank = GeneratingRank(generation, parts.generator, training, show, group)
     answers = Answers(generating)
-    with stops_when_asked(), answers.showing_progress():
+    with stops_when_asked(), answers.showing_progress(), contextlib.ExitStack() as stack:
+        rank = GeneratingRank(generation, generator, training, show)
         if job.settings.asynchrony.staleness:
-            return _serve_beside_groups(job, rank, answers)
-        while not isinstance(request := answers.take("a request of the trainer ranks"), End):
+            form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
+            whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
+            receiver = WeightReceiver(generating, form, whole_form, group)
+            take_weights = functools.partial(load_arrived, generator)
+            writer = GroupWriter(generation, admission_rule(job), receiver, take_weights)
+            stack.enter_context(receiver.receiving())
+            stack.enter_context(contextlib.closing(writer))
+            rank = GroupRank(generation, generator, training, show, writer)
+        while not isinstance(request := rank.next_request(answers), End):
             _serve(rank, request, answers)
     return request.result
 
 
-def _serve(rank: GeneratingRank, request: Any, answers: Answers) -> None:
+def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
+    """Load weights that have arrived into the engines."""
+    engine = generator.engine
+    engine.load(engine.weights.named(arrived.tree), arrived.transfer.version)
+    for name, tree in arrived.further.items():
+        generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
+
+
+def _serve(rank: GeneratingRank, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
-    if isinstance(request, ReadyRequest):
-        answers.answer(None)
-    elif isinstance(request, LoadRequest):
-        answers.answer(rank.load(request))
-    elif isinstance(request, GreedyRequest):
-        answers.answer(compared_greedy(rank.generator.engine, request.prompts, request.new_tokens))
-    else:
-        _answer(rank, answers, lambda: rank.answer(request, answers.taken - 1))
-
-
-def _answer(rank: GeneratingRank, answers: Answers, make: Callable[[], Any]) -> None:
-    """Answer a request with a value that is made now. Collective."""
     value = problem = None
     try:
-        value = make()
+        if isinstance(request, LoadRequest):
+            value = rank.load(request)
+        elif isinstance(request, GreedyRequest):
+            value = compared_greedy(rank.greedy(request), answers.mesh)
+        elif not isinstance(request, ReadyRequest):
+            value = rank.answer(request, answers.taken - 1)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
-    answers.answer(PoolAnswer(value, tuple(rank.show.taken().notes), problem))
+    if not isinstance(request, PLAIN_REQUESTS):
+        value = PoolAnswer(value, tuple(rank.show.taken().notes), problem)
+    answers.answer(value)
 
 
-def _serve_beside_groups(job: RLJob, rank: GeneratingRank, answers: Answers) -> Any:
-    """Serve requests while groups are written without a break; returns `End.result`."""
-    generator = rank.generator
-    receiver = WeightReceiver(
-        answers.mesh,
-        WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights)),
-        WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights)),
-        rank.group,
-    )
-    generation = rank.generation
-    kind = PacedWriter if job.settings.asynchrony.clock == "tokens" else GroupWriter
-    writer = kind(generation, admission_rule(job), receiver, rank.take)
-    heldout: HeldoutWriter | None = None
-    with receiver.receiving(), contextlib.closing(writer):
-        while True:
-            if not writer.turn(answers).request:
-                writer.step()
-                continue
-            request = answers.take("a request of the trainer ranks")
-            if isinstance(request, End):
-                return request.result
-            if isinstance(request, SendGroupsRequest):
-                writer.send(request, rank.training)
-                answers.answer(PoolAnswer(None, tuple(rank.show.taken().notes)))
-                continue
-            if isinstance(request, BeginEvaluationRequest):
-                heldout = _begin_evaluation(generation, request, writer)
-                answers.answer(PoolAnswer(None))
-                continue
-            if isinstance(request, EndEvaluationRequest):
-                assert heldout is not None
-                _answer(rank, answers, functools.partial(_evaluation, rank, heldout, _result_beside(writer)))
-                continue
-            if isinstance(request, EpisodesRequest):
-                files = rank.write_episodes(request.folder, writer.logged_episodes(request.groups))
-                answers.answer(PoolAnswer(files, tuple(rank.show.taken().notes)))
-                continue
-            version = request.version if isinstance(request, VERSIONED) else 0
-            writer.take_version(version, generates=not isinstance(request, DigestsRequest))
-            if isinstance(request, DigestsRequest):
-                answers.answer(engine_digests(generator.engine))
-                continue
-            with park_requests(generation.engine.engine, answers.mesh, writer.resident):
-                _serve(rank, request, answers)
-
-
-def _begin_evaluation(generation: Generation, request: BeginEvaluationRequest, writer: GroupWriter) -> HeldoutWriter:
-    """Begin an evaluation beside groups once this replica has its weights. Collective."""
-    writer.take_version(request.version, generates=True)
-    run = writer.run_heldout if isinstance(writer, PacedWriter) else run_as_there_is_room
-    heldout = HeldoutWriter(generation, request.step, run)
-    writer.beside.begin(heldout.write, _groups_aside(writer))
-    if writer.paced:
-        gather_objects(None, generation.engine.mesh)  # the answer opens the gate, at which all replicas are now
-    return heldout
-
-
-def _groups_aside(writer: GroupWriter) -> contextlib.AbstractContextManager[None]:
-    """Context of a program beside groups, which the clock of the engines stops meanwhile."""
-    if isinstance(writer, PacedWriter):
-        return park_requests(writer.engine, writer.mesh, writer.resident)
-    return contextlib.nullcontext()
-
-
-def _result_beside(writer: GroupWriter) -> Any:
-    """Wait for the program beside groups; returns its result on the first tensor rank. Collective over "tensor"."""
-    while writer.beside.goes_on:
-        writer.turn(None)
-        writer.step()
-    return writer.beside.result
-
-
-def _evaluation(rank: GeneratingRank, heldout: HeldoutWriter, part: WrittenPart | None) -> HeldoutEvaluation:
-    return rank.evaluation(heldout.evaluate(part, rank.show, Clock()))
-
-
-VERSIONED = (DigestsRequest, GreedyRequest, EvaluateRequest)  # served with the newest weights
+# Requests whose answers are values without remarks; nobody reads that of the last one.
+PLAIN_REQUESTS = (ReadyRequest, LoadRequest, GreedyRequest, DigestsRequest, BeginEvaluationRequest)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +12,6 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.batch import as_dict, declare, schema_of
-from funrl.data.mixture import Mixture
-from funrl.data.prompts import Example
 from funrl.fields import FIELDS, Field
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Requests
@@ -25,7 +23,7 @@ from funrl.trainer.placement.messages import (
     EndEvaluationRequest,
     EpisodesRequest,
     EvaluateRequest,
-    SamplesRequest,
+    SendGroupsRequest,
     SendRequest,
     WriteRequest,
     WrittenFiles,
@@ -36,66 +34,15 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows, moved, rows_of
+from funrl.trainer.sources.prompts import BASELINE_SEED
+from funrl.trainer.sources.source import DroppedPrompt, NextRows, RemoteRows, StepRows
+from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
 ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
 
 
 ServeUntil = Callable[[Requests, int, str], None]
-
-
-class NumberedExample(Example):
-    """A prompt that knows its place among those of the job."""
-
-    place: int
-
-
-class NumberedPrompts(Sequence[Example]):
-    """Prompts that know their places."""
-
-    def __init__(self, prompts: Sequence[Example]) -> None:
-        """Number prompts, each when it is asked for."""
-        self.prompts = prompts
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, place: int) -> Example: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Example]: ...
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return _numbered(self.prompts[place], place)
-
-
-class NumberedMixture(Mixture[Example]):
-    """Prompts of several parts that know their places."""
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return _numbered(super().__getitem__(index), index)
-
-
-def with_places(prompts: Sequence[Example]) -> Sequence[Example]:
-    """The prompts, in the same order, as `NumberedExample`s."""
-    if isinstance(prompts, Mixture):
-        return NumberedMixture(prompts.parts, prompts.shares)
-    return NumberedPrompts(prompts)
-
-
-def _numbered(prompt: Example, place: int) -> NumberedExample:
-    example = NumberedExample(*prompt)
-    example.place = int(place)
-    return example
 
 
 class Generators:
@@ -111,7 +58,6 @@ class Generators:
     def __init__(
         self,
         engine: RemoteEngine,
-        mesh: Mesh,
         show: Show,
         *,
         early: bool,
@@ -122,7 +68,6 @@ class Generators:
 
         Args:
           engine: theirs.
-          mesh: to train on.
           show: receives their remarks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
           staleness: bound on the age of a token, in versions.
@@ -130,25 +75,24 @@ class Generators:
         """
         self.engine = engine
         self.requests = engine.requests
-        self.mesh = mesh
+        self.mesh = engine.requests.mesh
         self.generating = engine.weights.mesh
         self.show = show
         self.early = early
         self.staleness = staleness
         self.step = 0
-        self.newest = -1  # number of the request of the newest rows
+        self.shown: list[ShownSample] = []  # of the newest rows
         self.serve_until = serve_until
 
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
         """Rows of prompts; see `RemoteGenerators`. Unless `early`, they are on the ranks that wrote them.
 
         Raises:
           RewardError: as `rollout` raises it.
         """
-        places = np.array([example.place for example in examples if isinstance(example, NumberedExample)])
         number = self.requests.post(WriteRequest(self.step, places, sampling, seed))
-        self.newest = number
-        written: WrittenRows = self._answer(number, f"the generators' rows of step {self.step}")
+        written: WrittenRows
+        written, self.shown = self._answer(number, f"the generators' rows of step {self.step}")
         device = self.mesh.device
         facts: dict[str, Any] = {
             name: x.to(device) if isinstance(x, Tensor) else x for name, x in written.rollout.items()
@@ -157,29 +101,27 @@ class Generators:
         batch = declare(blank_batch(written, device), ORIGIN)
         origin_B = torch.from_numpy(origins_of(number, len(written.owner))).to(device)
         rows = rows_of(batch._replace(origin=origin_B), written.owner, self.generating)
-        if not self.early:
-            return done, rows
-        ranks = self.mesh.size(self.mesh.row_axes)
-        to = batch.group.cpu().numpy() * ranks // max(1, len(examples))
-        return done, self.move(rows, to, self.mesh)
+        return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
-    def begin_step(self, step: int, position: int, steps: int) -> None:
-        """Begin to take the batch of a step.
+    def moved_early(self, rows: Rows, prompts: int) -> Rows:
+        """Rows on the trainer ranks, shared out by their groups."""
+        ranks = self.mesh.size(self.mesh.row_axes)
+        return self.move(rows, rows.batch.group.cpu().numpy() * ranks // max(1, prompts), self.mesh)
+
+    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
+        """Rows of a step; as `next_rows` gives them.
 
         Args:
+          next_rows: of a source that has this client.
+          state: of the source.
           step: number of the step.
-          position: of its first prompt in the order.
           steps: of the run.
         """
-        del position, steps
+        del steps
         self.step = step
+        return next_rows(state, step)
 
-    def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
-        """The source's state and no metrics: the prompts of a step are chosen when it begins."""
-        del step, steps
-        return state, {}
-
-    def log(self) -> list[tuple[Any, ...]] | None:
+    def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch; None: it was not made of groups that were written ahead."""
         return None
 
@@ -203,20 +145,8 @@ class Generators:
         """The source's state with what a resumed run needs to know of the generator ranks."""
         return state
 
-    def restored(self, state: trees.Tree) -> trees.Tree:
-        """The state without it, which is taken in."""
-        return state
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the newest batch."""
-        return {}
-
     def close(self) -> None:
         """Do nothing: nothing runs between steps."""
-
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """The given places: their rows come next; see `RemoteGenerators`."""
-        return places
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that were replaced for the newest rows; see `RemoteGenerators`."""
@@ -225,14 +155,14 @@ class Generators:
     def keep(self, prompts: np.ndarray) -> None:
         """Do nothing: further prompts are asked for as others are; see `RemoteGenerators`."""
 
-    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """None: greedy completions are asked for as other rows are; see `RemoteGenerators`."""
-        return None
+    def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
+        """Rows of greedy completions, which are asked for as other rows are; see `RemoteGenerators`."""
+        del groups
+        return self.write(places, sampling, BASELINE_SEED).rows
 
-    def samples(self, count: int) -> dict[int, ShownSample]:
+    def samples(self) -> dict[int, ShownSample]:
         """Samples of the newest rows; see `RemoteGenerators`."""
-        shown = self._answer(self.requests.post(SamplesRequest(self.newest, count)), "the generators' samples")
-        return dict(enumerate(shown))
+        return dict(enumerate(self.shown))
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
         """Metrics of an evaluation; see `RemoteGenerators`."""
@@ -255,32 +185,15 @@ class Generators:
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
         own, _ = receive_rows(*own_fields(rows.batch), way)
         self._answer(number, "the generators' rows")
-        if "version" in own:
-            own["stale"] = own["mask"] & self.stale(own["version"], own["mask"])
         further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
         batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
-        return rows_of(batch, to, mesh)
+        moved_rows = rows_of(batch, to, mesh)
+        return with_stale(moved_rows, self.engine.version or 0, self.staleness) if "version" in own else moved_rows
 
-    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, tokens whose log-probabilities need not be those of the newest weights. Raises: RuntimeError."""
-        return self._mark_stale(version_bT, mask_bT)
-
-    def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> Any:
+    def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendRequest | SendGroupsRequest:
         """The request that lets the generator ranks hand rows over."""
-        kept = {self.newest} if self.early else set()  # whose samples may be asked for
-        return SendRequest(origins, to, frozenset(kept))
-
-    def _mark_stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, tokens of other weights than the newest.
-
-        Raises:
-          RuntimeError: a token that was sampled is older than it may be.
-        """
-        age_bT = (self.engine.version or 0) - version_bT
-        oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
-        if oldest > self.staleness:
-            raise RuntimeError(f"a token of step {self.step} is {oldest} versions old; --staleness={self.staleness}")
-        return age_bT != 0
+        del rows
+        return SendRequest(origins, to)
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""

@@ -4,18 +4,18 @@ Without replacements group i has the i-th prompt of the run, or of the prompts t
 publish. With them a replica takes the next prompt of the order when it begins a group, and again for the same place
 when the filter keeps no row of it: by itself, or where models reward completions when the trainer ranks ask. Groups
 b P to (b + 1) P - 1, the places of a batch, have at most as many prompts as a batch of a run by turns: they share the
-replacements, and replicas do in equal parts where their engines are the clock. A later group that overtakes one of them
-brings its own to their batch.
+replacements. A later group that overtakes one of them brings its own to their batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.data.order import take_next
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -63,12 +63,10 @@ class GroupPart(NamedTuple):
     Attributes:
       sampling: of them.
       seeds: of each.
-      first: number of the first one among all of the group.
     """
 
     sampling: Sampling
     seeds: list[int]
-    first: int
 
 
 class GroupResult(NamedTuple):
@@ -97,15 +95,13 @@ class GroupPrompts:
       weighed: whether the trainer ranks choose the prompts of each batch, by weights.
     """
 
-    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard, replica: int | None) -> None:
+    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard) -> None:
         """Begin before the first group.
 
         Args:
           rule: of admission.
           most: prompts of a batch for each of its places; 1: none is replaced.
           board: of the run.
-          replica: number of this one, which takes every N-th prompt of the order; None: the next one that no replica
-            has taken.
         """
         self.replaced = most > 1
         self.filters = self.replaced
@@ -113,9 +109,6 @@ class GroupPrompts:
         self._rule = rule
         self._most = most
         self._board = board
-        self._replica = replica
-        self._taken = 0
-        self._shares: dict[int, int] = {}  # batch -> prompts that this replica may still replace in it
 
     def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
         """The prompt of a new group."""
@@ -139,32 +132,12 @@ class GroupPrompts:
 
     def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
         """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
-        batch = number // self._rule.places
-        if not self._take_replacement(batch, plan):
+        if self._board.take_replacement(number // self._rule.places) >= self._rule.places * (self._most - 1):
             return None
         return self._next(plan)
 
-    def _take_replacement(self, batch: int, plan: GroupPlan) -> bool:
-        """True if another prompt of a batch may be replaced, which is then counted."""
-        places = range(batch * self._rule.places, (batch + 1) * self._rule.places)
-        if self._replica is None:
-            return self._board.take_replacement(batch) < len(places) * (self._most - 1)
-        if batch not in self._shares:
-            tickets = (plan.ticket_of(place) for place in places)
-            own = sum(ticket is not None and ticket % self._board.replicas == self._replica for ticket in tickets)
-            oldest = batch - self._rule.most_age - 1  # older batches are complete
-            self._shares = {earlier: left for earlier, left in self._shares.items() if earlier >= oldest}
-            self._shares[batch] = own * (self._most - 1)
-        self._shares[batch] -= 1
-        return self._shares[batch] >= 0
-
     def _next(self, plan: GroupPlan) -> GroupPrompt:
-        if self._replica is None:
-            ticket = self._board.take_prompt()
-        else:
-            ticket = self._replica + self._taken * self._board.replicas
-            self._taken += 1
-        position = plan.position_of(ticket)
+        position = plan.position_of(self._board.take_prompt())
         return GroupPrompt(position, first=position)
 
 
@@ -179,7 +152,9 @@ class ChosenPrompts(NamedTuple):
     positions: Tensor
     end: int = 0
 
-    def extended(self, schedule: PromptSchedule, memory: Any, steps: Sequence[int]) -> tuple[ChosenPrompts, Any, Any]:
+    def extended(
+        self, schedule: PromptSchedule, memory: trees.Tree, steps: Sequence[int]
+    ) -> tuple[ChosenPrompts, trees.Tree, dict[str, float]]:
         """The prompts with those of further batches, the memory of the weights, and metrics of the last batch.
 
         Args:

@@ -7,20 +7,16 @@ chooses the groups of a batch by their numbers. The others learn its choice thro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from funrl import trees
 from funrl.asynchrony.admission import Admission, AdmissionRule
-from funrl.asynchrony.token_clock import EndedGroups
 from funrl.data.order import places_in_order
-from funrl.data.prompts import Example
 from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
 from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
 from funrl.processes.heartbeat import beat, entered, left
@@ -30,20 +26,17 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import Generators, ServeUntil
 from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
-from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows, tokens_of_versions
+from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     SendGroupsRequest,
     WrittenGroup,
 )
-from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.observing import Show, ShownSample
-from funrl.trainer.sources.source import DroppedPrompt, Generation
+from funrl.trainer.sources.curriculum import UNWEIGHTED
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
+from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, StepRows
 from funrl.trainer.steps.step_rows import Rows
-
-REPLICAS = "replicas"  # in service together, as `Admission` names generators
 
 
 class BatchGroup(NamedTuple):
@@ -64,52 +57,11 @@ def admission_rule(job: RLJob) -> AdmissionRule:
     return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
 
 
-class GroupOptions(NamedTuple):
-    """Options of writing and taking groups.
-
-    Attributes:
-      rule: of admission.
-      early: as of `Generators`.
-      keeps_cache: whether replicas keep keys and values of older weights.
-      paced: whether replicas follow the clock of their engines; see `token_clock`.
-      weighed: whether weights choose the prompts of batches.
-      replaces: whether other prompts take the places of prompts that the filter drops.
-      rescored: whether models reward groups on trainer ranks.
-      greedy_baseline: as of `Generation`.
-    """
-
-    rule: AdmissionRule
-    early: bool = False
-    keeps_cache: bool = False
-    paced: bool = False
-    weighed: bool = False
-    replaces: bool = False
-    rescored: bool = False
-    greedy_baseline: bool = False
-
-
-def group_options(job: RLJob, generation: Generation, *, early: bool) -> GroupOptions:
-    """Options of the groups of a run, by its flags and its generation."""
-    asynchrony = job.settings.asynchrony
-    return GroupOptions(
-        admission_rule(job),
-        early,
-        keeps_cache=asynchrony.keep_cache,
-        paced=asynchrony.clock == "tokens",
-        weighed=generation.schedule.weighing is not UNWEIGHTED,
-        replaces=generation.selection.rounds > 1,
-        rescored=generation.rewards.rescore is not None,
-        greedy_baseline=generation.greedy_baseline,
-    )
-
-
 class GroupGenerators(Generators):
     """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
 
     Attributes:
       plan: of the groups; None: before the first step.
-      keeps_cache: whether replicas keep keys and values of older weights.
-      paced: whether replicas follow the clock of their engines.
       replaces: whether other prompts take the places of prompts that the filter drops.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
@@ -124,55 +76,44 @@ class GroupGenerators(Generators):
     def __init__(
         self,
         engine: RemoteEngine,
-        mesh: Mesh,
         show: Show,
         *,
-        options: GroupOptions,
-        schedule: PromptSchedule,
+        rule: AdmissionRule,
+        generation: Generation,
+        early: bool = False,
         serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
         Args:
-          engine, mesh, show, serve_until: as of `Generators`.
-          options: of the groups.
-          schedule: of the prompts.
+          engine, show, early, serve_until: as of `Generators`.
+          rule: of admission.
+          generation: of the trainer ranks.
         """
-        rule = options.rule
-        super().__init__(engine, mesh, show, early=options.early, staleness=rule.most_age, serve_until=serve_until)
+        super().__init__(engine, show, early=early, staleness=rule.most_age, serve_until=serve_until)
         self.plan: GroupPlan | None = None
-        self._schedule = schedule
-        self.keeps_cache = options.keeps_cache
-        self.paced = options.paced
-        self.replaces = options.replaces
-        self.late = options.replaces and options.rescored
+        self._schedule = generation.schedule
+        rescored = generation.rewards.rescore is not None
+        self.replaces = generation.selection.rounds > 1
+        self.late = self.replaces and rescored
         self.refills = not self.late
         self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
         self._lost: list[BatchGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
-        self.rewards_baselines = options.rescored and options.greedy_baseline
+        self.rewards_baselines = rescored and generation.greedy_baseline
         self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
         self.left = torch.zeros(0, dtype=torch.int64)
         self._consumed = 0  # prompts before the batch
-        self.weighed = options.weighed
+        self.weighed = self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        # By the clock proofs wait, as the time when they are complete would depend on time.
-        engine.held = (lambda version: True) if options.paced else self._board_holds
+        engine.held = self._board.holds
         self._batch = 0
         self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
         self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
-        self._ended = EndedGroups()  # the ones that admission does not know yet
         self._taken: list[BatchGroup] = []
         self._collections = 0
         self._waited_s = 0.0
-
-    @property
-    def opened(self) -> GroupPlan:
-        """The plan of the groups. Raises: RuntimeError, no step has begun yet."""
-        if self.plan is None:
-            raise RuntimeError("no step has begun yet")
-        return self.plan
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
         """Choose the prompts of batches up to S after that of a step, with what is known before it. Collective.
@@ -213,14 +154,14 @@ class GroupGenerators(Generators):
             fresh = max(overtaking, default=-1) + 1
             plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
             self._admission = self._admission._replace(
-                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=dict.fromkeys(again)
+                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=again
             )
         self._batch = step - plan.step
         if self.mesh.rank == 0:
             self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
             if self.plan is None:
                 self._board.open(plan)
-            (self._board.announce if self.paced else self._board.train)(self._batch, self.engine.version or 0)
+            self._board.train(self._batch, self.engine.version or 0)
         self.plan = plan
 
     def saved(self, state: trees.Tree) -> trees.Tree:
@@ -244,8 +185,15 @@ class GroupGenerators(Generators):
         oldest = -int(self.overtaken_W.sum())
         return [oldest + 1 + place for place in torch.nonzero(self.overtaken_W).flatten().tolist()]
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Places [P] of the prompts of the next batch, once its groups have ended; see `RemoteGenerators`. Collective.
+    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
+        """Rows of a step, with metrics of its groups; see `Generators`. Collective."""
+        state, chosen = self.choose(self.restored(state), step, steps)
+        self.begin_step(step, state["prompts_consumed"], steps)
+        rows, state, metrics = next_rows(state, step)
+        return rows, self.saved(state), chosen | metrics | self.metrics()
+
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+        """Rows of the groups of the next batch, once these have ended; see `RemoteGenerators`. Collective.
 
         Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
         dropped ones.
@@ -271,27 +219,19 @@ class GroupGenerators(Generators):
             used = [*positions, *(prompt.position for prompt in self.dropped())]
             self.left = torch.tensor(positions_left(self.left.tolist(), self._consumed, used), dtype=torch.int64)
             self._consumed += len(used)
-        return np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
-
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has taken; see `RemoteGenerators`."""
         written = [(number, group.generator, group.written, 0) for number, group in self._taken]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
-        return done, self._moved_early(rows) if self.early else rows
+        places = np.concatenate([places_in_order(prompts, 1, seed, position) for position in positions])
+        return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
-    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+    def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
+        del places
         written = []
         for number, group in (self._taken[place] for place in groups.tolist()):
             written.append((number, group.generator, group.baseline, len(group.rows.owner)))
-        rows = joined_rows(written, self.generating, self.mesh.device, samples=1)[1]
-        return self._moved_early(rows) if self.rewards_baselines else rows
-
-    def _moved_early(self, rows: Rows) -> Rows:
-        """Rows on the trainer ranks, shared out by their groups."""
-        group_B = rows.batch.group.cpu().numpy()
-        ranks = self.mesh.size(self.mesh.row_axes)
-        return self.move(rows, group_B * ranks // (1 + int(group_B.max(initial=0))), self.mesh)
+        rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)[1]
+        return self.moved_early(rows, len(groups)) if self.rewards_baselines else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
@@ -309,35 +249,23 @@ class GroupGenerators(Generators):
             return [group for _, group in self._taken]
         return [*self._kept_groups, *(group for _, group in self._lost)]
 
-    def samples(self, count: int) -> dict[int, ShownSample]:
+    def samples(self) -> dict[int, ShownSample]:
         """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
         shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
-        return dict(shown[:count])
-
-    def stale(self, version_bT: Tensor, mask_bT: Tensor) -> Tensor:
-        """[b, T] bool, older tokens, and where caches are kept those after them. Raises: RuntimeError."""
-        stale_bT = super().stale(version_bT, mask_bT)
-        older_b1 = (stale_bT & mask_bT).any(1, keepdim=True)
-        return stale_bT | older_b1 if self.keeps_cache else stale_bT
+        return dict(shown[:SHOWN_PROMPTS])
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
-        """Evaluate on the replicas, at fixed iterations of the engines' clock; see `RemoteGenerators`."""
-        if self.paced and self.plan is not None:
-            return self.begin_evaluation(step)()
-        return super().evaluate(step, show)
+        """Evaluate on the replicas beside their groups; see `RemoteGenerators`."""
+        return self.begin_evaluation(step)()
 
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
-        number = self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0))
-        if self.paced:  # all replicas are at the gate before it opens
-            self._answer(number, f"the generators' turn to evaluate step {step}")
-        else:
-            self.requests.forget(number)
+        self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
         return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
 
-    def log(self) -> list[tuple[Any, ...]] | None:
+    def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
-        if self.plan is None or self.keeps_cache:
+        if self.plan is None:
             return None
         return [
             (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
@@ -356,7 +284,7 @@ class GroupGenerators(Generators):
         groups = self.batch_groups()
         waited = sum(group.waited_s for group in groups) / self._board.replicas
         waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
-        return waits | age_metrics(tokens_of_versions(groups), self.engine.version or 0) | sent
+        return waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""
@@ -372,10 +300,6 @@ class GroupGenerators(Generators):
             self._kept = ()
         return SendGroupsRequest(origins, rows.owner, rows.lengths, to, ended)
 
-    def _board_holds(self, version: int) -> bool:
-        self._board.batch_of_weights(version)
-        return self._board.everywhere >= version
-
     def _collected(self, lost: Sequence[BatchGroup]) -> list[BatchGroup]:
         """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
 
@@ -387,7 +311,7 @@ class GroupGenerators(Generators):
         entered(name)
         taken = overtaken_W = None
         if self.mesh.rank == 0:
-            taken = self._replacements(lost, name) if lost else self._awaited(name)
+            taken = self._awaited(dict(lost), name)
             oldest = self._admission.oldest
             window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
             overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
@@ -400,75 +324,55 @@ class GroupGenerators(Generators):
         left()
         return taken
 
-    def _awaited(self, waits_for: str) -> list[BatchGroup]:
-        """Wait on the first rank for the groups of the batch, which leave the state of admission."""
+    def _awaited(self, lost: Mapping[int, WrittenGroup], waits_for: str) -> list[BatchGroup]:
+        """Wait on the first rank for the groups of the batch by number, or for those of other prompts in some places.
+
+        Args:
+          lost: groups whose places other prompts take. These places have left the state of admission: a group that
+            begins in one of them now is within its bound.
+          waits_for: name of the groups.
+        """
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
         batch = self._admission.batch
         taken: list[int] = []
-        ordered = self.paced and self._admission.rule.window > 1
+        for number in lost:
+            self._board.ask_again(number)
         while True:
-            horizon = self._board.horizon() if ordered else None  # read before the groups that ended until then
-            for number in self._read_finished():
-                self._ended.add(number, self._written[number].ended if ordered else (0, 0))
+            if self._read_finished(lost):
                 pauses = Pauses(1)
-            if problem := self._problem():
-                return problem
-            taken += self._consume(batch)
-            while self._admission.batch == batch and (number := self._ended.take(horizon)) is not None:
-                self._admit()  # a group that has ended may have begun since the last one
-                # A place keeps the version of its first prompt: replacements began later, within the bound.
-                self._admission = self._admission.finish([number])
-                taken += self._consume(batch)
+            if problems := [BatchGroup(*item) for item in self._written.items() if item[1].problem is not None]:
+                return problems[:1]
+            if lost and lost.keys() <= self._written.keys():
+                return [BatchGroup(number, in_place_of(lost[number], self._written.pop(number))) for number in lost]
+            while not lost and self._admission.batch == batch and (places := self._admission.consumable()):
+                _, self._admission = self._admission.consume(places)
+                taken += places
             if self._admission.batch > batch:
                 return [BatchGroup(number, self._written.pop(number)) for number in sorted(taken)]
             pauses.sleep()
             limit.check()
 
-    def _replacements(self, lost: Sequence[BatchGroup], waits_for: str) -> list[BatchGroup]:
-        """Wait on the first rank for groups of other prompts in the places of some, in their order.
+    def _read_finished(self, lost: Collection[int]) -> bool:
+        """Collect groups that were delivered since the last call; returns whether there was one.
 
-        These places have left the state of admission: a group that begins in one of them now is within its bound.
+        Args:
+          lost: places that have left the state of admission.
         """
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        wanted = dict(lost)
-        for number in wanted:
-            self._board.ask_again(number)
-        while not wanted.keys() <= self._written.keys():
-            for number in self._read_finished():
-                if number not in wanted:
-                    self._ended.add(number, (0, 0))
-                pauses = Pauses(1)
-            if problem := self._problem():
-                return problem
-            pauses.sleep()
-            limit.check()
-        return [BatchGroup(number, in_place_of(wanted[number], self._written.pop(number))) for number in wanted]
-
-    def _read_finished(self) -> Iterator[int]:
-        """Put groups that were delivered since the last call into `_written`, and yield their numbers."""
+        count = len(self._written)
         while (number := self._board.next_finished()) is not None:
             self._written[number] = self._board.collect(number)
             beat()
-            yield number
-
-    def _problem(self) -> list[BatchGroup]:
-        """The first group that has a problem, if there is one."""
-        return [BatchGroup(number, group) for number, group in self._written.items() if group.problem is not None][:1]
-
-    def _consume(self, batch: int) -> list[int]:
-        """Groups that a batch takes now."""
-        taken: list[int] = []
-        while self._admission.batch == batch and (places := self._admission.consumable()):
-            _, self._admission = self._admission.consume(places)
-            taken += places
-        return taken
+            if number not in lost:
+                self._admit()  # it may have begun since the last one
+                # A place keeps the version of its first prompt: replacements began later, within the bound.
+                self._admission = self._admission.finish([number])
+        return len(self._written) > count
 
     def _admit(self) -> None:
         """Follow the rule by which replicas begin groups."""
-        batch = self._batch if self.paced else self._board.batch_of_weights(self.engine.version or 0)
+        batch = self._board.batch_of_weights(self.engine.version or 0)
         held = self._admission.version
-        if batch is not None and (held is None or batch > held):
-            self._admission = self._admission.version_held(REPLICAS, batch)
-            _, self._admission = self._admission.submit(self.opened.count)
+        if self.plan is not None and batch is not None and (held is None or batch > held):
+            self._admission = self._admission.version_held(batch)
+            _, self._admission = self._admission.submit(self.plan.count)

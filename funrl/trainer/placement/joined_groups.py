@@ -56,14 +56,6 @@ def joined_rows(
     return join_groups(facts, parts, mesh, samples=samples)
 
 
-def tokens_of_versions(groups: Sequence[WrittenGroup]) -> dict[int, int]:
-    """Sampled tokens of some groups, by the versions that sampled them."""
-    tokens: collections.Counter[int] = collections.Counter()
-    for group in groups:
-        tokens.update(group.tokens)
-    return dict(tokens)
-
-
 def join_groups(
     facts: Sequence[Mapping[str, Any]], parts: Sequence[Rows], mesh: Mesh, *, samples: int
 ) -> tuple[Rollout, Rows]:
@@ -103,13 +95,16 @@ def join_groups(
     return done, rows
 
 
-def age_metrics(tokens: Mapping[int, int], newest: int) -> dict[str, float]:
+def age_metrics(groups: Sequence[Mapping[int, int]], newest: int) -> dict[str, float]:
     """Metrics of the ages of a batch's sampled tokens, in versions; none without tokens.
 
     Args:
-      tokens: version -> tokens that it sampled.
+      groups: of each group, version -> tokens that it sampled.
       newest: version of the weights that train on them.
     """
+    tokens: collections.Counter[int] = collections.Counter()
+    for group in groups:
+        tokens.update(group)
     count = sum(tokens.values())
     if not count:
         return {}

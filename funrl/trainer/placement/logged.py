@@ -31,16 +31,17 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.joined_groups import age_metrics, join_groups
+from funrl.trainer.placement.messages import switches_of
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
-from funrl.trainer.sources.source import DroppedPrompt, Generation, Source
+from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteRows, Source
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, with_stale
 
 WEIGHING_METRICS = ("curriculum/", "difficulty/")
 Versions = Callable[[], Mapping[str, int]]
@@ -160,8 +161,6 @@ class LoggedWriter:
         for group in (group for step in sorted(log.by_step) for group in log.by_step[step]):
             if self._is_own(group):
                 self._add_parts(group)
-        self._completed: Rollout | None = None
-        self._episodes: tuple[Rollout, Rows] | None = None
 
     def begin_step(self, step: int) -> None:
         """Begin to write the groups of a step, after all that its weights sample is sampled. Collective."""
@@ -172,30 +171,29 @@ class LoggedWriter:
             assert isinstance(environment, LoggedEnvironment)
             environment.forget()
 
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts of the next groups, as many as these, which are written. Collective."""
-        generation = self.generation
-        groups, self._left = self._left[: len(places)], self._left[len(places) :]
-        self._batch = groups
-        if generation.episodes is None:
-            self._completed = self._completions(groups, generation.sampling, first=0)
-        else:
-            self._episodes = self._repeated_episodes(groups, generation.sampling, first=0)
-        prompts, _, seed, _ = generation.schedule
-        assert len(groups) == len(places)
-        return np.concatenate([places_in_order(prompts, 1, seed, group.position) for group in groups])
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+        """Rows of the next groups of the step, as many as these places; see `RemoteGenerators`. Collective."""
+        del seed
+        self._batch, self._left = self._left[: len(places)], self._left[len(places) :]
+        assert len(self._batch) == len(places)
+        done, rows = self._written(self._batch, sampling, first=0)
+        prompts, _, order_seed, _ = self.generation.schedule
+        places = np.concatenate([places_in_order(prompts, 1, order_seed, group.position) for group in self._batch])
+        return RemoteRows(places, done, with_stale(rows, self.generation.engine.engine.version or 0))
 
-    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
+    def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the step; see `RemoteGenerators`."""
-        generation = self.generation
+        del places
         logged = [self._batch[place] for place in groups.tolist()]
-        sampling = baseline_sampling(generation.sampling)
-        first = generation.sampling.samples
-        if generation.episodes is not None:
-            return self._repeated_episodes(logged, sampling, first)[1]
-        done = self._completions(logged, sampling, first)
-        form = generation.form._replace(versions=False, choices=0)
-        return to_rows([self._example(group.position) for group in logged], done, sampling, form)
+        return self._written(logged, sampling, first=self.generation.sampling.samples)[1]
+
+    def _written(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
+        """Completions or episodes of some groups, and their rows; the arguments are those of `_completions`."""
+        if self.generation.episodes is not None:
+            return self._repeated_episodes(groups, sampling, first)
+        done = self._completions(groups, sampling, first)
+        form = self.generation.form._replace(versions=True)
+        return done, to_rows([self._example(group.position) for group in groups], done, sampling, form)
 
     def _completions(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> Rollout:
         """Completions of some groups. Collective.
@@ -247,19 +245,6 @@ class LoggedWriter:
                 episodes.append((place * sampling.samples + sample, again))
         return rollout_of_episodes(setup, self.generation.engine, episodes, examples, sampling)
 
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Rows of the groups that `order` has completed; see `RemoteGenerators`."""
-        generation = self.generation
-        if self._episodes is not None:
-            done, rows = self._episodes
-        elif self._completed is None:
-            raise RuntimeError("no group of the step has been written")
-        else:
-            done = self._completed
-            rows = to_rows(examples, done, sampling, generation.form._replace(versions=True))
-        version = generation.engine.engine.version
-        return done, rows.with_fields(stale=rows.batch.mask & (rows.batch.version != version))
-
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that were replaced in the run for the step's batch."""
         return [prompt for group in self._batch for prompt in group.dropped]
@@ -267,7 +252,7 @@ class LoggedWriter:
     def keep(self, prompts: np.ndarray) -> None:
         """Do nothing: the log has what took the places of others."""
 
-    def samples(self, count: int) -> dict[int, ShownSample]:
+    def samples(self) -> dict[int, ShownSample]:
         """None: nothing is shown."""
         return {}
 
@@ -277,10 +262,7 @@ class LoggedWriter:
 
     def metrics(self) -> dict[str, float]:
         """Ages of the batch's tokens; it has no times."""
-        tokens: collections.Counter[int] = collections.Counter()
-        for group in self._batch:
-            tokens.update(dict(group.tokens))
-        return age_metrics(tokens, self.generation.engine.engine.version or 0)
+        return age_metrics([dict(group.tokens) for group in self._batch], self.generation.engine.engine.version or 0)
 
     def _add_parts(self, group: LoggedGroup) -> None:
         """Note which version samples which tokens of a group."""
@@ -289,7 +271,10 @@ class LoggedWriter:
         else:
             models = self.generation.episodes.models or {}
             samples = [
-                (LoggedPart(group, sample, node, None, models.get(agent, "")), switches_of(node))
+                (
+                    LoggedPart(group, sample, node, None, models.get(agent, "")),
+                    switches_of(node.numbers.versions),
+                )
                 for sample in range(self.generation.sampling.samples + self.generation.greedy_baseline)
                 for node, agent in sampled_nodes(self._logged_episode(group, sample).episode).items()
             ]
@@ -347,12 +332,6 @@ class LoggedWriter:
 def sampled_nodes(episode: Episode) -> dict[Node, str]:
     """The turns in an episode that a model has sampled, with their agents."""
     return {node: end.agent for end in episode.ends for node in end.nodes() if node.sampled}
-
-
-def switches_of(turn: Node) -> list[tuple[int, int]]:
-    """(First token, version) pairs of a turn."""
-    versions = turn.numbers.versions.numpy()
-    return [(begin, int(versions[begin])) for begin in np.flatnonzero(np.diff(versions, prepend=-1)).tolist()]
 
 
 def logged_source(

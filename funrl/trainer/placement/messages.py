@@ -25,7 +25,9 @@ from funrl.trainer.steps.step_rows import Rows
 
 
 class WriteRequest(NamedTuple):
-    """Generate and reward. Its answer is `WrittenRows`; the rows stay until a `SendRequest`.
+    """Generate and reward. Its answer is `WrittenRows`, and samples of the first prompts where the step shows some.
+
+    The rows stay until the next `SendRequest`.
 
     Attributes:
       step: that the rows are for.
@@ -45,12 +47,10 @@ class SendRequest(NamedTuple):
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them.
       to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
-      kept: numbers of the `WriteRequest`s whose rows stay.
     """
 
     origins: np.ndarray
     to: np.ndarray
-    kept: frozenset[int] = frozenset()
 
 
 class SendGroupsRequest(NamedTuple):
@@ -83,7 +83,6 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
-      ended: turn and iteration of the replica at which it has ended, with --clock=tokens; see `EngineTime`.
       prompt: of the group; None where there is a problem.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
@@ -97,7 +96,6 @@ class WrittenGroup(NamedTuple):
     shown: Sequence[ShownSample] = ()
     notes: Sequence[str] = ()
     problem: str | None = None
-    ended: tuple[int, int] = (0, 0)
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
@@ -144,18 +142,6 @@ class WrittenFiles(NamedTuple):
 
     nbytes: int
     problem: str
-
-
-class SamplesRequest(NamedTuple):
-    """Show the first sample of each of the first prompts of some rows. Its answer is a list of them.
-
-    Attributes:
-      number: of the `WriteRequest`.
-      count: of the prompts.
-    """
-
-    number: int
-    count: int
 
 
 class EvaluateRequest(NamedTuple):
@@ -286,8 +272,12 @@ def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]
     tokens: collections.Counter[int] = collections.Counter()
     switches = []
     for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
-        sampled = version_T[mask_T].numpy()
-        begins = np.flatnonzero(np.diff(sampled, prepend=-1)).tolist()
-        switches.append([(begin, int(sampled[begin])) for begin in begins])
-        tokens.update(sampled.tolist())
+        switches.append(switches_of(version_T[mask_T]))
+        tokens.update(version_T[mask_T].tolist())
     return dict(tokens), switches
+
+
+def switches_of(versions: Tensor) -> list[tuple[int, int]]:
+    """(First token, version) pairs of the versions of some tokens."""
+    begins = np.flatnonzero(np.diff(versions.numpy(), prepend=-1)).tolist()
+    return [(begin, int(versions[begin])) for begin in begins]

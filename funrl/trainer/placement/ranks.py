@@ -8,7 +8,7 @@ from funrl.mesh.launch import submesh
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import end_requests
 from funrl.mesh.pools.transfer import transfer_group
-from funrl.processes.torchrun import shutdown_remark, shutdown_s
+from funrl.processes.environment import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
 from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
 from funrl.trainer.jobs.row_source import make_source

@@ -9,13 +9,11 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End, Requests, answer_key, first_asked
-from funrl.mesh.pools.handover import Handover, receive_rows, send_rows
+from funrl.mesh.pools.handover import Handover, blank_fields, line_forms, receive_rows, send_rows
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
@@ -57,9 +55,9 @@ class RewardingSide(NamedTuple):
         """Receive rows, reward them, and answer."""
         own = self.answers.mesh
         device = own.device
-        like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in request.tokens.items()}
+        kinds = row_field_kinds(FIELDS, request.lines)
         way = Handover(request.lengths, request.owner, request.to, source=self.asking, target=own)
-        fields, _ = receive_rows(like, row_field_kinds(FIELDS, like), way)
+        fields, _ = receive_rows(blank_fields(request.lines, kinds, device), kinds, way)
         known = {name: x.to(device) for name, x in request.fields.items()}
         rows = rows_of(Batch(**known, **fields), request.to, own)
         try:
@@ -69,13 +67,15 @@ class RewardingSide(NamedTuple):
             self.answers.answer(RewardProblem(self.show.taken().notes, str(error)))
             return
         batch = rows.batch
-        written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *like, "score", "scores"}}
-        shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in written.items()}
+        written = {name: x for name, x in as_dict(batch).items() if name not in {*known, *kinds, "score", "scores"}}
+        kinds = row_field_kinds(FIELDS, written)
         notes = self.show.taken().notes
-        self.answers.answer(RewardedRows(batch.scores.cpu(), batch.score.cpu(), rows.owner, shapes, notes))
+        self.answers.answer(
+            RewardedRows(batch.scores.cpu(), batch.score.cpu(), rows.owner, line_forms(written, kinds), notes)
+        )
         if written:
             back = Handover(request.lengths, rows.owner, request.owner, source=own, target=self.asking)
-            send_rows(written, row_field_kinds(FIELDS, written), back)
+            send_rows(written, kinds, back)
 
 
 def serve_rewarding(job: RLJob, name: str, asking: Sequence[Mesh], own: Mesh) -> Any:

@@ -10,7 +10,7 @@ from funrl import trees
 from funrl.batch import FIELDS, Batch
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Answers, End
-from funrl.mesh.pools.handover import Handover, blank_fields, receive_rows, send_rows
+from funrl.mesh.pools.handover import Handover, blank_fields, line_forms, receive_rows, send_rows
 from funrl.mesh.reshard import reshard
 from funrl.mesh.rules import layouts
 from funrl.processes import heartbeat
@@ -20,13 +20,7 @@ from funrl.trainer.jobs.job import RLJob, scoring_pools
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.steps.parts import Parts
-from funrl.trainer.steps.remote_scores import (
-    RemoteScorer,
-    ScoredFields,
-    ScoreRequest,
-    first_request,
-    row_field_kinds,
-)
+from funrl.trainer.steps.remote_scores import RemoteScorer, ScoreRequest, first_request, row_field_kinds
 from funrl.trainer.steps.score import score_role
 from funrl.trainer.steps.step_rows import rows_of
 
@@ -51,7 +45,7 @@ def serve_scores(job: RLJob, name: str, training: Mesh, own: Mesh) -> Any:
             with heartbeat.phase(f"score_{name}"):
                 fields, way = _scored(scorer, params, request)
             kinds = row_field_kinds(job.algorithm.schema, fields)
-            answers.answer(ScoredFields({field: (x.dtype, tuple(x.shape[2:])) for field, x in fields.items()}))
+            answers.answer(line_forms(fields, kinds))
             send_rows(fields, kinds, way)
     return request.result
 

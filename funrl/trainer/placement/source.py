@@ -8,18 +8,17 @@ it to the rank that trains it; before that trainer ranks know only the row table
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from funrl import trees
 from funrl.algos.reading import reads
 from funrl.fields import FIELDS
-from funrl.mesh.pools.transfer import WeightSender
+from funrl.mesh.pools.transfer import TransferGroup, WeightSender
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
-from funrl.trainer.placement.generators import Generators, with_places
-from funrl.trainer.placement.groups import GroupGenerators, group_options
+from funrl.trainer.placement.generators import Generators
+from funrl.trainer.placement.groups import GroupGenerators, admission_rule
 from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import scored_in_order
@@ -30,13 +29,18 @@ from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, Source, StepLog
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows
 
 BeginEvaluation = Callable[[int], Callable[[], dict[str, float]]]
 
 
 def placed_source(
-    job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show, *, group: Any = None
+    job: Job,
+    parts: Parts,
+    frozen: Mapping[str, trees.Tree],
+    clock: Clock,
+    show: Show,
+    *,
+    group: TransferGroup = None,
 ) -> Source:
     """The source of the trainer ranks of a job with a placement; a `MakeSource`.
 
@@ -46,7 +50,7 @@ def placed_source(
     """
     assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
     generation = remarked_generation(job, parts, frozen, clock, show)
-    engine: Any = parts.generator.engine
+    engine: object = parts.generator.engine
     assert isinstance(engine, RemoteEngine)
     rewards = RewardsOfTrainers(job, parts, frozen, show, generating=engine.weights.mesh)
     scorers = rewards.scorers | asked_scorers(parts, show)
@@ -57,21 +61,20 @@ def placed_source(
             rewards=generation.rewards._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
         )
     early = rescored or needs_tokens(job, generation)
-    schedule = generation.schedule._replace(prompts=with_places(generation.schedule.prompts))
-    own = generation._replace(schedule=schedule)
+    own = generation
     begin_evaluation = None
     serve_until = rewards.serve_until if rewards.scorers else None
     if not job.settings.asynchrony.staleness:
-        generators = Generators(engine, parts.mesh, show, early=early, serve_until=serve_until)
+        generators = Generators(engine, show, early=early, serve_until=serve_until)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        options = group_options(job, generation, early=early)
+        rule = admission_rule(job)
         generators = GroupGenerators(
-            engine, parts.mesh, show, options=options, schedule=schedule, serve_until=serve_until
+            engine, show, rule=rule, generation=generation, early=early, serve_until=serve_until
         )
-        if not options.weighed:  # a curriculum may read its metrics before the next step
+        if not generators.weighed:  # a curriculum may read its metrics before the next step
             begin_evaluation = generators.begin_evaluation
-        own = own._replace(schedule=as_chosen(schedule))
+        own = own._replace(schedule=as_chosen(own.schedule))
     source = prompt_source(own._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
@@ -80,15 +83,9 @@ def placed_source(
     if begin_evaluation is not None:
         begin_evaluation = timed_evaluation(begin_evaluation, clock)
 
-    def at_step(state: trees.Tree, step: int) -> tuple[Rows, trees.Tree, dict[str, float]]:
-        state, chosen = generators.choose(generators.restored(state), step, job.settings.run.steps)
-        generators.begin_step(step, state["prompts_consumed"], job.settings.run.steps)
-        rows, state, metrics = next_rows(state, step)
-        return rows, generators.saved(state), chosen | metrics | generators.metrics()
-
     return source._replace(
         init=lambda: generators.saved(init()),
-        next_rows=at_step,
+        next_rows=lambda state, step: generators.take_step(next_rows, state, step, job.settings.run.steps),
         move=generators.move,
         close=generators.close,
         begin_evaluation=begin_evaluation,

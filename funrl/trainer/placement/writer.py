@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from funrl import trees
 from funrl.asynchrony.admission import AdmissionRule
@@ -22,7 +21,7 @@ from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.run import EpisodeGroup, EpisodeRunner
 from funrl.kinds import joined_lines
-from funrl.mesh.collectives import from_first, psum
+from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
 from funrl.mesh.pools.groups import GroupBoard, GroupPlan
@@ -33,7 +32,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import ProgramBeside
+from funrl.trainer.ahead.heldout import WrittenPart
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -47,7 +46,7 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
-from funrl.trainer.sources.observing import ShownSample, shown_samples
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -55,7 +54,6 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of,
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
-SHOWN_PROMPTS = 8  # of a step
 REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
@@ -64,13 +62,13 @@ class ReplicaStep(NamedTuple):
 
     Attributes:
       request: take a request of the trainer ranks.
-      weights: number of the transfer whose weights they take; -1: none.
+      weights: take weights that have arrived.
       rows: fields of the rows of groups that have ended, by the numbers of the groups.
-      ended: note that the program beside the groups has ended.
+      ended: note that this replica's part of an evaluation has ended.
     """
 
     request: bool = False
-    weights: int = -1
+    weights: bool = False
     ended: bool = False
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
@@ -82,11 +80,8 @@ class GroupWriter:
       resident: the engine as coroutines see it; None: this is not the replica's first tensor rank.
       engine: of this rank.
       mesh: to generate on.
-      beside: a program beside the groups.
-      paced: whether the engine is the clock; see `token_clock`.
+      evaluates: whether an evaluation runs beside the groups, until whose end the engine keeps its weights.
     """
-
-    paced = False
 
     def __init__(
         self,
@@ -117,11 +112,11 @@ class GroupWriter:
         self._board = GroupBoard(mesh.size(mesh.row_axes))
         self._plan: GroupPlan | None = None
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        own = self._replica if self.paced else None
-        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board, own)
+        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board)
         self._prompts.leave_to_trainers(generation)
         self._loop = asyncio.new_event_loop()
-        self.beside = ProgramBeside(self.resident, self._loop)
+        self.evaluates = False
+        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
@@ -163,10 +158,10 @@ class GroupWriter:
             on_device = trees.map(lambda x: x.to(self.mesh.device), fields)
             batch = Batch(FIELDS | further if further else FIELDS, **on_device)
             self._held[number] = rows_of(batch, mesh=self._alone)
-        if turn.weights >= 0:
-            self.take(turn.weights)
+        if turn.weights:
+            self.take()
         if turn.ended:
-            self.beside.end()
+            self.evaluates = False
         return turn
 
     def step(self) -> None:
@@ -176,43 +171,53 @@ class GroupWriter:
             return
         self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
 
-    def take(self, number: int) -> None:
-        """Load the weights of a transfer that has arrived into the engine. Collective over "tensor".
-
-        Does nothing where a rank has let go of them meanwhile: the transfer was abandoned, and another one follows.
-        """
+    def take(self) -> None:
+        """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
         arrived = self._receiver.arrived()
-        here = arrived is not None and arrived.number == number
-        ranks = psum(torch.tensor(int(here), device=self.mesh.device), self.mesh, "tensor")
-        if arrived is None or int(ranks) < self.mesh.size("tensor"):
-            return
+        assert arrived is not None
         self._take_weights(arrived)
-        self._receiver.taken(arrived)
+        self._receiver.release()
 
-    def take_version(self, version: int, generates: bool = False) -> None:
+    def take_version(self, version: int) -> None:
         """Take weights until the engine has a version. Collective over "tensor".
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
-
-        Args:
-          version: of the weights.
-          generates: whether the engine is to be used.
         """
-        del generates
-        while self.beside.goes_on and (self.engine.version or 0) < version:
+        self.engine.check([])  # a native engine measures its free memory now, on all ranks
+        while self.evaluates and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            own = self._complete_transfer() if self.resident is not None else None
-            number = from_first(own, self.mesh, "tensor")
-            if number is not None:
-                self.take(number)
+            complete = self.resident is not None and self._has_arrived()
+            if from_first(complete, self.mesh, "tensor"):
+                self.take()
             else:
                 heartbeat.beat()
                 time.sleep(WRITER_IDLE_S)
         heartbeat.left()
         self._tell_version()
+
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+        """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
+        self.evaluates = True
+        if self.resident is not None:
+            self._evaluation = self._loop.create_task(write(self.resident))
+
+    def end_evaluation(self) -> WrittenPart | None:
+        """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
+        while self.evaluates:
+            self.turn(None)
+            self.step()
+        return None if self._evaluation is None else self._evaluation.result()
+
+    def complete_beside(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete requests beside the groups; no newer weights arrive meanwhile. Collective over "tensor"."""
+        task = None if self.resident is None else self._loop.create_task(self.resident.ask_all(requests))
+        while not from_first(task is not None and task.done(), self.mesh, "tensor"):
+            self.turn(None)
+            self.step()
+        return from_first(None if task is None else task.result(), self.mesh, "tensor")
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
@@ -240,7 +245,8 @@ class GroupWriter:
 
     def close(self) -> None:
         """End all groups."""
-        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *self.beside.tasks]))
+        evaluation = [] if self._evaluation is None else [self._evaluation]
+        self._loop.run_until_complete(_cancelled([*self._tasks.values(), *evaluation]))
         self._loop.close()
 
     def _note(self, text: str) -> None:
@@ -248,30 +254,24 @@ class GroupWriter:
 
     def _decide(self, answers: Answers | None) -> ReplicaStep | None:
         rows = self._deliver_ended()
-        if self.beside.has_ended:
+        if self.evaluates and self._evaluation is not None and self._evaluation.done():
             return ReplicaStep(rows=rows, ended=True)
         now = time.monotonic()
         if now < self._next_look:
             return ReplicaStep(rows=rows) if rows else None
-        self._look_again_after(now)
+        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        number = None if self.beside.goes_on else self._complete_transfer()
-        if number is not None:
-            return ReplicaStep(weights=number, rows=rows)
+        if not self.evaluates and self._has_arrived():
+            return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
 
-    def _look_again_after(self, now: float) -> None:
-        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
-
-    def _complete_transfer(self) -> int | None:
-        """Number of the transfer whose weights all tensor ranks have, if there is one. Raises: MeshError."""
+    def _has_arrived(self) -> bool:
+        """True if all tensor ranks have weights that the engine has not. Raises: MeshError."""
         arrived = self._receiver.arrived()
-        if arrived is None or not self._receiver.complete(arrived.number):
-            return None
-        return arrived.number
+        return arrived is not None and self._receiver.complete(arrived.number)
 
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
@@ -301,7 +301,7 @@ class GroupWriter:
             self._start(self._next)
             self._has_next = False
             room -= self._requests
-        idle = not self._tasks and not self.beside.goes_on
+        idle = not self._tasks and not self.evaluates
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
@@ -318,7 +318,7 @@ class GroupWriter:
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
-        if (self._tasks or self.beside.goes_on) and now >= self._next_sign:
+        if (self._tasks or self.evaluates) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
             self._board.show_work()
         if self._idle_since is not None:
@@ -334,13 +334,13 @@ class GroupWriter:
             try:
                 done, rows, prompt, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(number, self._group(number, problem=str(error)))
+                self._board.deliver(number, self._group(problem=str(error)))
                 continue
             rescored = self._generation.rewards.rescore is not None
             held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
             kept[number] = group_fields(held, own=self.mesh.size("tensor") == 1)
             tokens, switches = versions_of(rows)
-            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
                 further = versions_of(baseline[1])[1]
                 group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
@@ -360,9 +360,8 @@ class GroupWriter:
         names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
         return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
-    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
+    def _group(self, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
-        del number
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
         return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
@@ -385,7 +384,9 @@ class GroupWriter:
             example = self._example(prompt)
             parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
             done, rows = parts[0]
-            replacement = await self._replacement(group, rows)
+            replacement = None
+            if self._prompts.filters and not filter_samples(generation, rows, 1).any():
+                replacement = self._prompts.replace(group, self.plan)
             if replacement is None:
                 return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
@@ -395,55 +396,30 @@ class GroupWriter:
         """The samples of a group, and the greedy completion that they are compared with, if there is one."""
         generation = self._generation
         samples = generation.sampling.samples
-        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples), 0)]
+        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples))]
         if generation.greedy_baseline:
-            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed], samples))
+            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed]))
         return parts
 
-    async def _replacement(self, group: int, rows: Rows) -> GroupPrompt | None:
-        """The prompt that replaces the prompt of a group with these rows; None: the group has ended."""
-        if not self._prompts.filters or filter_samples(self._generation, rows, 1).any():
-            return None
-        return self._prompts.replace(group, self.plan)
-
-    async def _ask(self, group: int, number: int, request: Request) -> Completion:
-        """Complete a request of a group's sample."""
-        del group, number
-        return await self.leader.ask(request)
-
     async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
+        del group
         generation = self._generation
-        sampling, seeds, first = part
+        sampling, seeds = part
         owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], sampling.samples)
-
-        async def complete(number: int, seed: int) -> Completion:
-            done = await self._ask(group, first + number, Request(0, example.tokens, sampling, seed, owned=owned))
-            done = done._replace(number=number)
-            if pending is not None:
-                pending.add(done)
-            return done
-
+        requests = [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(seeds)]
         begin = time.perf_counter()
-        completions = await asyncio.gather(*(complete(number, seed) for number, seed in enumerate(seeds)))
+        completions = await self.leader.ask_all(requests, None if pending is None else pending.add)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
         rows = to_rows([example], done, sampling, generation.form)
         return done, rows
 
-    def _runner(self, group: int, part: GroupPart) -> EpisodeRunner:
-        """Runner of episodes of a group."""
-        del group
-        setup = self._generation.setup
-        policy = policy_setup(setup, part.sampling)
-        runner = EpisodeRunner(setup.environment, policy, setup.limits)
-        runner.resident = self.leader
-        return runner
-
     async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
         setup = self._generation.setup
-        runner = self._runner(group, part)
+        runner = EpisodeRunner(setup.environment, policy_setup(setup, part.sampling), setup.limits)
+        runner.resident = self.leader
         episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
         costs = [runner.costs[number] for number, _ in episodes]
         if self._logs_episodes:

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from funrl.data.cached_datasets import has_cached_model
 from funrl.data.columns import Fields, parse_fields
-from funrl.data.json_lines import DataError
-from funrl.data.mixture import WeightedFile, weighted_files
+from funrl.data.order import WeightedFile, weighted_files
 from funrl.data.records import FORMATS, source_problem
 from funrl.environments.agents import parse_agents
 from funrl.loading import locate
@@ -23,9 +22,9 @@ from funrl.trainer.settings.declaration import SettingsError, blaming, parts
 from funrl.trainer.settings.records import save_interval
 from funrl.trainer.settings.scorers import (
     MODEL_FLAGS,
-    NO_OBJECTS,
+    NOTHING_GIVEN,
     SCORERS,
-    GivenObjects,
+    Given,
     check_environment_flags,
     has_environment,
     model_path,
@@ -48,6 +47,12 @@ from funrl.trainer.settings.settings import (
 LARGEST = 3.4028234663852886e38  # largest float32, the trainer's dtype
 DATA_FLAGS = {"prompts": "prompts", "data": "texts", "eval_data": "held-out data"}
 REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by default
+OF_OWN_STEPS = {  # flags that only the native engine takes, and why the others do not
+    "dry_run": "it counts the native engine",
+    "speculate": "it decodes by steps of its own",
+    "clock": "what it computes in an iteration is its own",
+    "keep_cache": "it computes keys and values of running sequences again under new weights",
+}
 OF_OWN_DATA = (
     "fields",
     "eval_data",
@@ -61,7 +66,7 @@ OF_OWN_DATA = (
 
 
 def check_settings(
-    settings: Settings, kind: str | None = None, rewarded: bool = True, given: GivenObjects = NO_OBJECTS
+    settings: Settings, kind: str | None = None, rewarded: bool = True, given: Given = NOTHING_GIVEN
 ) -> None:
     """Check every flag by itself, then all together.
 
@@ -76,9 +81,7 @@ def check_settings(
     """
     check_values(settings)
     if settings.models.model is not None and is_given(settings, "task"):
-        raise settings.refusal(
-            "{task} with {model}: the task trains its own decoder, but --model gives another; leave one of them out"
-        )
+        raise settings.refusal("{task} with {model}: the task trains its own decoder; leave one of them out")
     check_together(settings, given)
     if kind == "rl" and not settings.estimate.dry_run:
         check_rewards(settings, rewarded, given)
@@ -86,7 +89,7 @@ def check_settings(
         check_data(settings)
 
 
-def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_together(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
     """Check combinations of flags that matter for every kind of run.
 
     Raises:
@@ -101,7 +104,7 @@ def check_together(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None
         check_agents(settings)
 
 
-def check_rewards(settings: Settings, rewarded: bool = True, given: GivenObjects = NO_OBJECTS) -> None:
+def check_rewards(settings: Settings, rewarded: bool = True, given: Given = NOTHING_GIVEN) -> None:
     """Check that the flags of reinforcement learning name prompts and, where `rewarded`, rewards.
 
     Raises:
@@ -179,10 +182,8 @@ def check_files(settings: Settings) -> None:
 def data_files(settings: Settings, flag: str) -> list[WeightedFile]:
     """The files that --prompts, --data or --eval_data names. Raises: SettingsError."""
     value = flag_value(settings, flag)
-    try:
+    with blaming(flag):
         return [] if value is None else weighted_files(value)
-    except DataError as error:
-        raise SettingsError(f"--{flag}: {error}") from error
 
 
 def refuse_idle_data(settings: Settings) -> None:
@@ -194,11 +195,8 @@ def refuse_idle_data(settings: Settings) -> None:
 
 
 def names_of_fields(settings: Settings) -> Fields:
-    """The columns that --fields names. Raises: SettingsError."""
-    try:
-        return parse_fields(settings.examples.fields)
-    except DataError as error:
-        raise SettingsError(str(error)) from error
+    """The columns that --fields names. Raises: DataError, which names the flag."""
+    return parse_fields(settings.examples.fields)
 
 
 class Difficulty(NamedTuple):
@@ -221,10 +219,7 @@ def difficulty_of(text: str) -> Difficulty:
     except (ValueError, TypeError):
         difficulty = Difficulty(1.0, 0.0, 0.0)
     if not (0 <= difficulty.low < difficulty.high <= 1 and 0 <= difficulty.rest < 1):
-        raise SettingsError(
-            f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, pass rates from 0 to 1 and a weight below 1, as "
-            "in 0.1,0.9"
-        )
+        raise SettingsError(f"--difficulty={text}: write LOW,HIGH or LOW,HIGH,WEIGHT, numbers from 0 to 1, as 0.1,0.9")
     return difficulty
 
 
@@ -269,17 +264,14 @@ def check_requirements(s: Settings) -> None:
             raise s.refusal(f"{{{name}}} does nothing without --{flag.requires}; give --{flag.requires} too")
         if value not in (flag.default, 0):
             refuse_beside(name, value, s)
-    if s.run.resume and s.run.overwrite:
-        raise s.refusal("--overwrite starts over and --resume continues; leave one of them out")
 
 
 def check_engine_flags(s: Settings) -> None:
     """Refuse flags that an engine does not take. Raises: SettingsError."""
     abilities = s.engines.abilities
-    if s.estimate.dry_run and not abilities.own_steps:
-        raise s.refusal("{engine}: --dry_run counts the native engine; leave one of them out")
-    if s.engines.speculate and not abilities.own_steps:
-        raise s.refusal("{speculate} does nothing with {engine}; leave it out")
+    for name, reason in () if abilities.own_steps else OF_OWN_STEPS.items():
+        if is_given(s, name):
+            raise s.refusal(f"{{{name}}} with {{engine}}: {reason}; leave it out, or give --engine=native")
     if s.engines.engine_url is not None and not abilities.servers:
         raise s.refusal(f"{{engine_url}} does nothing without --engine={engines_that('servers')}")
     if s.engines.engine_url is None and abilities.servers:
@@ -316,10 +308,7 @@ def check_run_length(s: Settings) -> None:
         raise s.refusal("{critic_warmup_steps}: the policy would never learn; use fewer than {steps}")
     rows = s.run.batch_prompts * s.sampling.samples_per_prompt
     if s.updates.minibatches > rows:
-        raise s.refusal(
-            f"{{minibatches}}: a batch has only {rows} row{'s' * (rows > 1)}, --batch_prompts x --samples_per_prompt; "
-            f"give --minibatches={rows} or fewer"
-        )
+        raise s.refusal(f"{{minibatches}}: --batch_prompts x --samples_per_prompt is {rows}; give --minibatches={rows}")
 
 
 def has_further_agents(s: Settings) -> bool:
@@ -343,15 +332,6 @@ def check_placement(s: Settings) -> None:
         )
     if s.devices.joined:
         _check_joined(s)
-    if s.asynchrony.clock == "tokens" and not abilities.own_steps:
-        raise s.refusal(
-            "{clock} with {engine}: what it computes in an iteration is its own; leave it out, or give --engine=native"
-        )
-    if s.asynchrony.keep_cache and not abilities.own_steps:
-        raise s.refusal(
-            "{keep_cache} with {engine}: it computes keys and values of running sequences again under new weights; "
-            "leave it out, or give --engine=native"
-        )
     if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:
         raise s.refusal(
             "{new_tokens_per_step} with {staleness}: completions are written on during the updates anyway, by newer "
@@ -365,14 +345,14 @@ def check_placement(s: Settings) -> None:
 def _check_joined(s: Settings) -> None:
     """Refuse flags that do not go with generators of other jobs. Raises: SettingsError."""
     weights = "with {place}: generators that join have the policy's weights alone, and return log-probabilities"
-    order = "does nothing with {place}: rows are taken in their order, each of one version"
     problems = {
         "engine": (not s.engines.abilities.own_steps, "with {place}: generators that join have the native engine"),
-        "clock": (s.asynchrony.clock != "wall", "with {place}: generators join when they like, and order nothing"),
         "agents": (has_further_agents(s), weights),
         "router_replay": (s.routers.router_replay, weights),
-        "window": (s.asynchrony.window > 1, order),
-        "keep_cache": (s.asynchrony.keep_cache, order),
+        "window": (
+            s.asynchrony.window > 1,
+            "does nothing with {place}: rows are taken in their order, each of one version",
+        ),
     }
     for name, (given, problem) in problems.items():
         if given:
@@ -390,14 +370,11 @@ def check_mesh_flags(s: Settings) -> None:
             raise s.refusal("{generate_mesh}: generation does not split the tokens of a row; write dp for sp")
         if devices(generating) != world:
             raise s.refusal(
-                f"{{generate_mesh}} has {devices(generating)} devices and {{mesh}} has {world}; both must have the "
-                "same devices"
+                f"{{generate_mesh}} has {devices(generating)} devices and {{mesh}} has {world}; give as many"
             )
     named = parts(s.sharding.fsdp_axes) or tuple(short for short, axis in SHORT.items() if axis in TOKEN_AXES)
     if s.sharding.fsdp and devices(sizes, [SHORT[short] for short in named]) == 1:
-        raise s.refusal(
-            f"--fsdp: the mesh {s.devices.mesh} has only one device over {','.join(named)}: nothing to shard over"
-        )
+        raise s.refusal(f"--fsdp: the mesh {s.devices.mesh} has only one device over {','.join(named)}; leave it out")
     if s.devices.sequence_parallel != "auto" and sizes["sequence"] == 1:
         raise s.refusal("{sequence_parallel} does nothing: {mesh} has no sp")
     if s.devices.split_residual != "auto" and sizes["tensor"] == 1:
@@ -414,18 +391,11 @@ def check_adapter_flags(s: Settings) -> None:
     if s.adapters.lora_rank is None:
         return
     if s.optimization.optimizer == "muon":
-        raise s.refusal(
-            "{optimizer} with {lora_rank}: Muon orthogonalises updates of whole matrices, not of low-rank factors; use "
-            "--optimizer=adamw"
-        )
+        raise s.refusal("{optimizer} with {lora_rank}: Muon takes matrices, no low-rank factors; use --optimizer=adamw")
     if s.routers.router_bias_rate:
-        raise s.refusal(
-            "{router_bias_rate} with {lora_rank}: the biases belong to the base, which is frozen; leave one out"
-        )
+        raise s.refusal("{router_bias_rate} with {lora_rank}: the biases belong to the frozen base; leave one out")
     if s.sharding.fsdp_models is not None:
-        raise s.refusal(
-            "{fsdp_models} with {lora_rank}: all models share one base, which is sharded as a whole; leave it out"
-        )
+        raise s.refusal("{fsdp_models} with {lora_rank}: all models share one base, sharded as a whole; leave it out")
 
 
 def check_outputs(s: Settings) -> None:
@@ -436,18 +406,13 @@ def check_outputs(s: Settings) -> None:
             raise s.refusal("{report_to}: {name} is not installed; pip install {name}", name=name)
     window = s.outputs.window
     if window is not None and window.last > s.run.steps:
-        raise s.refusal(
-            f"{{profile}}: the trace would end with step {window.last}, but {{steps}}; give steps of the run"
-        )
+        raise s.refusal(f"{{profile}}: the trace would end with step {window.last}, but {{steps}}; give steps of it")
     ranks = () if s.outputs.profile_ranks == "all" else parts(s.outputs.profile_ranks)
     if beyond := [rank for rank in ranks if int(rank) >= world]:
         raise s.refusal(f"{{profile_ranks}}: the mesh {s.devices.mesh} has the ranks 0 to {world - 1}, not {beyond[0]}")
     seconds = s.rewards.reward_timeout
     if seconds is not None and seconds >= 60 * s.waiting.timeout and world > 1:
-        raise s.refusal(
-            f"{{reward_timeout}}: the other ranks wait only {s.waiting.timeout} minutes for a rank's rewards; give a "
-            "longer --timeout, in minutes"
-        )
+        raise s.refusal(f"{{reward_timeout}}: other ranks wait {s.waiting.timeout} minutes; give a longer --timeout")
 
 
 def check_agents(s: Settings) -> None:
@@ -457,14 +422,9 @@ def check_agents(s: Settings) -> None:
         engines = engines_that("several_models")
         raise s.refusal(f"{{agents}} with {{engine}}: further models are served by --engine={engines}; give that one")
     if s.sampling.new_tokens_per_step is not None and s.environments.env_workers:
-        raise s.refusal(
-            "{env_workers} with --new_tokens_per_step: episodes across steps wait in the rank's own process; leave one "
-            "of them out"
-        )
+        raise s.refusal("{env_workers} with --new_tokens_per_step: such episodes wait in the rank; leave one out")
     if s.sampling.new_tokens_per_step is not None and further:
-        raise s.refusal(
-            "{agents} with --new_tokens_per_step: episodes across steps have one model; leave one of them out"
-        )
+        raise s.refusal("{agents} with --new_tokens_per_step: episodes across steps have one model; leave one out")
 
 
 ALWAYS = (

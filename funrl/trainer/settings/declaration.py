@@ -23,14 +23,6 @@ RECORD_TOKENS = (
 HELD_OUT_SET = "held-out set"  # name of the digest of held-out examples, next to those of a run's files
 GIVEN_EXAMPLES = ("labelled", "steps")  # examples that no policy can sample
 NONE = "none"  # text that means None, for optional flags
-EFFECTS = {  # effect of a flag: what it changes
-    "numbers": "metrics, completions or weights",
-    "files": "files that a run writes",
-    "output": "what is printed",
-    "work": "time or memory, but no result",
-    "ranks": "the devices and processes that compute",
-    "event": "what happens on a failure or at a limit",
-}
 WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -50,7 +42,7 @@ def kinds_of(algorithm: Any) -> tuple[str, ...]:
     return RUN_KINDS if divergence is not None and algorithm.role_kinds[divergence.role].flag else SUPERVISED
 
 
-def run_kind(algorithm: Any, data: str | None) -> str:
+def run_kind(algorithm: object, data: str | None) -> str:
     """The kind of a run; `data` is the flag that names texts."""
     kinds = kinds_of(algorithm)
     return "supervised" if data is not None and "supervised" in kinds else kinds[0]
@@ -142,8 +134,6 @@ class Flag(NamedTuple):
       requires: name of the flag without which this one does nothing.
       unless: names of flags; if any of them is given, this one does nothing.
       needs: role, field of the batch, or part of the algorithm ("filter") without which it does nothing.
-      effect: what the flag changes, one of `EFFECTS`.
-      example: text of a value that has an effect, if neither type nor bounds give one; "" also for names of files.
     """
 
     name: str
@@ -155,12 +145,10 @@ class Flag(NamedTuple):
     group: str = "algorithm"
     bounds: tuple[Bound, ...] = ()
     kinds: tuple[str, ...] = RUN_KINDS
-    without: Any = None
+    without: object = None
     requires: str = ""
     unless: tuple[str, ...] = ()
     needs: str = ""
-    effect: str = "numbers"
-    example: str = ""
 
     def parse(self, text: str) -> Any:
         """Parse the text of a command line; "none" means None.
@@ -168,7 +156,7 @@ class Flag(NamedTuple):
         Raises:
           ValueError: the value has the wrong type or violates a bound; the message is that of `problem`.
         """
-        value: Any = text
+        value: object = text
         if text == "":
             none = f", or write --{self.name}={NONE}" if self.optional else ""
             raise ValueError(f"{WANTED[self.type]} is needed; leave --{self.name} out for its default{none}")
@@ -185,7 +173,7 @@ class Flag(NamedTuple):
             raise ValueError(problem)
         return value
 
-    def problem(self, value: Any) -> str:
+    def problem(self, value: object) -> str:
         """Reason to refuse a value of this flag, such as "it must be at least 1"; "" if it is valid."""
         if value is None:
             return "" if self.optional else f"{WANTED[self.type]} is needed"
@@ -214,15 +202,13 @@ class FlagOptions(TypedDict, total=False):
 
     chosen: str
     kinds: tuple[str, ...]
-    without: Any
+    without: object
     requires: str
     unless: tuple[str, ...]
     needs: str
-    effect: str
-    example: str
 
 
-def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
+def flag(default: object, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:
     """Declare a field of `Settings`.
 
     Args:
@@ -230,9 +216,7 @@ def flag(default: Any, text: str, *bounds: Bound, **options: Unpack[FlagOptions]
       *bounds: conditions on its value.
       **options: further attributes of `Flag`; `without` is by default the flag's default.
     """
-    assert options.get("effect", "numbers") in EFFECTS, options
-    metadata = {"without": default, **options, "text": text, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"without": default, **options, "text": text, "bounds": bounds})
 
 
 class ValueType(NamedTuple):
@@ -249,7 +233,7 @@ class ValueType(NamedTuple):
     choices: tuple[Any, ...] = ()
 
 
-def value_type(hint: Any) -> ValueType:
+def value_type(hint: object) -> ValueType:
     """The values that an annotation such as `int`, `float | None` or `Literal["k1", "k3"]` allows.
 
     Raises:

@@ -33,6 +33,7 @@ from funrl.trainer.settings.declaration import (
 )
 
 SAVED_DTYPES = ("float32", "bfloat16", "float16", "float64")
+PENALTY_BOUNDS = at_least(PENALTIES[0]), at_most(PENALTIES[1])
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ class ModelSettings:
         requires="model",
     )
     resize_vocab: bool = flag(
-        False,
-        "add embedding rows for tokens that only the tokenizer has, initialised to the mean of the others",
-        requires="model",
+        False, "add embedding rows for tokens that only the tokenizer has: the mean of the others", requires="model"
     )
     teacher: str | None = flag(
         None, "Hugging Face directory of the teacher to distil from, with the policy's tokenizer", needs="teacher"
@@ -69,9 +68,7 @@ class ModelSettings:
         "dtype of forward passes (bfloat16 keeps float32 master weights); auto: bfloat16 on CUDA, else float32",
         one_of("auto", "float32", "float64", "bfloat16"),
     )
-    save_dtype: str = flag(
-        "auto", "dtype of the weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES), effect="files"
-    )
+    save_dtype: str = flag("auto", "dtype of weights in model/; auto: that of --model", one_of("auto", *SAVED_DTYPES))
     compile: str = flag(
         "auto",
         "compile one decoder layer; auto: if it pays off, on CUDA; on with --backend=xla: decode in JAX",
@@ -81,7 +78,6 @@ class ModelSettings:
         "torch",
         "what computes gradients, updates and scores: torch, or xla, which is JAX on all devices of --mesh",
         one_of("torch", "xla"),
-        example="xla",
     )
 
 
@@ -90,10 +86,7 @@ class ExampleSettings:
     """Prompts and texts."""
 
     task: str = flag(
-        "arithmetic",
-        "the embedded task, unless --prompts or --data is given",
-        one_of(*TASK_NAMES),
-        unless=("prompts", "data"),
+        "arithmetic", "embedded task, without --prompts and --data", one_of(*TASK_NAMES), unless=("prompts", "data")
     )
     prompts: str | None = flag(
         None,
@@ -113,30 +106,17 @@ class ExampleSettings:
     fields: str | None = flag(
         None, "columns of --prompts or --data for fields with other names: prompt:question,answer:extra_info.answer"
     )
-    eval_data: str | None = flag(
-        None, "held-out data, as --prompts or --data", chosen="a tenth of these, chosen by --seed"
-    )
+    eval_data: str | None = flag(None, "held-out data, as --prompts or --data", chosen="a tenth of these by --seed")
     long_prompts: str = flag(
         "error",
         "action for prompts and texts that are too long: error, drop, or truncate (prompts keep their last tokens)",
         one_of("error", "drop", "truncate"),
-        effect="event",
     )
     max_prompt_tokens: int | None = flag(
-        None,
-        "maximum tokens of a prompt",
-        at_least(1),
-        kinds=RL,
-        chosen="what --max_new_tokens leaves of the model's positions",
-        effect="event",
+        None, "maximum tokens of a prompt", at_least(1), kinds=RL, chosen="the model's positions less --max_new_tokens"
     )
     max_text_tokens: int | None = flag(
-        None,
-        "maximum tokens of a prompt and its completion",
-        at_least(2),
-        kinds=SUPERVISED,
-        chosen="the model's positions",
-        effect="event",
+        None, "maximum tokens of a prompt and completion", at_least(2), kinds=SUPERVISED, chosen="the model's positions"
     )
     max_pixels: int | None = flag(
         None,
@@ -145,16 +125,13 @@ class ExampleSettings:
         chosen="that of the model's preprocessor_config.json, else 1,280 tokens",
     )
     curriculum: str | None = flag(
-        None,
-        "FILE.py:function that gives the prompts' sampling weights before each step, from the metrics so far",
-        kinds=RL,
+        None, "FILE.py:function that gives prompts' sampling weights before each step, from metrics so far", kinds=RL
     )
     difficulty: str | None = flag(
         None,
         "LOW,HIGH or LOW,HIGH,WEIGHT: prompts with a measured pass rate outside LOW..HIGH get this sampling weight, "
         "by default 0.1; 0: never again",
         kinds=RL,
-        example="0.1,0.9",
     )
 
 
@@ -166,11 +143,8 @@ class FormatSettings:
         None,
         "template of text prompts, with {prompt} where the prompt goes: the text itself, or a .txt file",
         Bound("a text with {prompt} in it, or a .txt file", lambda x: "{prompt}" in x or x.endswith((".txt", ".md"))),
-        example="1{prompt}",
     )
-    system_prompt: str | None = flag(
-        None, "system message before prompts that have none: the text, or a .txt file", example="3"
-    )
+    system_prompt: str | None = flag(None, "system message before prompts that have none: the text, or a .txt file")
     few_shot: str | None = flag(
         None,
         "solved examples put before every prompt: FILE:n, the first n records, each with a prompt and a completion, "
@@ -184,14 +158,11 @@ class FormatSettings:
         Bound("own, or a .jinja file", lambda x: x == "own" or x.endswith(".jinja")),
     )
     tools: str | None = flag(None, "FILE.json with a list of JSON schemas of tools, for the chat template")
-    template_arguments: str | None = flag(
-        None, "further arguments of the chat template: enable_thinking:false", example="enable_thinking:false"
-    )
+    template_arguments: str | None = flag(None, "further arguments of the chat template: enable_thinking:false")
     step_separator: str | None = flag(
         None,
         "text between two steps of a solution, such as \\n\\n for an empty line",
         chosen="\\n; in the embedded task every token is a step",
-        example="+",
     )
 
 
@@ -223,13 +194,9 @@ class RewardSettings:
         None,
         "one weight per reward: those of --reward, then --reward_model, --process_reward_model and --judge: 1,0.5",
         chosen="those in --reward and DIR@0.5, else 1",
-        example="2",
     )
     on_reward_error: str = flag(
-        "stop",
-        "if a reward fails: stop the run, use zero, or skip the completion in training",
-        one_of("stop", "zero", "skip"),
-        effect="event",
+        "stop", "if a reward fails: stop, use zero, or skip the completion in training", one_of("stop", "zero", "skip")
     )
     reward_workers: int | None = flag(
         None,
@@ -237,11 +204,8 @@ class RewardSettings:
         at_least(0),
         at_most(256),
         chosen="the rank's share of the cores, up to 16 if functions mostly wait; 0 with the embedded task",
-        effect="ranks",
     )
-    reward_timeout: float | None = flag(
-        None, "maximum seconds of a reward function in a worker", above(0), chosen="600", effect="event"
-    )
+    reward_timeout: float | None = flag(None, "maximum seconds of a reward in a worker", above(0), chosen="600")
 
 
 @dataclass(frozen=True)
@@ -251,57 +215,37 @@ class EnvironmentSettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL}
 
     env: str | None = flag(
-        None,
-        "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID",
+        None, "environment that rewards its episodes: FILE.py:NAME, module:NAME, or FRAMEWORK:NAME such as gymnasium:ID"
     )
-    env_args: str | None = flag(
-        None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object", example="turns:1"
-    )
+    env_args: str | None = flag(None, "arguments of what --env names, such as attempts:3,reward:math, or a JSON object")
     agents: str | None = flag(
         None,
         "models of an environment's agents: NAME:policy, NAME:policy:ROLE, NAME:frozen, NAME:frozen:N or NAME:DIR",
         chosen="policy for each",
-        example="policy:policy,other:frozen",
     )
-    episode_turns: int = flag(16, "maximum replies of the policy in an episode", at_least(1), effect="event")
+    episode_turns: int = flag(16, "maximum replies of the policy in an episode", at_least(1))
     episode_tokens: int | None = flag(
-        None,
-        "maximum tokens that the policy writes in an episode",
-        at_least(1),
-        chosen="the model's positions",
-        effect="event",
+        None, "maximum tokens that the policy writes in an episode", at_least(1), chosen="the model's positions"
     )
-    env_timeout: float = flag(60.0, "maximum seconds of an environment between two replies", above(0), effect="event")
+    env_timeout: float = flag(60.0, "maximum seconds of an environment between two replies", above(0))
     episode_retries: int = flag(
-        1,
-        "further attempts at an episode whose environment fails; then its group is left out",
-        at_least(0),
-        effect="event",
+        1, "further attempts at an episode whose environment fails; then its group is left out", at_least(0)
     )
     env_workers: int = flag(
         0,
         "processes per rank that run whole episodes, for environments that compute; 0: the rank runs them itself",
         at_least(0),
         at_most(256),
-        effect="ranks",
     )
-    max_waiting: int = flag(1024, "maximum unfinished episodes of a replica", at_least(1), effect="ranks")
+    max_waiting: int = flag(1024, "maximum unfinished episodes of a replica", at_least(1))
     tool_parser: str | None = flag(
         None,
         "form of calls of tools",
         one_of("hermes", "qwen_xml", "llama_json", "mistral", "harmony", "glm"),
         chosen="by the chat template",
-        effect="event",
     )
-    tool_tokens: int = flag(
-        4096, "maximum tokens of a tool's result; the text says that it was cut", at_least(1), effect="event"
-    )
-    history: str = flag(
-        "append",
-        "template: fork where the template renders a history otherwise",
-        one_of("append", "template"),
-        effect="event",
-    )
+    tool_tokens: int = flag(4096, "maximum tokens of a tool's result; the text says that it was cut", at_least(1))
+    history: str = flag("append", "template: fork where it renders a history otherwise", one_of("append", "template"))
 
 
 @dataclass(frozen=True)
@@ -310,17 +254,13 @@ class JudgeSettings:
 
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "judge"}
 
-    judge: str | None = flag(
-        None, "directory of a model that writes a verdict on each completion; the verdict's score is a reward"
-    )
+    judge: str | None = flag(None, "directory of a model that writes verdicts on completions; their scores are rewards")
     judge_template: str | None = flag(
         None,
         "file with the judge's prompt, with {{prompt}}, {{completion}} and {{FIELD}} filled in",
         chosen="a plain request for a number from 0 to 10",
     )
-    judge_pattern: str = flag(
-        r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict contains the score", example=r"(\d)"
-    )
+    judge_pattern: str = flag(r"\[\[(-?[\d.]+)\]\]", "regular expression whose last match in a verdict has the score")
     judge_max_new_tokens: int = flag(256, "maximum tokens of a verdict", at_least(1))
 
 
@@ -343,43 +283,23 @@ class RunSettings:
         unless=("model",),
     )
     seed: int = flag(0, "seed of everything random", at_least(0), below(seeds.LIMIT, "2^63"))
-    run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME", effect="files")
+    run_dir: str | None = flag(None, "where results go", chosen="runs/NAME-TIME")
     save_every: str = flag(
         "10m",
         "steps between checkpoints in --run_dir, such as 50, or a time, such as 10m; 0: none",
         Bound("a number of steps, or a time such as 90s, 10m or 2h", lambda x: INTERVAL.fullmatch(x) is not None),
-        effect="files",
-        example="1",
     )
     keep_checkpoints: int = flag(
-        2,
-        "number of newest checkpoints to keep; the one with the best held-out result is kept too",
-        at_least(1),
-        effect="files",
+        2, "number of newest checkpoints to keep; the one with the best held-out result is kept too", at_least(1)
     )
     save_rollouts: int = flag(
-        0,
-        "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none",
-        at_least(0),
-        effect="files",
+        0, "steps between steps whose rows and scores are saved for `funrl replay`; 1: every step, 0: none", at_least(0)
     )
     keep_rollouts: int | None = flag(
-        None,
-        "number of newest saved steps to keep",
-        at_least(1),
-        chosen="all",
-        requires="save_rollouts",
-        effect="files",
+        None, "number of newest saved steps to keep", at_least(1), chosen="all", requires="save_rollouts"
     )
-    env_check: str = flag(
-        "on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL, effect="event"
-    )
-    resume: bool = flag(
-        False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir", effect="output"
-    )
-    overwrite: bool = flag(
-        False, "start over in a --run_dir whose earlier run completed no step", requires="run_dir", effect="output"
-    )
+    env_check: str = flag("on", "try an episode of --env before anything is started", one_of("on", "off"), kinds=RL)
+    resume: bool = flag(False, "continue the run in --run_dir from its newest checkpoint", requires="run_dir")
 
 
 @dataclass(frozen=True)
@@ -389,21 +309,14 @@ class AsynchronySettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL, "requires": "staleness"}
 
     staleness: int = flag(0, "versions that a group may be behind when it begins", at_least(0))
-    window: int = flag(1, "places among which finished groups are consumed", at_least(1), effect="output")
-    clock: str = flag(
-        "wall",
-        "what orders groups and weights; tokens: iterations of the engines, so that two runs are the same",
-        one_of("wall", "tokens"),
-        effect="output",
-    )
-    keep_cache: bool = flag(False, "keep keys and values of running sequences under new weights")
+    window: int = flag(1, "places among which finished groups are consumed", at_least(1))
 
 
 @dataclass(frozen=True)
 class EstimateSettings:
     """Dry run."""
 
-    SHARED: ClassVar[FlagOptions] = {"requires": "dry_run", "effect": "output"}
+    SHARED: ClassVar[FlagOptions] = {"requires": "dry_run"}
 
     dry_run: bool = flag(False, "only print a step's memory, traffic and time; needs a config.json")
     prompt_tokens: int | None = flag(
@@ -424,11 +337,7 @@ class EstimateSettings:
         None, "pictures of a prompt or text that --dry_run assumes", at_least(0), chosen="the embedded task's, else 1"
     )
     assume_turns: int | None = flag(
-        None,
-        "replies of an episode that --dry_run assumes",
-        at_least(1),
-        chosen="the embedded task's, else 2",
-        kinds=RL,
+        None, "an episode's replies that --dry_run assumes", at_least(1), chosen="the embedded task's, else 2", kinds=RL
     )
     assume_turn_tokens: int | None = flag(
         None,
@@ -449,7 +358,6 @@ class EstimateSettings:
         ),
         chosen="a mean of half of --max_new_tokens",
         kinds=RL,
-        example="mean:4,max:8",
     )
     json: bool = flag(False, "print the result of --dry_run as one JSON object")
     hardware: str | None = flag(
@@ -479,53 +387,37 @@ class DeviceSettings:
         "dp1",
         "devices per axis, dp (data), ep (expert), sp (sequence) or tp (tensor), such as dp4,tp2; auto:8 chooses "
         "these and --fsdp by a dry run",
-        effect="ranks",
     )
-    generate_mesh: str | None = flag(
-        None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL, effect="ranks"
-    )
+    generate_mesh: str | None = flag(None, "mesh of the same devices for generation", chosen="all of them dp", kinds=RL)
     place: str | None = flag(
         None,
         "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
         "generate:2 adds two; generate:join: other jobs; auto:8 chooses by a dry run",
-        example="generate:1",
         chosen="all do both",
         kinds=RL,
-        effect="ranks",
     )
     device: str | None = flag(
-        None,
-        "where tensors live; xla: training on torch_xla",
-        one_of("cpu", "cuda", "xla"),
-        chosen="cuda where there is one",
-        effect="ranks",
+        None, "where tensors live; xla: train on torch_xla", one_of("cpu", "cuda", "xla"), chosen="cuda if there is one"
     )
     sequence_parallel: str = flag(
         "auto",
         "attention if sp splits the tokens of rows: ulysses exchanges heads for tokens, ring sends keys from rank to "
         "rank; auto: ulysses if sp divides the heads",
         one_of("auto", "ulysses", "ring"),
-        effect="ranks",
     )
     split_residual: str = flag(
         "auto",
         "split the residual stream's tokens over tp, so that norms and residuals take 1 / tp of the memory; auto: on "
         "GPUs",
         one_of("auto", "on", "off"),
-        effect="ranks",
     )
     remat: str = flag(
         "none",
         "what a backward pass recomputes: full, whole layers; selective, everything but matmuls",
         one_of("none", "full", "selective"),
-        effect="work",
     )
     offload: str | None = flag(
-        None,
-        "what is offloaded from a GPU while it is not needed",
-        some_of("optimizer", "reference", "params"),
-        kinds=RL,
-        effect="work",
+        None, "what is offloaded from a GPU while not needed", some_of("optimizer", "reference", "params"), kinds=RL
     )
 
     @functools.cached_property
@@ -578,24 +470,15 @@ class DeviceSettings:
 class ShardSettings:
     """Shards of weights, gradients and optimizer states."""
 
-    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too", effect="ranks")
+    fsdp: bool = flag(False, "shard weights, gradients and optimizer states over data and sp too")
     fsdp_axes: str | None = flag(
         None,
         "axes that --fsdp shards over; on dp2,ep4, ep makes 2 replicas of 4 shards",
         some_of(*(short for short, axis in SHORT.items() if axis in TOKEN_AXES)),
         chosen="all; on several nodes within each, if that fits",
         requires="fsdp",
-        effect="ranks",
     )
-    fsdp_models: str | None = flag(
-        None,
-        "which models --fsdp shards",
-        names_like(*ROLES),
-        example="policy",
-        chosen="all",
-        requires="fsdp",
-        effect="ranks",
-    )
+    fsdp_models: str | None = flag(None, "models to shard", names_like(*ROLES), chosen="all", requires="fsdp")
     grad_reduce_dtype: str = flag(
         "auto",
         "dtype in which --fsdp sends gradients and sums them over ranks; bfloat16 sends half the bytes and rounds each "
@@ -609,11 +492,7 @@ class ShardSettings:
 class WaitSettings:
     """Waiting for other ranks."""
 
-    SHARED: ClassVar[FlagOptions] = {"effect": "event"}
-
-    timeout: int = flag(
-        60, "minutes that a rank waits for another one, as for the rewards of that", at_least(1), at_most(525600)
-    )
+    timeout: int = flag(60, "minutes a rank waits for another one, as for its rewards", at_least(1), at_most(525600))
     heartbeat: int = flag(
         60,
         "seconds without progress after which the run reports the rank, host and phase that it waits for",
@@ -636,57 +515,39 @@ class EngineSettings:
     SHARED: ClassVar[FlagOptions] = {"kinds": RL}
 
     engine: str = flag("native", "what generates", one_of(*ENGINES))
-    engine_url: str | None = flag(
-        None, "addresses of vllm_servers, one per data rank", effect="ranks", example="http://localhost:1"
-    )
+    engine_url: str | None = flag(None, "addresses of vllm_servers, one per data rank")
     engine_timeout: float | None = flag(
-        None,
-        "timeout of a vllm_server's answer, in seconds",
-        above(0),
-        chosen="600",
-        requires="engine_url",
-        effect="event",
+        None, "timeout of a vllm_server's answer, in seconds", above(0), chosen="600", requires="engine_url"
     )
     kv_cache_gb: float | None = flag(
         None,
         "size of a rank's KV cache for generation, in 1e9 bytes; requests that do not fit wait, or are recomputed",
         above(0),
         chosen="half of the memory that is free when generation starts",
-        effect="work",
     )
-    decode_rows: int = flag(512, "maximum completions that a rank decodes together", at_least(1), effect="work")
+    decode_rows: int = flag(512, "maximum completions that a rank decodes together", at_least(1))
     speculate: int = flag(
         0,
         "tokens drafted per completion by n-gram lookup in its own text and verified in one pass, if few rows are "
         "decoded; 0: none. Drafts do not change completions",
         at_least(0),
-        effect="work",
     )
-    state_snapshot_tokens: int = flag(
-        4096, "tokens between snapshots of recurrent states; 0: none", at_least(0), effect="work"
-    )
+    state_snapshot_tokens: int = flag(4096, "tokens between snapshots of recurrent states; 0: none", at_least(0))
     queue: str = flag(
         "tickets",
         "how prompts are assigned to generating ranks: tickets, whenever a rank has room; fixed, by their numbers, "
         "which exact repetition of a run on GPUs needs",
         one_of("tickets", "fixed"),
-        effect="ranks",
     )
-    verify_sync: bool = flag(
-        True, "compare the engine's weights with the trainer's bits after each sync", effect="work"
-    )
+    verify_sync: bool = flag(True, "compare the engine's weights with the trainer's bits after each sync")
     on_gap: str = flag(
-        "say",
-        "if engine and trainer differ where the same bits are promised: say it, or stop the run",
-        one_of("say", "stop"),
-        effect="event",
+        "say", "if engine and trainer differ where the same bits are promised: say so, or stop", one_of("say", "stop")
     )
     probe_sync_every: int = flag(
         50,
         "steps between comparisons of the engine's log-probabilities of a fixed text with the trainer's, from the "
         "first sync on; 0: never",
         at_least(0),
-        effect="work",
     )
 
     @property
@@ -703,10 +564,7 @@ class SamplingSettings:
 
     samples_per_prompt: int = flag(8, "completions of each prompt", at_least(1))
     max_new_tokens: int | None = flag(
-        None,
-        "maximum tokens of a completion",
-        at_least(1),
-        chosen="the embedded task's; with --prompts 64, or 32 without --model",
+        None, "maximum tokens of a completion", at_least(1), chosen="the task's; with --prompts 64, 32 without --model"
     )
     new_tokens_per_step: int | None = flag(
         None,
@@ -715,28 +573,19 @@ class SamplingSettings:
         at_least(1),
         chosen="whole completions",
     )
-    temperature: float = flag(
-        1.0, "of sampling; the trainer's log-probabilities use it too", at_least(SMALLEST_TEMPERATURE)
-    )
+    temperature: float = flag(1.0, "of sampling and the trainer's log-probabilities", at_least(SMALLEST_TEMPERATURE))
     top_k: int = flag(0, "sample among the k most likely tokens; 0: all", at_least(0))
     top_p: float = flag(1.0, "sample among the most likely tokens with this total probability", above(0), at_most(1))
     min_p: float = flag(0.0, "minimum probability, relative to the top token", at_least(0), at_most(1))
-    repetition_penalty: float = flag(
-        1.0, "above 1: makes tokens that already occurred less likely", at_least(PENALTIES[0]), at_most(PENALTIES[1])
-    )
+    repetition_penalty: float = flag(1.0, "above 1: makes tokens that already occurred less likely", *PENALTY_BOUNDS)
     max_refills: int = flag(
-        8,
-        "maximum batches of prompts sampled until the algorithm's filter has kept a full batch",
-        at_least(1),
-        effect="event",
-        needs="filter",
+        8, "maximum batches of prompts sampled until the filter has kept a full batch", at_least(1), needs="filter"
     )
     empty_filter: str = flag(
         "skip",
         "if the filter keeps nothing: skip the step's update, stop the run, or use the last prompts unfiltered",
         one_of("skip", "stop", "use"),
         needs="filter",
-        effect="event",
     )
 
 
@@ -764,9 +613,7 @@ class OptimizerSettings:
         kinds=RL,
         needs="implicit_reward",
     )
-    critic_warmup_steps: int = flag(
-        0, "first steps in which only the critic learns", at_least(0), kinds=RL, needs="critic"
-    )
+    critic_warmup_steps: int = flag(0, "first steps that train only the critic", at_least(0), kinds=RL, needs="critic")
     optimizer: str = flag("adamw", "muon applies to matrices; other weights use adamw", one_of("adamw", "muon"))
     lr_schedule: str = flag("constant", "schedule after the warm-up", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least(0))
@@ -774,10 +621,7 @@ class OptimizerSettings:
     decay_all: bool = flag(False, "apply weight decay to norms and biases too, as verl does", requires="weight_decay")
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", above(0))
     freeze: str | None = flag(
-        None,
-        "what does not learn: vision (a tower less its projector), none, or parts by name",
-        chosen="vision",
-        example="embed",
+        None, "what does not learn: vision (a tower less its projector), none, or parts by name", chosen="vision"
     )
 
 
@@ -798,7 +642,6 @@ class AdapterSettings:
         "all-linear",
         "projections with adapters, by PEFT's names: q_proj,v_proj; a vision tower has them where it is named: "
         "all-linear,vision or vision.qkv",
-        example="q_proj",
     )
     adapter: str | None = flag(None, "directory of adapters on --model that the run begins with", requires="model")
 
@@ -830,18 +673,14 @@ class UpdateSettings:
     epochs: int = flag(1, "passes over each batch of rollouts", at_least(1), kinds=RL, without=1)
     minibatches: int = flag(2, "optimizer steps per pass", at_least(1), kinds=RL, without=1)
     max_skipped: int = flag(
-        3,
-        "maximum consecutive updates skipped because the loss or gradient is not finite; then the run stops",
-        at_least(1),
-        effect="event",
+        3, "maximum consecutive updates skipped because loss or gradient is not finite; then the run stops", at_least(1)
     )
-    token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1), effect="work")
+    token_budget: int = flag(16384, "tokens of a micro-batch on one device", at_least(1))
     score_token_budget: int | None = flag(
         None,
         "tokens of a micro-batch without learning: scoring, and the loss on held-out texts",
         at_least(1),
         chosen="4 times --token_budget",
-        effect="work",
     )
 
 
@@ -857,10 +696,7 @@ class EvaluationSettings:
     eval_every: int = flag(10, "steps between evaluations; first and last always evaluate", at_least(1))
     eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1))
     eval_samples: int = flag(
-        1,
-        "completions of each held-out prompt, for pass@k and maj@k; more than one needs a temperature",
-        at_least(1),
-        kinds=RL,
+        1, "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature", at_least(1), kinds=RL
     )
     eval_temperature: float | None = flag(
         None,
@@ -873,25 +709,15 @@ class EvaluationSettings:
     eval_top_p: float | None = flag(None, "as --top_p", above(0), at_most(1), kinds=RL, chosen="the model's, else 1")
     eval_min_p: float | None = flag(None, "as --min_p", at_least(0), at_most(1), kinds=RL, chosen="the model's, else 0")
     eval_repetition_penalty: float | None = flag(
-        None,
-        "as --repetition_penalty",
-        at_least(PENALTIES[0]),
-        at_most(PENALTIES[1]),
-        kinds=RL,
-        chosen="the model's, else 1",
+        None, "as --repetition_penalty", *PENALTY_BOUNDS, kinds=RL, chosen="the model's, else 1"
     )
 
 
 class ProfileWindow(NamedTuple):
-    """Steps that --profile traces: `count` steps from `first` on."""
+    """First and last step that --profile traces."""
 
     first: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """The last step."""
-        return self.first + self.count - 1
+    last: int
 
 
 @dataclass(frozen=True)
@@ -903,22 +729,17 @@ class OutputSettings:
         "STEP:COUNT, such as 3:1: trace COUNT steps from STEP on into profile/ of the run directory, for Perfetto or "
         "Chrome",
         Bound("a step and a number of steps, such as 3:1", lambda x: re.fullmatch(PROFILE, x) is not None),
-        effect="files",
-        example="1:1",
     )
     profile_ranks: str = flag(
         "0",
         "ranks that write a trace: some, such as 0,8, or all",
         Bound("all or some numbers, such as 0,8", lambda x: re.fullmatch(r"all|\d{1,6}(,\d{1,6})*", x) is not None),
         requires="profile",
-        effect="ranks",
-        example="all",
     )
     report_to: str | None = flag(
         None,
         "further trackers",
         some_of(*TRACKERS)._replace(text=f"some of {','.join(TRACKERS)}; TensorBoard and JSON lines are always there"),
-        effect="files",
     )
     sample_every: int = flag(10, "steps between samples", at_least(1), needs="policy")
 
@@ -926,4 +747,4 @@ class OutputSettings:
     def window(self) -> ProfileWindow | None:
         """The steps of --profile; None: no profile."""
         match = re.fullmatch(PROFILE, self.profile) if self.profile else None
-        return None if match is None else ProfileWindow(int(match[1]), int(match[2]))
+        return None if match is None else ProfileWindow(int(match[1]), int(match[1]) + int(match[2]) - 1)

@@ -1,13 +1,16 @@
 """Flags of models that score completions, DIR or DIR@0.5 with a weight, and of environments that reward episodes.
 
+With them the values that other flags imply: weights of rewards, and tokens of a completion.
+
 Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from funrl.rewards.named import parse_rewards
 from funrl.role_kinds import ROLES, SCORING_ROLES
@@ -15,6 +18,10 @@ from funrl.tasks.embedded import embedded_task
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.records import EnvironmentSettings
 from funrl.trainer.settings.settings import Settings, flag_value, given_flag, is_given
+
+if TYPE_CHECKING:
+    from funrl.models import Model
+from funrl.trainer.settings.settings import with_flags
 
 JUDGE = "judge"
 SCORERS = (*SCORING_ROLES, JUDGE)  # in the order of their weights and columns
@@ -33,21 +40,35 @@ WITHOUT_ENVIRONMENT = {  # flag: why it does not go with an environment
 }
 
 
-class GivenObjects(NamedTuple):
-    """Objects that a caller in Python gives instead of flags, as far as checks of other flags depend on them.
+class Given(NamedTuple):
+    """Objects that a caller in Python gives, instead of flags that name them.
 
     Attributes:
-      environment: name of an environment; "": none is given.
-      prompts: whether there are records instead of --prompts.
-      reward: whether there are functions instead of --reward.
+      model: instead of --model; its weights begin at random.
+      tokenizer: of that model; None: the embedded task's.
+      records: instead of --prompts or --data: dicts such as their lines.
+      rewards: instead of --reward.
+      eval_records: instead of --eval_data.
+      curriculum: instead of --curriculum.
+      environment: instead of --env: an environment, or what `environment_from` makes one of.
     """
 
-    environment: str = ""
-    prompts: bool = False
-    reward: bool = False
+    model: Model | None = None
+    tokenizer: object = None
+    records: Sequence[Mapping[str, object]] | None = None
+    rewards: tuple[Callable[..., float], ...] | None = None
+    eval_records: Sequence[Mapping[str, object]] | None = None
+    curriculum: Callable[..., object] | None = None
+    environment: Any = None
+
+    @property
+    def environment_name(self) -> str:
+        """Name of the environment; "": none is given."""
+        name = getattr(self.environment, "__name__", type(self.environment).__name__)
+        return "" if self.environment is None else name
 
 
-NO_OBJECTS = GivenObjects()  # of a command line
+NOTHING_GIVEN = Given()  # of a command line
 
 
 def scorers_of(settings: Settings) -> tuple[str, ...]:
@@ -92,27 +113,27 @@ def weights_by_name(settings: Settings, functions: int) -> str | None:
     return ",".join(str(1.0 if weight is None else weight).removesuffix(".0") for weight in weights)
 
 
-def own_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> str | None:
+def own_environment(settings: Settings, given: Given = NOTHING_GIVEN) -> str | None:
     """Name of an environment of a flag or of Python; None: neither."""
-    return given.environment or settings.environments.env
+    return given.environment_name or settings.environments.env
 
 
-def has_environment(settings: Settings, given: GivenObjects = NO_OBJECTS) -> bool:
+def has_environment(settings: Settings, given: Given = NOTHING_GIVEN) -> bool:
     """True if a run makes episodes: with an environment of a flag, of Python, or of the embedded task."""
     if own_environment(settings, given) is not None:
         return True
     examples = settings.examples
-    embedded = examples.prompts is None and examples.data is None and not given.prompts
+    embedded = examples.prompts is None and examples.data is None and given.records is None
     return embedded and embedded_task(examples.task).environment is not None
 
 
-def environment_flag(settings: Settings, given: GivenObjects = NO_OBJECTS) -> str:
+def environment_flag(settings: Settings, given: Given = NOTHING_GIVEN) -> str:
     """The flag that names the environment of a run that has one."""
     own = own_environment(settings, given)
     return f"--task={settings.examples.task}" if own is None else f"--env={own}"
 
 
-def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS) -> None:
+def check_environment_flags(settings: Settings, given: Given = NOTHING_GIVEN) -> None:
     """Check the flags of environments. Raises: SettingsError, one that does nothing or does not go with them."""
     if settings.environments.env_args is not None and own_environment(settings, given) is None:
         raise settings.refusal("{env_args} does nothing without --env=FILE.py:NAME")
@@ -122,8 +143,41 @@ def check_environment_flags(settings: Settings, given: GivenObjects = NO_OBJECTS
                 raise settings.refusal(f"{{{name}}} does nothing without an environment; give --env=FILE.py:NAME")
         return
     what = environment_flag(settings, given)
-    if given.reward:
+    if given.rewards:
         raise SettingsError(f"a reward function with {what}: {WITHOUT_ENVIRONMENT['reward']}; leave it out")
     for name, reason in WITHOUT_ENVIRONMENT.items():
         if is_given(settings, name):
             raise SettingsError(f"{given_flag(settings, name)} with {what}: {reason}; leave it out")
+
+
+NEW_TOKENS = 64  # of a completion, unless a flag or the embedded task gives it
+NEW_TOKENS_FROM_SCRATCH = 32  # the same without --model; the embedded task's decoder has 64 positions
+
+
+def resolved(settings: Settings, given: bool = False) -> Settings:
+    """The settings with implied values filled in: the number of new tokens and the weights of rewards.
+
+    Args:
+      given: whether the caller passes prompts itself, not by a flag.
+
+    Raises:
+      LoadError: --reward does not name reward functions.
+    """
+    if settings.rewards.reward_weights is None:
+        functions = int(settings.examples.prompts is None and not given)  # of the embedded task
+        settings = with_flags(settings, reward_weights=weights_by_name(settings, functions))
+    return with_flags(settings, max_new_tokens=new_tokens_of(settings, given))
+
+
+def new_tokens_of(settings: Settings, given: bool = False) -> int:
+    """Tokens that a completion may have: those of a flag, or what they are by default.
+
+    Args:
+      given: whether the caller passes prompts itself, not by a flag.
+    """
+    if settings.sampling.max_new_tokens is not None:
+        return settings.sampling.max_new_tokens
+    own = settings.examples.prompts, settings.rewards.reward, settings.environments.env
+    if all(value is None for value in own) and not given:
+        return embedded_task(settings.examples.task).max_new_tokens
+    return NEW_TOKENS_FROM_SCRATCH if settings.models.model is None else NEW_TOKENS

@@ -48,7 +48,7 @@ class Settings:
     evaluation: records.EvaluationSettings = field(default_factory=records.EvaluationSettings)
     outputs: records.OutputSettings = field(default_factory=records.OutputSettings)
 
-    def refusal(self, text: str, **values: Any) -> SettingsError:
+    def refusal(self, text: str, **values: object) -> SettingsError:
         """An error whose text names flags: {steps} stands for --steps with its value.
 
         Args:
@@ -59,18 +59,18 @@ class Settings:
         return SettingsError(text.format_map(flags | values))
 
 
-def settings_of(**flags: Any) -> Settings:
+def settings_of(**flags: object) -> Settings:
     """Settings from flags by name; other flags have their defaults."""
     return with_flags(Settings(), **flags)
 
 
-def with_flags(settings: Settings, **flags: Any) -> Settings:
+def with_flags(settings: Settings, **flags: object) -> Settings:
     """The settings with some flags, by name, set to other values.
 
     Raises:
       TypeError: there is no flag of a name.
     """
-    changes: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, object]] = {}
     for name, value in flags.items():
         if name not in settings_flags():
             raise TypeError(f"there is no flag {name!r}")
@@ -99,7 +99,7 @@ def given_flag(settings: Settings, name: str) -> str:
     return f"--{name}" if value is True else f"--{name}={str(value).removesuffix('.0')}"
 
 
-def flag_values(settings: Settings) -> dict[str, Any]:
+def flag_values(settings: Settings) -> dict[str, object]:
     """The values of all flags by their names."""
     return {name: flag_value(settings, name) for name in settings_flags()}
 
@@ -174,7 +174,7 @@ def for_kind(settings: Settings, kind: str) -> Settings:
     return with_flags(settings, **idle)
 
 
-def refuse_beside(name: str, value: Any, settings: Settings) -> None:
+def refuse_beside(name: str, value: object, settings: Settings) -> None:
     """Refuse a flag that does nothing together with another one. Raises: SettingsError."""
     beside = [other for other in settings_flags()[name].unless if flag_value(settings, other) not in (None, False)]
     if beside:

@@ -19,10 +19,16 @@ class RemovedFlag(NamedTuple):
 
 REMOVED_FLAGS: dict[str, RemovedFlag] = {
     "balance_pictures": RemovedFlag("false", "a rank computes the pictures of its own rows"),
+    "clock": RemovedFlag(
+        "wall", "`funrl replay` repeats an asynchronous run from its log; without --staleness two runs are the same"
+    ),
+    "keep_cache": RemovedFlag("false", "running sequences compute their keys and values again under new weights"),
+    "overwrite": RemovedFlag("false", "give another --run_dir, or remove what a start without a step has left"),
     "latex": RemovedFlag("false", "funrl explain prints the composition, with the formulas of docstrings, as text"),
 }
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
+    "compare": "`funrl replay RUN OTHER_RUN` lists flags that differ, `tensorboard --logdir=RUNS` draws the curves",
     "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
 }
 EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"
@@ -33,6 +39,11 @@ REMOVED_VALUES: dict[str, dict[str, str]] = {
     "env": {
         "textarena:": "use --env=examples/env_textarena.py:textarena_game --env_args=name:GAME",
         "reasoning_gym:": "use --env=examples/env_reasoning_gym.py:reasoning_task --env_args=name:TASK",
+        "trl:": "use --env=examples/env_trl.py:trl_environment --env_args=name:FILE.py:NAME",
+        "skyrl:": "use --env=examples/env_skyrl.py:skyrl_environment --env_args=name:NAME",
+        "verl:": "use --env=examples/env_verl.py:verl_environment --env_args=name:TOOLS.yaml",
+        "tinker:": "use --env=examples/env_tinker.py:tinker_environment --env_args=name:FILE.py:NAME",
+        "nemo_gym:": "use --env=examples/env_nemo_gym.py:nemo_gym --env_args=url:URL",
         "funrl.environments.builtin.retry:": "use --env=examples/env_retry.py:retry",
         "funrl.environments.builtin.programs:": "use --env=examples/env_programs.py:programs",
         "funrl.environments.builtin.search:": "use --env=examples/env_search.py:search_documents",

@@ -5,7 +5,6 @@ The memory (two numbers per prompt, and the function's own state) is part of the
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,12 @@ class CurriculumError(ValueError):
     """A curriculum failed or returned unusable weights; raised on every rank."""
 
 
+MemoryTree = trees.Tree  # of a weighing
+PromptWeights = tuple[
+    np.ndarray | None, MemoryTree, dict[str, float]
+]  # [N] of all prompts (None: all equal), memory, metrics
+
+
 class Weighing(NamedTuple):
     """Sampling weights of all prompts before each step. `memory` is what it remembers.
 
@@ -43,15 +48,11 @@ class Weighing(NamedTuple):
     """
 
     init: Callable[[], dict[str, trees.Tree]] = lambda: {}
-    weights: Callable[[Any, int], tuple[np.ndarray | None, Any, dict[str, float]]] = lambda memory, step: (
-        None,
-        memory,
-        {},
-    )
-    measured: Callable[[Any, np.ndarray, Tensor | None, Tensor | None], Any] = (
+    weights: Callable[[MemoryTree, int], PromptWeights] = lambda memory, step: (None, memory, {})
+    measured: Callable[[MemoryTree, np.ndarray, Tensor | None, Tensor | None], MemoryTree] = (
         lambda memory, places, scores_RK, failed_R: memory
     )
-    observed: Callable[[Any, Mapping[str, float]], Any] = lambda memory, metrics: memory
+    observed: Callable[[MemoryTree, Mapping[str, float]], MemoryTree] = lambda memory, metrics: memory
 
 
 UNWEIGHTED = Weighing()
@@ -80,7 +81,7 @@ def as_chosen(schedule: PromptSchedule) -> PromptSchedule:
 
 def weighing(
     prompts: Sequence[Example],
-    function: Callable[..., Any] | None,
+    function: Callable[..., object] | None,
     difficulty: Difficulty | None,
     reward_weights: Sequence[float],
     mesh: Mesh,
@@ -125,12 +126,7 @@ def weighing(
         reward_weights=tuple(reward_weights),
         mesh=mesh,
     )
-    return Weighing(
-        functools.partial(_begun, curriculum),
-        functools.partial(_weights, curriculum),
-        functools.partial(_measured, curriculum),
-        observed=functools.partial(_observed, curriculum),
-    )
+    return Weighing(curriculum.init, curriculum.weights, curriculum.measured, curriculum.observed)
 
 
 class _Curriculum(NamedTuple):
@@ -145,46 +141,68 @@ class _Curriculum(NamedTuple):
     """
 
     count: int
-    function: Callable[..., Any] | None
+    function: Callable[..., object] | None
     names: tuple[str, ...]
-    records: list[dict[str, Any]]
+    records: list[dict[str, object]]
     rates: bool
     difficulty: Difficulty | None
     reward_weights: tuple[float, ...]
     mesh: Mesh
 
+    def init(self) -> dict[str, trees.Tree]:
+        """Memory before the first step."""
+        names = ("passes", "samples") if self.rates else ()
+        measured = {name: torch.zeros(self.count, dtype=torch.float64) for name in names}
+        return measured | ({} if self.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
 
-def _begun(curriculum: _Curriculum) -> dict[str, trees.Tree]:
-    names = ("passes", "samples") if curriculum.rates else ()
-    measured = {name: torch.zeros(curriculum.count, dtype=torch.float64) for name in names}
-    return measured | ({} if curriculum.function is None else {"curriculum": torch.zeros(0, dtype=torch.uint8)})
+    def weights(self, memory: MemoryTree, step: int) -> PromptWeights:
+        """Weights of a step; see `Weighing`."""
+        weight_N = np.ones(self.count)
+        metrics = {}
+        rate_N = (memory["passes"] / memory["samples"]).numpy() if self.rates else None
+        if self.difficulty is not None and rate_N is not None:
+            weight_N, metrics = _weights_by_rate(self.difficulty, rate_N)
+        if self.function is not None:
+            before = _unpacked(memory["curriculum"])
+            given = {"prompts": self.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
+            own_N, state = _called(
+                self.function,
+                self.names,
+                given | {"state": before["state"]},
+                count=self.count,
+                mesh=self.mesh,
+            )
+            weight_N = weight_N * own_N
+            memory = {**memory, "curriculum": _packed(before["metrics"], state)}
+            metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
+        if not weight_N.any():
+            raise CurriculumError(
+                f"step {step}: every prompt has weight 0; let the curriculum give some a positive weight, or give "
+                "--difficulty wider bounds or a third number above 0"
+            )
+        return weight_N, memory, metrics
 
+    def measured(
+        self, memory: MemoryTree, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None
+    ) -> MemoryTree:
+        """MemoryTree after the scores of some prompts; see `Weighing`."""
+        if not self.rates or scores_RK is None:
+            return memory
+        own_RK = scores_RK[:, : len(self.reward_weights)].double().cpu()
+        weights = list(self.reward_weights)
+        full = sum(max(weight, 0.0) for weight in weights)
+        rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
+        scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
+        return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
 
-def _weights(curriculum: _Curriculum, memory: Any, step: int) -> tuple[np.ndarray | None, Any, dict[str, float]]:
-    weight_N = np.ones(curriculum.count)
-    metrics = {}
-    rate_N = (memory["passes"] / memory["samples"]).numpy() if curriculum.rates else None
-    if curriculum.difficulty is not None and rate_N is not None:
-        weight_N, metrics = _weights_by_rate(curriculum.difficulty, rate_N)
-    if curriculum.function is not None:
+    def observed(self, memory: MemoryTree, metrics: Mapping[str, float]) -> MemoryTree:
+        """MemoryTree after the metrics of a step; see `Weighing`."""
+        if self.function is None:
+            return memory
         before = _unpacked(memory["curriculum"])
-        given = {"prompts": curriculum.records, "metrics": before["metrics"], "step": step, "pass_rates": rate_N}
-        own_N, state = _called(
-            curriculum.function,
-            curriculum.names,
-            given | {"state": before["state"]},
-            count=curriculum.count,
-            mesh=curriculum.mesh,
-        )
-        weight_N = weight_N * own_N
-        memory = {**memory, "curriculum": _packed(before["metrics"], state)}
-        metrics["curriculum/chosen_share"] = float((own_N > 0).mean())
-    if not weight_N.any():
-        raise CurriculumError(
-            f"step {step}: every prompt has weight 0; let the curriculum give some a positive weight, or give "
-            "--difficulty wider bounds or a third number above 0"
-        )
-    return weight_N, memory, metrics
+        held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
+        newest = from_first_rank({name: float(value) for name, value in metrics.items()}, self.mesh)
+        return {**memory, "curriculum": _packed(held_out | newest, before["state"])}
 
 
 def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
@@ -197,28 +215,6 @@ def _weights_by_rate(difficulty: Difficulty, rate_N: np.ndarray) -> tuple[np.nda
         "difficulty/measured_share": measured / len(rate_N),
         "difficulty/outside_share": int(outside_N.sum()) / max(1, measured),
     }
-
-
-def _measured(
-    curriculum: _Curriculum, memory: Any, places: np.ndarray, scores_RK: Tensor | None, failed_R: Tensor | None = None
-) -> Any:
-    if not curriculum.rates or scores_RK is None:
-        return memory
-    own_RK = scores_RK[:, : len(curriculum.reward_weights)].double().cpu()
-    weights = list(curriculum.reward_weights)
-    full = sum(max(weight, 0.0) for weight in weights)
-    rate_R = ((own_RK * torch.tensor(weights, dtype=torch.float64)).nansum(1) / full).clamp(0, 1)
-    scored_R = torch.ones(len(scores_RK)) if failed_R is None else (~failed_R).cpu()
-    return {**memory, **_counted(memory, places, rate_R, scored_R=scored_R.double())}
-
-
-def _observed(curriculum: _Curriculum, memory: Any, metrics: Mapping[str, float]) -> Any:
-    if curriculum.function is None:
-        return memory
-    before = _unpacked(memory["curriculum"])
-    held_out = {name: value for name, value in before["metrics"].items() if name.startswith("eval/")}
-    newest = from_first_rank({name: float(value) for name, value in metrics.items()}, curriculum.mesh)
-    return {**memory, "curriculum": _packed(held_out | newest, before["state"])}
 
 
 def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, scored_R: Tensor) -> dict[str, Tensor]:
@@ -241,7 +237,7 @@ def _counted(memory: Mapping[str, Tensor], places: np.ndarray, rate_R: Tensor, s
     return {"passes": passes, "samples": samples}
 
 
-def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
+def names_taken(function: Callable[..., object]) -> tuple[str, ...]:
     """Names of the arguments of a curriculum. Raises: SettingsError, one of them is unknown."""
     taken = inspect.signature(function).parameters
     unknown = [name for name, parameter in taken.items() if name not in GIVEN and parameter.default is parameter.empty]
@@ -253,8 +249,8 @@ def names_taken(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _called(
-    function: Callable[..., Any], names: Sequence[str], given: Mapping[str, Any], count: int, mesh: Mesh
-) -> tuple[np.ndarray, Any]:
+    function: Callable[..., Any], names: Sequence[str], given: Mapping[str, object], count: int, mesh: Mesh
+) -> tuple[np.ndarray, object]:
     """Call the function on the first rank, and give its weights and state to every rank.
 
     Raises:
@@ -283,7 +279,7 @@ def _checked(weights: np.ndarray, count: int) -> np.ndarray:
     return weights
 
 
-def _packed(metrics: Mapping[str, float], state: Any) -> Tensor:
+def _packed(metrics: Mapping[str, float], state: object) -> Tensor:
     """JSON as bytes, for a checkpoint."""
     return torch.tensor(list(json.dumps({"metrics": metrics, "state": state}).encode()), dtype=torch.uint8)
 

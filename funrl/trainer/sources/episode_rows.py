@@ -27,7 +27,6 @@ from funrl.environments.environment import Environment
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
 from funrl.environments.run import (
-    EpisodeGroup,
     EpisodeLimits,
     EpisodeRun,
     EpisodeSpending,
@@ -54,8 +53,7 @@ from funrl.trainer.sources.episode_totals import (
 )
 from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
 from funrl.trainer.sources.pending_rewards import add_totals
-from funrl.trainer.steps.owned_rows import with_owned
-from funrl.trainer.steps.step_rows import Rows, rows_of, take
+from funrl.trainer.steps.step_rows import Rows, rows_of, take, with_owned
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 
@@ -150,7 +148,14 @@ def rewarded_episodes(
       RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
     """
     groups = episode_groups(examples, sampling.samples, seed)
-    run = _run_everywhere(setup, engine, groups, sampling)
+    run = EpisodeRun([], 0.0, 0.0, (), 0)
+    problem = None
+    try:
+        policy = policy_setup(setup, sampling)
+        run = setup.run(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
+    except (RunEndingError, FirstRankError) as error:
+        problem = str(error)
+    raise_everywhere(problem, (), engine.mesh)
     if setup.log is not None:
         seeds = [seed for group in groups for seed in group.seeds]
         setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
@@ -192,7 +197,8 @@ def rollout_of_episodes(
     counted = episodes if mesh.index("tensor") == 0 else []  # all ranks of a replica have its episodes
     own_parts = part_totals([episode for _, episode in counted])
     own_totals = totals_of_rank(counted, costs, setup.form.frozen, sources)
-    gathered = collectives.gather_objects((own_parts, _problem(episodes), own_totals), mesh)
+    own_problem = next((episode.problem for _, episode in episodes if episode.problem), "")
+    gathered = collectives.gather_objects((own_parts, own_problem, own_totals), mesh)
     parts, problems, everywhere = zip(*gathered, strict=True)
     if table.failed.any():
         problem = next(filter(None, problems), "").partition("\n")[0][:LONGEST_REMARK]
@@ -249,21 +255,6 @@ def policy_setup(setup: EpisodeSetup, sampling: Sampling) -> PolicySetup:
     return PolicySetup(sampling, setup.chat, setup.models, serve_agent)
 
 
-def _run_everywhere(
-    setup: EpisodeSetup, engine: RewardedEngine, groups: Sequence[EpisodeGroup], sampling: Sampling
-) -> EpisodeRun:
-    """Run this replica's episodes; one that cannot work ends the run on every rank."""
-    run = EpisodeRun([], 0.0, 0.0, (), 0)
-    given = engine.engine, engine.mesh, setup.environment, groups, policy_setup(setup, sampling), setup.limits
-    problem = None
-    try:
-        run = setup.run(*given)
-    except (RunEndingError, FirstRankError) as error:
-        problem = str(error)
-    raise_everywhere(problem, (), engine.mesh)
-    return run
-
-
 def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     """That of the first trained trajectory. An episode that failed has none, and an empty transcript."""
     trained = [end for end in episode.ends[episode.forked :] if end.agent not in form.frozen]
@@ -275,11 +266,6 @@ def transcript_of(number: int, episode: Episode, form: RowForm) -> Transcript:
     tokens = tokens[next(differing, len(opening)) :]  # a fork may have rendered even the beginning differently
     written = tokens[:-1] if trained[0].leaf.finish == "stop" else tokens
     return Transcript(number, torch.tensor(tokens, dtype=torch.int64), written, episode, form.pictures)
-
-
-def _problem(episodes: NumberedEpisodes) -> str:
-    """Problem of the first failed episode; "" without one."""
-    return next((episode.problem for _, episode in episodes if episode.problem), "")
 
 
 def rows_of_episodes(

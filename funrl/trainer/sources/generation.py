@@ -34,8 +34,7 @@ from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Totals, add_totals
-from funrl.trainer.steps.owned_rows import with_owned
-from funrl.trainer.steps.step_rows import Rows, rows_of
+from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
 
 LONGEST_REMARK = 1000  # characters of a failure's message
 

@@ -19,7 +19,7 @@ from funrl.models import Model
 from funrl.models.huggingface import directories as hf
 from funrl.models.model import Layer
 from funrl.rewards.call import RewardError
-from funrl.rewards.patterns import PatternError, compile_pattern, matches_in
+from funrl.rewards.verifiers import PatternError, compile_pattern, matches_in
 from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.hf_engine import hf_engine
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -114,7 +114,7 @@ def check_template(text: str, file: str | None, prompts: Sequence[Example]) -> N
 
 def fill_template(template: str, example: Example, completion: str) -> str:
     """Fill a template with a prompt, its completion and its fields."""
-    values: Mapping[str, Any] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
+    values: Mapping[str, object] = {**example.fields, "prompt": shown_prompt(example), "completion": completion}
     return PLACEHOLDER.sub(lambda match: str(values[match[1]]), template)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -16,6 +16,8 @@ from funrl.trainer.sources.episode_rows import Transcript, outcome_rows
 from funrl.trainer.sources.evaluation import EvalRow, parts_of_scores
 from funrl.trainer.sources.generation import Rollout, first_texts
 from funrl.trainer.steps.step_rows import Rows
+
+SHOWN_PROMPTS = 8  # of a step or an evaluation, each with its first sample
 
 
 class ShownSample(NamedTuple):
@@ -33,7 +35,7 @@ class ShownSample(NamedTuple):
     text: str
     score: float | None = None
     parts: Mapping[str, float] = {}
-    conversation: Mapping[str, Any] | None = None
+    conversation: Mapping[str, object] | None = None
     example: Example | None = None
 
 
@@ -137,12 +139,12 @@ def with_scores(shown: Mapping[int, ShownSample], rows: Rows, samples: int, name
 
 def _conversations(
     done: Rollout, numbers: Sequence[int], decode: Callable[[list[int]], str]
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, dict[str, object]]:
     """Conversations of some episodes, which may be on any rank, by their numbers. Collective."""
     transcripts = [x for x in done.completions if isinstance(x, Transcript)]
     shown = [transcript for transcript in transcripts if transcript.number in numbers]
     own = {x.number: conversation_of(x.episode, decode, x.pictures) for x in shown}
-    everywhere: dict[int, dict[str, Any]] = {}
+    everywhere: dict[int, dict[str, object]] = {}
     for others in collectives.gather_objects(own, done.mesh):
         everywhere |= others
     return everywhere

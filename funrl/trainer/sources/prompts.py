@@ -21,7 +21,7 @@ from funrl.trainer.sources.episode_rows import outcome_rows, rewarded_episodes
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
 from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
-from funrl.trainer.sources.observing import Show, ShownSample, shown_samples, with_scores
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample, shown_samples, with_scores
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
@@ -66,11 +66,12 @@ def prompt_source(generation: Generation, clock: Clock, show: Show) -> Source:
             chosen, skipped = chosen_of_step(
                 generation,
                 [part.chosen for part in rounds],
-                (spare[0].examples, spare[0].rows),
+                (spare[0].examples, spare[0].places, spare[0].rows),
                 (step, sampled),
                 show,
             )
-            entries, facts = totals_of(rounds)
+            totals = zip(*(pair for part in rounds for pair in part.totals), strict=True)
+            entries, facts = (add_totals(*some) for some in totals)
             unusable = 0 if chosen[0].examples else sampled * generation.sampling.samples
             state, emptiness = count_empty(state, step, unusable, facts, show)
             baseline = generation.greedy_baseline and not skipped
@@ -120,7 +121,7 @@ class SampledPrompts(NamedTuple):
     Attributes:
       examples: [P] the prompts.
       places: [P] their indices among all.
-      done, rows: of `rewarded_rows`.
+      done, rows: their completions or episodes, and the rows.
     """
 
     examples: list[Example]
@@ -168,14 +169,17 @@ def sampling_rounds(
     while room and left > 0:
         taken = take_next(prompts, min(room, left), seed, position=position, weights=weights)
         places = taken.places
-        if remote is not None:
-            with clock.phase("generate"):
-                places = remote.order(places)
-        examples = [prompts[place] for place in places.tolist()]
         noise = derived_seed(seed, position)
-        done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
+        if remote is None:
+            examples = [prompts[place] for place in places.tolist()]
+            done, rows = rewarded_rows(generation, clock, examples, sampling=sampling, seed=noise)
+        else:
+            with clock.phase("generate"):
+                places, done, rows = remote.write(places, sampling, noise)
+            examples = [prompts[place] for place in places.tolist()]
+            rows = rescored(generation, rows, examples)
         if first and generation.shows(step):
-            show.samples(step, first_samples(generation, examples[:8], done, rows=rows, samples=sampling.samples))
+            show.samples(step, first_samples(generation, examples, done, rows=rows, samples=sampling.samples))
         replaced = () if remote is None else remote.dropped()
         kept_PS = filter_samples(generation, rows, len(examples))
         useful = np.flatnonzero(kept_PS.any(1))
@@ -183,7 +187,7 @@ def sampling_rounds(
             remote.keep(useful)
         failed = failed_rows(rows) + sum(prompt.failed for prompt in replaced)
         part = SamplingRound(
-            chosen_rows(examples, rows, useful, kept_PS=kept_PS),
+            chosen_rows(examples, places, rows, useful, kept_PS=kept_PS),
             end=taken.end + len(replaced),
             sampled=len(examples) + len(replaced),
             dropped_rows=int((~kept_PS[useful]).sum()),
@@ -195,12 +199,6 @@ def sampling_rounds(
         room -= len(part.chosen.examples)
         left -= part.sampled
         first = False
-
-
-def totals_of(rounds: Sequence[SamplingRound]) -> tuple[Totals, Totals]:
-    """Totals of rewards' further numbers, and of facts about episodes, over a step."""
-    entries, episodes = zip(*(pair for part in rounds for pair in part.totals), strict=True)
-    return add_totals(*entries), add_totals(*episodes)
 
 
 def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skipped: bool) -> dict[str, float]:
@@ -232,7 +230,7 @@ def evaluate_heldout(
         generation = generation._replace(episodes=episodes)
     write = write or rewarded_rows
     done, rows = write(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
-    show.samples(step, first_samples(generation, heldout[:8], done, rows=rows, samples=sampling.samples))
+    show.samples(step, first_samples(generation, heldout, done, rows=rows, samples=sampling.samples))
     decode = generation.engine.decode
     rows = outcome_rows(done, rows)
     scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.rewards.names)
@@ -258,17 +256,19 @@ def rewarded_rows(
       phase: clock phase for all of it.
     """
     with clock.phase(phase or "generate"):
-        if generation.remote is not None:
-            done, rows = generation.remote.rewarded_rows(examples, sampling, seed)
-        elif generation.episodes is not None:
+        if generation.episodes is not None:
             return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
-        else:
-            groups = request_groups(examples, sampling, seed)
-            done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
-            rows = to_rows(examples, done, sampling, generation.form)
-    if done.reward_s and not phase and generation.remote is None:
+        groups = request_groups(examples, sampling, seed)
+        done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
+        rows = to_rows(examples, done, sampling, generation.form)
+    if done.reward_s and not phase:
         clock.move(done.reward_s, "generate", "reward")
-    return done, rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
+    return done, rescored(generation, rows, examples, phase)
+
+
+def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
+    """Rows with the scores of models that reward them here, if there are some; see `ScoreColumns.rescore`."""
+    return rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -284,18 +284,20 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
     rows = join_rows([part.rows for part in chosen])
     counts = np.concatenate([part.counts for part in chosen])
     device = rows.batch.group.device
-    places = rows.batch.group.unique_consecutive().cpu().numpy()
+    groups = rows.batch.group.unique_consecutive().cpu().numpy()
     group_B = torch.from_numpy(begin + np.repeat(np.arange(len(counts)), counts)).to(device)
     rows = rows.with_fields(group=group_B, failed=None, episode=episode_numbers(chosen, device))
     if not baseline:
         return rows
-    greedy = None if generation.remote is None else generation.remote.baseline_rows(places)
     examples = [example for part in chosen for example in part.examples]
-    if greedy is None:
-        sampling = baseline_sampling(generation.sampling)
+    sampling = baseline_sampling(generation.sampling)
+    if generation.remote is None:
         _, greedy = rewarded_rows(generation, clock, examples, sampling=sampling, seed=BASELINE_SEED)
-    elif generation.rewards.rescore is not None:
-        greedy = generation.rewards.rescore(greedy, examples, "")
+    else:
+        with clock.phase("generate"):
+            places = np.concatenate([part.places for part in chosen])
+            greedy = generation.remote.baseline_rows(groups, places, sampling)
+        greedy = rescored(generation, greedy, examples)
     if generation.episodes is not None:
         return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
     scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
@@ -340,9 +342,9 @@ def first_samples(
 ) -> list[ShownSample]:
     """The first sample of each of the first prompts; see `shown_samples`. Collective."""
     if generation.remote is not None:
-        shown = generation.remote.samples(len(examples))
+        shown = generation.remote.samples()
         if generation.rewards.rescore is None:
             return list(shown.values())
         return with_scores(shown, rows, samples, generation.rewards.names)
     decode = generation.engine.decode
-    return shown_samples(done, rows, examples, samples, decode=decode, names=generation.rewards.names)
+    return shown_samples(done, rows, examples[:SHOWN_PROMPTS], samples, decode=decode, names=generation.rewards.names)

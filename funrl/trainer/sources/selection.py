@@ -25,21 +25,24 @@ class FilterError(RuntimeError):
 
 
 class Chosen(NamedTuple):
-    """Prompts taken for the batch, their kept rows, and the number of kept rows of each prompt."""
+    """Prompts taken for the batch and their places, their kept rows, and the number of kept rows of each prompt."""
 
     examples: list[Example]
+    places: np.ndarray
     rows: Rows
     counts: np.ndarray
 
 
-def chosen_rows(examples: Sequence[Example], rows: Rows, prompts: np.ndarray, kept_PS: np.ndarray) -> Chosen:
+def chosen_rows(
+    examples: Sequence[Example], places: np.ndarray, rows: Rows, prompts: np.ndarray, *, kept_PS: np.ndarray
+) -> Chosen:
     """The kept rows of some prompts."""
     samples = kept_PS.shape[1]
     numbers = (prompts[:, None] * samples + np.arange(samples))[kept_PS[prompts]]
     kept = take(rows, rows_of_samples(rows, numbers))
     own_samples = numbers if kept.examples is None else kept.examples
     counts = np.bincount(own_samples // samples, minlength=len(kept_PS))[prompts]
-    return Chosen([examples[i] for i in prompts], kept, counts)
+    return Chosen([examples[i] for i in prompts], places[prompts], kept, counts)
 
 
 def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
@@ -70,16 +73,10 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
     return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
 
 
-def unfiltered_rows(generation: Generation, examples: Sequence[Example], rows: Rows) -> Chosen:
-    """All rows of some prompts that can be trained on, regardless of the filter."""
-    kept_PS = rewarded_samples(generation, rows, len(examples))
-    return chosen_rows(examples, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
-
-
 def chosen_of_step(
     generation: Generation,
     rounds: Sequence[Chosen],
-    spare: tuple[list[Example], Rows],
+    spare: tuple[list[Example], np.ndarray, Rows],
     numbers: tuple[int, int],
     show: Show,
 ) -> tuple[list[Chosen], bool]:
@@ -88,35 +85,25 @@ def chosen_of_step(
     Args:
       generation, show: as of the source.
       rounds: what each round of the step has chosen.
-      spare: prompts and all of their rows.
+      spare: prompts, their places and all of their rows.
       numbers: the step's number, and the number of prompts sampled in it.
     """
     step, sampled = numbers
     useful = [chosen for chosen in rounds if chosen.examples]
     if useful:
-        count = sum(len(chosen.examples) for chosen in useful)
-        note_short_batch(generation, show, step, kept=count, sampled=sampled)
+        kept = sum(len(chosen.examples) for chosen in useful)
+        wanted = generation.schedule.batch
+        if kept < wanted and generation.selection.filter is not None:
+            remote = generation.remote
+            fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
+            advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
+            show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
         return useful, False
-    chosen = unfiltered_rows(generation, *spare)
+    examples, places, rows = spare
+    kept_PS = rewarded_samples(generation, rows, len(examples))
+    chosen = chosen_rows(examples, places, rows, np.flatnonzero(kept_PS.any(1)), kept_PS=kept_PS)
     when_empty = generation.selection.when_empty
     return [chosen], not chosen.examples or skips_empty(when_empty, step, sampled, show)
-
-
-def note_short_batch(generation: Generation, show: Show, step: int, kept: int, sampled: int) -> None:
-    """Show a remark if the filter kept fewer prompts than the batch needs.
-
-    Args:
-      generation: as of the source.
-      show: receives the remark.
-      step: number of the step.
-      kept, sampled: prompts.
-    """
-    wanted = generation.schedule.batch
-    if kept < wanted and generation.selection.filter is not None:
-        remote = generation.remote
-        fixed = remote is not None and remote.refills and generation.rewards.rescore is not None  # --max_refills=1
-        advice = "" if fixed else f"; a --max_refills above {generation.selection.max_refills} may fill it"
-        show.note(f"step {step}: the filter kept {kept} of {sampled} prompts, the batch needs {wanted}{advice}")
 
 
 def episode_numbers(chosen: Sequence[Chosen], device: torch.device) -> Tensor | None:
@@ -188,7 +175,7 @@ def count_empty(
     return {**state, "empty_steps": count}, {EMPTY: float(count > 0)}
 
 
-def nothing_learned(state: Any, steps: int) -> bool:
+def nothing_learned(state: object, steps: int) -> bool:
     """True if a run has done no step, or none with a usable episode.
 
     Args:
@@ -198,7 +185,7 @@ def nothing_learned(state: Any, steps: int) -> bool:
     return isinstance(state, Mapping) and state.get("empty_steps", 0) >= steps if steps else True
 
 
-def check_usable(state: Any, steps: int) -> None:
+def check_usable(state: object, steps: int) -> None:
     """Raise RewardError if no step of a run that ends had a usable episode. Args: as of `nothing_learned`."""
     if steps and nothing_learned(state, steps):
         raise RewardError(

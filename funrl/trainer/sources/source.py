@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -64,7 +64,11 @@ class StepLog(NamedTuple):
 
     episodes: Sequence[LoggedEpisode] = ()
     write_episodes: Callable[[Path], int] | None = None
-    groups: Callable[[], list[tuple[Any, ...]] | None] = lambda: None
+    groups: Callable[[], list[tuple[object, ...]] | None] = lambda: None
+
+
+StepRows = tuple[Rows, trees.Tree, dict[str, float]]  # rows of a step, the source's state after it, and metrics
+NextRows = Callable[[trees.Tree, int], StepRows]
 
 
 class Source(NamedTuple):
@@ -84,7 +88,7 @@ class Source(NamedTuple):
     """
 
     init: Callable[[], trees.Tree]
-    next_rows: Callable[[trees.Tree, int], tuple[Rows, trees.Tree, dict[str, float]]]
+    next_rows: NextRows
     evaluate: Callable[[Mapping[str, RoleState], int], dict[str, float]]
     observed: Callable[[trees.Tree, Mapping[str, float]], trees.Tree] = lambda state, metrics: state
     move: Callable[[Rows, np.ndarray, Mesh], Rows] = moved
@@ -109,6 +113,20 @@ class DroppedPrompt(NamedTuple):
     episodes: Totals
 
 
+class RemoteRows(NamedTuple):
+    """Rows that other ranks have written.
+
+    Attributes:
+      places: of their prompts.
+      done: completions or episodes, without what only the ranks that made them have.
+      rows: of them.
+    """
+
+    places: np.ndarray
+    done: Rollout
+    rows: Rows
+
+
 class RemoteGenerators(Protocol):
     """Client of generator ranks, which write and reward rows for trainer ranks. All methods are collective.
 
@@ -118,12 +136,8 @@ class RemoteGenerators(Protocol):
 
     refills: bool
 
-    def rewarded_rows(self, examples: Sequence[Example], sampling: Sampling, seed: int) -> tuple[Rollout, Rows]:
-        """Completions or episodes of prompts, without what only the ranks that made them have, and their rows."""
-        ...
-
-    def order(self, places: np.ndarray) -> np.ndarray:
-        """Places of the prompts whose rows come next, as many as these: others may have overtaken some."""
+    def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
+        """Rows of as many prompts as these: others may have overtaken some."""
         ...
 
     def dropped(self) -> Sequence[DroppedPrompt]:
@@ -134,11 +148,17 @@ class RemoteGenerators(Protocol):
         """Learn which of the prompts of the newest rows the filter keeps, by their numbers among these."""
         ...
 
-    def baseline_rows(self, groups: np.ndarray) -> Rows | None:
-        """Rows of the greedy completions or episodes of some groups of the newest rows; None: they are asked for."""
+    def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
+        """Rows of the greedy completions or episodes of some groups of the newest rows.
+
+        Args:
+          groups: their numbers among these.
+          places: of their prompts.
+          sampling: of the completions.
+        """
         ...
 
-    def samples(self, count: int) -> dict[int, ShownSample]:
+    def samples(self) -> dict[int, ShownSample]:
         """The first sample of some of the first prompts of the newest rows, by the prompt's number among these."""
         ...
 

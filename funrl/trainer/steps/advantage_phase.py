@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from funrl.trainer.steps.step_rows import Rows, mapped, on_cpu, take
 
 
 def advantages(
-    chain: Advantage, state: Any, rows: Rows, names: Sequence[str] = ()
-) -> tuple[Rows, Any, dict[str, float]]:
+    chain: Advantage, state: object, rows: Rows, names: Sequence[str] = ()
+) -> tuple[Rows, object, dict[str, float]]:
     """Run an advantage chain on scored rows; its sums have one order, whatever the mesh.
 
     Args:

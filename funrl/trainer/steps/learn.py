@@ -15,17 +15,9 @@ from funrl.compiled_kernels.exact.packs import forget
 from funrl.data.packing import Packing
 from funrl.mesh.collectives import psum
 from funrl.trainer.steps.clock import Clock
-from funrl.trainer.steps.micro import (
-    own_places,
-    packed,
-    plan_epoch,
-    row_cost,
-    sizes_of,
-    token_ranks,
-)
-from funrl.trainer.steps.odd_terms import odd_term
+from funrl.trainer.steps.micro import own_places, packed, plan_epoch, row_cost, sizes_of, token_ranks
 from funrl.trainer.steps.roles import Role, RoleState, row_fields_of, sums_over_episodes
-from funrl.trainer.steps.skipped import Skips, Suspects
+from funrl.trainer.steps.skipped import Skips, Suspects, odd_term
 from funrl.trainer.steps.step import ENGINE_GAPS, LossTotals, NotFiniteError, train_step
 from funrl.trainer.steps.step_rows import (
     SINGLE_ROWS,
@@ -93,9 +85,8 @@ def learn(
         totals = denominators(learning, rows, epoch.parts)
         most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh), together=units.together)[1]
         for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
-            pieces = MiniBatch(rows, part, packing, most_rows)
             for name, role in learning.items():
-                update = _Update(f"step {plan.step}, {name}", name, role, pieces)
+                update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows)
                 states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
                 for key, value in metrics.items():
                     if first or key not in ENGINE_GAPS:
@@ -148,39 +139,35 @@ def epoch_of(rows: Rows, plan: UpdatePlan, number: int, units: RowUnits = SINGLE
     return plan_epoch(rows.lengths, rows.mesh, plan, number, units=units)
 
 
-class MiniBatch(NamedTuple):
-    """Rows of one update.
+class RoleUpdate(NamedTuple):
+    """One update of a role on some rows of a step.
 
     Attributes:
+      what: name of the update, in messages.
+      name, role: that learns.
       rows: all rows of the step.
       part: numbers of those of the update.
       packing: of these, into micro-batches.
       most_rows: that a micro-batch can have.
     """
 
+    what: str
+    name: str
+    role: Role
     rows: Rows
     part: np.ndarray
     packing: Packing
     most_rows: int
 
-    def batches(self, role: Role) -> Iterator[Batch]:
+    def batches(self) -> Iterator[Batch]:
         """This rank's micro-batches with what the role's loss reads."""
-        fields = row_fields_of(role.training_loss)
-        for piece in packed(self.rows, self.packing, self.part, self.most_rows, role.mask, fields):
+        fields = row_fields_of(self.role.training_loss)
+        for piece in packed(self.rows, self.packing, self.part, self.most_rows, self.role.mask, fields):
             yield piece.batch
 
 
-class _Update(NamedTuple):
-    """One update of one role; `what` names it in messages."""
-
-    what: str
-    name: str
-    role: Role
-    pieces: MiniBatch
-
-
 def _updated(
-    update: _Update,
+    update: RoleUpdate,
     state: RoleState,
     total: LossTotals,
     frozen: Mapping[str, trees.Tree] | None,
@@ -188,29 +175,21 @@ def _updated(
 ) -> tuple[RoleState, dict[str, Tensor]]:
     """The state after an update, and its metrics; the same state and no metrics where the update is left out."""
     role = update.role
-    pieces = update.pieces
     with monitor.clock.phase(f"update_{update.name}"):
         try:
-            state, metrics = train_step(role, state, pieces.batches(role), total, update.what, frozen)
+            state, metrics = train_step(role, state, update.batches(), total, update.what, frozen)
         except NotFiniteError as error:
             if monitor.skips is None:
                 raise
-            odd = odd_term(role, state.params, pieces.batches(role), frozen)
-            places = error.suspects if odd is None else (odd.micro_batch,)
-            numbers = rows_of_micro_batches(places, pieces.packing, pieces.part, pieces.rows)
-            suspects = Suspects(numbers, None if odd is None else odd.text)
-            monitor.skips.add(error, update.what, update.name, pieces.rows, pieces.part, suspects)
+            term = odd_term(role, state.params, update.batches(), frozen)
+            own = own_places(update.packing, update.rows)
+            numbers = [number for i in error.suspects for number in update.part[own[i]].tolist()]
+            monitor.skips.add(error, update.name, update.rows, update.part, Suspects(numbers, term))
             return state, {}
     forget(*trees.leaves(state.params))  # packed copies of the old weights: generation may need the memory
     if monitor.skips is not None:
         monitor.skips.made(update.name)
     return state, metrics
-
-
-def rows_of_micro_batches(which: Sequence[int], packing: Packing, part: np.ndarray, rows: Rows) -> np.ndarray:
-    """Row numbers of some of this rank's micro-batches."""
-    own = own_places(packing, rows)
-    return np.concatenate([part[:0], *(part[own[i]] for i in which)])
 
 
 def denominators(roles: Mapping[str, Role], rows: Rows, parts: Sequence[np.ndarray]) -> list[dict[str, LossTotals]]:

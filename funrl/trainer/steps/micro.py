@@ -235,12 +235,7 @@ def row_cost(placed: Placed) -> RowCost:
 
 
 def micro_batch(
-    batch: Batch,
-    lengths: np.ndarray,
-    rows: np.ndarray,
-    size: int,
-    max_rows: int,
-    mesh: Mesh = SINGLE,
+    batch: Batch, lengths: np.ndarray, rows: np.ndarray, size: int, max_rows: int, mesh: Mesh = SINGLE
 ) -> MicroBatch:
     """Some rows end to end in [1, `size`], the shortest first.
 

@@ -1,61 +1,18 @@
-"""The optimizer that the flags describe, and the weights that do not learn beside others of the same model that do."""
+"""The weights that do not learn, or do not decay, beside others of the same model that do."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 
 from funrl import trees
-from funrl.models import Model, Placed
+from funrl.models import Model
 from funrl.models.lora import plain_name
-from funrl.optim import (
-    Transformation,
-    chain,
-    clip_by_global_norm,
-    fused_adamw,
-    masked,
-    matrices,
-    muon,
-    warmup_constant,
-    warmup_cosine,
-    warmup_linear,
-)
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import Settings
-from funrl.trainer.steps.router_bias import BIAS
+from funrl.trainer.steps.router_losses import BIAS
 
 FREEZE_NONE = "none"
 WITHOUT_GRADIENT = (BIAS, "layer_scale")  # last parts of names
-
-
-def make_optimizer(settings: Settings, lr: float, updates: int, placed: Placed) -> Transformation:
-    """AdamW or Muon below a bound on the gradient's norm, in place. Its `update` is given that norm.
-
-    Args:
-      settings: which, schedule, decay, bound.
-      lr: peak learning rate.
-      updates: optimizer steps of the whole run, over which the rate decays.
-      placed: the model that learns.
-    """
-    warmup = settings.optimization.lr_warmup_steps
-    schedules = {
-        "constant": lambda: warmup_constant(lr, warmup),
-        "linear": lambda: warmup_linear(lr, warmup, updates),
-        "cosine": lambda: warmup_cosine(lr, warmup, updates),
-    }
-    schedule = schedules[settings.optimization.lr_schedule]()
-    decay = settings.optimization.weight_decay
-    decayed = with_gradient if settings.optimization.decay_all else matrices
-    if settings.optimization.optimizer == "muon":
-        axes = placed.model.axes
-        layouts = placed.stored
-        step = muon(schedule, weight_decay=decay, axes=axes, layouts=layouts, mesh=placed.mesh, mask=decayed)
-    else:
-        step = fused_adamw(schedule, weight_decay=decay, mask=decayed)
-    frozen = frozen_beginnings(settings, placed.model)
-    if frozen:
-        step = masked(step, functools.partial(learns, beginnings=frozen))
-    return chain(clip_by_global_norm(settings.optimization.max_grad_norm, in_place=True), step)
 
 
 def with_gradient(params: trees.Tree) -> trees.Tree:
@@ -93,9 +50,7 @@ def check_freeze(settings: Settings, models: Mapping[str, Model]) -> None:
     if given is None:
         return
     if settings.adapters.lora_rank is not None:
-        raise SettingsError(
-            f"--freeze={given}: with --lora_rank={settings.adapters.lora_rank} adapters learn alone; leave it out"
-        )
+        raise settings.refusal("{freeze}: with {lora_rank} adapters learn alone; leave it out")
     if given == FREEZE_NONE:
         return
     names = {role: [plain_name(name) for name, _ in trees.named(model.shapes)] for role, model in models.items()}

@@ -26,14 +26,12 @@ from funrl.mesh.launch import ranks_per_node
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
 from funrl.mesh.pools.channel import Requests
-from funrl.mesh.pools.handover import Handover, LineForm, line_forms, receive_rows, send_rows
-from funrl.mesh.reshard import reshard
+from funrl.mesh.pools.handover import Handover, LineForm, blank_fields, line_forms, receive_rows, send_rows
 from funrl.models.weight_dtypes import weight_dtypes
 from funrl.rewards.call import RewardError
 from funrl.trainer.steps.micro import row_cost, sizes_of, token_ranks
-from funrl.trainer.steps.owned_rows import owned_fields
 from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, owned_fields
 
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
 REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
@@ -42,7 +40,7 @@ BATCHES = 1 << 31  # the first of those for batches of groups written ahead
 
 
 class ScoreRequest(NamedTuple):
-    """Score rows that follow. Its answer is `ScoredFields`, after which the fields follow.
+    """Score rows that follow. Its answer has the form of the lines of each field, and the fields follow.
 
     Attributes:
       step: that the rows are of.
@@ -56,16 +54,6 @@ class ScoreRequest(NamedTuple):
     lines: Mapping[str, LineForm]
 
 
-class ScoredFields(NamedTuple):
-    """Fields that a role has written.
-
-    Attributes:
-      tokens: dtype and trailing shape of each.
-    """
-
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
 class RewardRequest(NamedTuple):
     """Reward rows that follow. The answer is a `RewardProblem`, or `RewardedRows`, after which their fields follow.
 
@@ -74,7 +62,7 @@ class RewardRequest(NamedTuple):
       fields: of the rows whose kind is `everywhere`, without scores.
       lengths, owner: [B] of the rows, on the mesh of the ranks that ask.
       to: [B] the rank that gets each row, by its index over the row axes of the role's mesh.
-      tokens: dtype and trailing shape of each field that is sent.
+      lines: form of the lines of each field that is sent.
     """
 
     examples: Sequence[Example]
@@ -82,7 +70,7 @@ class RewardRequest(NamedTuple):
     lengths: np.ndarray
     owner: np.ndarray
     to: np.ndarray
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    lines: Mapping[str, LineForm]
 
 
 class RewardedRows(NamedTuple):
@@ -92,14 +80,14 @@ class RewardedRows(NamedTuple):
       column: [B, 1] its own score of each row.
       part: [B] of it in the reward.
       owner: [B] the rank of the role that has each row, by its index over the row axes of its mesh.
-      tokens: dtype and trailing shape of each field per token that it has written.
+      lines: form of the lines of each field that it has written, besides.
       notes: remarks.
     """
 
     column: torch.Tensor
     part: torch.Tensor
     owner: np.ndarray
-    tokens: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    lines: Mapping[str, LineForm]
     notes: Sequence[str]
 
 
@@ -151,10 +139,12 @@ class RemoteRewards:
         fields = {name: as_dict(batch)[name] for name in REWARD_FIELDS}
         known = {name: x.cpu() for name, x in as_dict(batch).items() if kind_of(batch, name).everywhere}
         known = {name: x for name, x in known.items() if name not in ("score", "scores")}
-        shapes = {name: (x.dtype, tuple(x.shape[2:])) for name, x in fields.items()}
-        to = even_ranks(len(examples), len(rows.owner) // len(examples), self.mesh)
-        number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, shapes))
+        ranks = self.mesh.size(self.mesh.row_axes)
+        prompts = np.diff(np.arange(ranks + 1) * len(examples) // ranks)  # of each rank
+        to = np.repeat(np.arange(ranks), prompts * (len(rows.owner) // len(examples)))
         kinds = row_field_kinds(schema_of(batch), fields)
+        lines = line_forms(fields, kinds)
+        number = self.requests.post(RewardRequest(examples, known, rows.lengths, rows.owner, to, lines))
         send_rows(fields, kinds, Handover(rows.lengths, rows.owner, to, source=self.asking, target=self.mesh))
         answer: RewardedRows | RewardProblem = self.requests.answer(number, f"the {self.name}'s scores")
         for line in answer.notes:
@@ -169,17 +159,20 @@ class RemoteRewards:
             score=part_B if before is None else before + part_B,
             scores=column_B1 if columns is None else torch.cat([columns, column_B1], 1),
         )
-        return self._with_written(rows, answer) if answer.tokens else rows
-
-    def _with_written(self, rows: Rows, answer: RewardedRows) -> Rows:
-        """The rows with fields per token, which arrive."""
         way = Handover(rows.lengths, answer.owner, rows.owner, source=self.mesh, target=self.asking)
-        device = self.asking.device
-        like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}
-        kinds = row_field_kinds(schema_of(rows.batch), like)
-        fields, _ = receive_rows(like, kinds, way)
-        width = rows.batch.tokens.shape[1]
-        return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()})
+        return with_arriving(rows, answer.lines, way) if answer.lines else rows
+
+
+def with_arriving(rows: Rows, lines: Mapping[str, LineForm], way: Handover) -> Rows:
+    """The rows with fields that arrive from the ranks of a role. Collective over the target of the way.
+
+    Args:
+      lines: form of the lines of each field.
+    """
+    kinds = row_field_kinds(schema_of(rows.batch), lines)
+    fields, _ = receive_rows(blank_fields(lines, kinds, way.target.device), kinds, way)
+    width = rows.batch.tokens.shape[1]
+    return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()})
 
 
 def first_request(pool: int, batches: bool = False) -> int:
@@ -190,13 +183,6 @@ def first_request(pool: int, batches: bool = False) -> int:
       batches: whether the request is of the trainer ranks, for batches of groups written ahead.
     """
     return (pool + 1) * NUMBERS_OF_A_POOL + BATCHES * batches
-
-
-def even_ranks(prompts: int, samples: int, mesh: Mesh) -> np.ndarray:
-    """[prompts * samples] the rank of each row, by its index over the row axes, where prompts are shared out evenly."""
-    ranks = mesh.size(mesh.row_axes)
-    shares = np.diff(np.arange(ranks + 1) * prompts // ranks)
-    return np.repeat(np.arange(ranks), shares * samples)
 
 
 class RemoteScorer:
@@ -245,15 +231,6 @@ class RemoteScorer:
         ranks = {"src_ranks": self.training.ranks, "dst_ranks": self.mesh.ranks}
         return plan(stored, own, weight_dtypes(own, dtype), ranks_per_node(), **ranks)
 
-    def send_first(self, params: trees.Tree, stored: trees.Tree, dtype: torch.dtype) -> None:
-        """Send it the weights that the run begins with. Collective over the trainer ranks and its own.
-
-        Args:
-          params: the weights, in the layouts `stored`.
-          dtype: as of `first_plan`.
-        """
-        reshard(params, self.first_plan(stored, dtype), self.training)
-
     def targets(self, lengths: np.ndarray) -> np.ndarray:
         """[B] the rank that scores each row, by its index over the row axes of its mesh; the same on all ranks."""
         sizes, _ = sizes_of(lengths, self.token_budget, token_ranks(self.mesh))
@@ -274,14 +251,9 @@ class RemoteScorer:
 
     def finish(self, rows: Rows) -> Rows:
         """The rows of `begin` with the fields that the role writes. Collective over the trainer ranks."""
-        answer: ScoredFields = self.requests.answer(self.number, f"the {self.name}'s scores")
+        lines = self.requests.answer(self.number, f"the {self.name}'s scores")
         way = Handover(rows.lengths, self.targets(rows.lengths), rows.owner, source=self.mesh, target=self.training)
-        device = self.training.device
-        like = {name: torch.empty(0, 8, *shape, dtype=x, device=device) for name, (x, shape) in answer.tokens.items()}
-        kinds = row_field_kinds(schema_of(rows.batch), like)
-        fields, _ = receive_rows(like, kinds, way)
-        width = rows.batch.tokens.shape[1]
-        return rows.with_fields(**{name: kinds[name].fit(x, width) for name, x in fields.items()})
+        return with_arriving(rows, lines, way)
 
 
 def row_field_kinds(schema: Mapping[str, Field], names: Mapping[str, object]) -> dict[str, FieldKind]:

@@ -1,4 +1,4 @@
-"""Losses and metrics of routers, exact over a mini-batch whatever its split.
+"""Losses, metrics and selection biases of routers, exact over a mini-batch whatever its split.
 
 With E experts in each of L layers, n tokens (prompts included, padding not), f_e = how often expert e was chosen / n,
 and P_e = the mean of its probability:
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.algos.metrics import Metric, Sum, divide
 from funrl.batch import Batch
 from funrl.mesh.collectives import psum
@@ -29,6 +30,7 @@ from funrl.models.model import RouterLoad
 from funrl.models.placed import Placed
 from funrl.trainer.settings.settings import Settings
 
+BIAS = "router_bias"  # last part of the name of the weight
 ROUTER_COUNTS = "router/counts"  # of a micro-batch, among its metrics; `load_metrics` makes numbers of their sum
 
 
@@ -125,3 +127,32 @@ def router_losses(settings: Settings, placed: Placed) -> RouterLosses:
         return RouterLosses()
     rate = settings.routers.router_bias_rate if routers.biased else 0.0
     return RouterLosses(settings.routers.router_aux_coef, settings.routers.router_z_coef, rate)
+
+
+def biases_of(params: trees.Tree) -> list[Tensor]:
+    """The biases of all layers that have experts, in order, [E] each and whole on every rank."""
+    return [x for name, x in trees.named(params) if name.rsplit("/", 1)[-1] == BIAS]
+
+
+@torch.no_grad()
+def move_biases_(params: trees.Tree, counts_LE: Tensor, rate: float) -> None:
+    """Move the biases of a model by the load of its experts, in place: balance of experts without a loss.
+
+    Where a router chooses experts by score + bias, the bias b_e of each moves against its load c_e, the number of times
+    that it was chosen by the tokens of the update (prompts included, padding not),
+
+        b_e <- b_e + rate sign(mean of c - c_e)
+
+    It has no gradient and does not change what a chosen expert counts. The loads are whole numbers over all
+    micro-batches and ranks, so the bits depend on no mesh.
+
+    Reference: Wang et al., 2024, https://arxiv.org/abs/2408.15664
+
+    Args:
+      params: a rank's weights, those of a decoder or of one with more around it.
+      counts_LE: how often each expert was chosen, over all ranks.
+      rate: how far, in units of the scores.
+    """
+    behind_LE = counts_LE.sum(-1, keepdim=True) - counts_LE.shape[-1] * counts_LE
+    for bias_E, behind_E in zip(biases_of(params), behind_LE, strict=True):
+        bias_E.add_(behind_E.sign().to(bias_E), alpha=rate)

@@ -16,7 +16,6 @@ from funrl.data.micro_batch import Slots, unpack_tokens
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.micro import own_micro_batches, row_cost
-from funrl.trainer.steps.remote_scores import RemoteScorer
 from funrl.trainer.steps.roles import Role
 from funrl.trainer.steps.step_rows import Rows, agent_numbers, rows_of_agents
 
@@ -48,32 +47,6 @@ def score(
                 fields = score_role(role, params[name], seen, token_budget) if len(seen.owner) else {}
                 rows = rows.with_fields(**(fields if seen is rows else _on_all_rows(fields, seen, rows, agents[name])))
     return rows
-
-
-class RemoteScores:
-    """Scores of roles on ranks of their own, on their way while this rank computes others."""
-
-    def __init__(self, scorers: Mapping[str, RemoteScorer], rows: Rows, step: int) -> None:
-        """Send the rows. Collective over the trainer ranks.
-
-        Args:
-          scorers: by role.
-          rows, step: to score, and the step that they are of.
-        """
-        self.scorers = scorers
-        for scorer in scorers.values():
-            scorer.begin(rows, step)
-
-    def finish(self, rows: Rows, clock: Clock) -> Rows:
-        """The rows with the fields that these roles write. Collective over the trainer ranks.
-
-        Args:
-          clock: receives the phases, which are waits.
-        """
-        for name, scorer in self.scorers.items():
-            with clock.phase(f"score_{name}"):
-                rows = scorer.finish(rows)
-        return rows
 
 
 def _on_all_rows(fields: Mapping[str, Tensor], seen: Rows, rows: Rows, agents: Collection[int]) -> dict[str, Tensor]:

@@ -26,12 +26,12 @@ from funrl.mesh.sums import psum_tree, sum_rest
 from funrl.optim import apply_updates_, global_norm
 from funrl.processes.heartbeat import beat
 from funrl.trainer.steps.roles import Role, RoleState
-from funrl.trainer.steps.router_bias import move_biases_
 from funrl.trainer.steps.router_losses import (
     ROUTER_COUNTS,
     Choices,
     counts_metric,
     load_metrics,
+    move_biases_,
     router_numerators,
     token_count,
 )

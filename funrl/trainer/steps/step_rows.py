@@ -15,7 +15,7 @@ from funrl.algos.advantages.units import episode_fields, units_of
 from funrl.batch import Batch, as_dict, declare, kind_of, map_fields, map_kinds, narrowed, schema_of, with_across
 from funrl.data.packing import Packing, RowCost
 from funrl.fields import Field
-from funrl.kinds import Value
+from funrl.kinds import OwnedLines, Ragged, Value
 from funrl.mesh.mesh import Mesh, single
 from funrl.mesh.rows import Owners, across, hand_over, move_rows
 
@@ -190,6 +190,25 @@ def moved(rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
     return rows_of(Batch(schema_of(rows.batch), **{**fields, **result.fields}), to, mesh)
 
 
+def with_stale(rows: Rows, newest: int, most_age: int | None = None) -> Rows:
+    """Rows that say which of their tokens other weights than the newest sampled.
+
+    Args:
+      rows: with the versions of their tokens.
+      newest: version of the newest weights.
+      most_age: bound on the age of a token, in versions; None: there is none.
+
+    Raises:
+      RuntimeError: a token that was sampled is older.
+    """
+    mask_bT = rows.batch.mask
+    age_bT = newest - rows.batch.version
+    oldest = int(age_bT[mask_bT].max()) if mask_bT.any() else 0
+    if most_age is not None and oldest > most_age:
+        raise RuntimeError(f"a token is {oldest} versions old, and the bound of --staleness is {most_age}")
+    return rows.with_fields(stale=mask_bT & (age_bT != 0))
+
+
 def failed_rows(rows: Rows) -> int:
     """Number of rows on which a reward function failed."""
     failed_B = rows.batch.get("failed")
@@ -260,3 +279,42 @@ class StepRecord(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """All metrics of the step."""
         return {name: value for part in (*self.stages.values(), self.engine) for name, value in part.items()}
+
+
+def owned_fields(values: Mapping[str, Tensor]) -> dict[str, Field]:
+    """Declarations of the fields that hold values such as these."""
+    dtypes = {name: "float" if x.is_floating_point() else "int" for name, x in values.items()}
+    return {name: Field("ragged", "source", f"{name} that a row owns", dtype=dtypes[name]) for name in values}
+
+
+def with_owned(rows: Rows, owned: Sequence[OwnedLines | None], like: Mapping[str, Tensor] | None) -> Rows:
+    """The rows with the values that they own.
+
+    Args:
+      rows: some rows.
+      owned: values of each of this rank's own rows; None: none.
+      like: lines of any row of the run, as those of `OwnedValues.none`; None: no row owns any.
+    """
+    if like is None:
+        return rows
+    return rows.declaring(owned_fields(like)).with_fields(**owned_lines_of(owned, like, rows.batch.tokens.device))
+
+
+def owned_lines_of(
+    owned: Sequence[OwnedLines | None], like: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Ragged]:
+    """The fields of rows that own these values; `like` as of `with_owned`."""
+    lines = {name: [x[:0] if own is None else own.values[name] for own in owned] for name, x in like.items()}
+    values = {name: ragged(lines[name], x[:0]) for name, x in like.items()}
+    return {name: Ragged(*(x.to(device) for x in value)) for name, value in values.items()}
+
+
+def ragged(lines: Sequence[Tensor], none: Tensor) -> Ragged:
+    """Rows that own these lines.
+
+    Args:
+      lines: of each row.
+      none: the lines of a row without any.
+    """
+    offsets = torch.tensor([0, *map(len, lines)], dtype=torch.int64).cumsum(0)
+    return Ragged(torch.cat([none, *lines]), offsets)

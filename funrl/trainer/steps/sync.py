@@ -19,8 +19,7 @@ from funrl.rollout.remote.engine import FurtherWeights, RemoteEngine
 from funrl.trainer.settings.settings import Settings
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import AdaptedBase, GeneratingParts, Parts
-from funrl.trainer.steps.roles import Role
-from funrl.trainer.steps.state import EarlierSelf, State
+from funrl.trainer.steps.roles import EarlierSelf, Role, State
 
 BASE_VERSION = 0  # of the weights that adapters stand on
 

@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from funrl.processes.parent import end_with_parent
+from funrl.processes.forks import end_with_parent
 
 ARRIVED = "arrived"  # folder in which each rank leaves a file when it has written its part
 COMPLETE = "complete.json"  # written last: a checkpoint that has it is whole

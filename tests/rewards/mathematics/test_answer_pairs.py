@@ -220,6 +220,10 @@ x=2, y=1 || (1,2) || 0
 \begin{pmatrix}1&2\\3&4\end{pmatrix} || \begin{pmatrix}1&2\\4&3\end{pmatrix} || 0
 \begin{pmatrix}\frac12\\0.25\end{pmatrix} || \begin{pmatrix}0.5\\ \frac14\end{pmatrix} || 1
 \begin{vmatrix}1&2\\3&4\end{vmatrix} || -2 || 1
+\begin{cases}1\\2\end{cases} || 2, 1 || 1
+\begin{cases}1\\3\end{cases} || 1, 2 || 0
+x=1, y=2 || \begin{cases}x=1\\y=2\end{cases} || 1
+x=2, y=1 || \begin{cases}x=1\\y=2\end{cases} || 0
 """,
     "intervals": r"""
 |x|\le 2 || [-2,2] || 1

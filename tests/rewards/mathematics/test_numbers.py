@@ -1,4 +1,4 @@
-"""Numbers of answers, read exactly, whatever a column made of them."""
+"""Answers that are numbers are read exactly, whatever a column made of them."""
 
 from decimal import Decimal
 from fractions import Fraction

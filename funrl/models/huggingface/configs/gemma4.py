@@ -7,23 +7,16 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.decoder.dense import Dense
 from funrl.models.decoder.gemma4 import DenseBesideExperts, LayerVectors, LendingAttention
 from funrl.models.decoder.layers import Norm, Rope
-from funrl.models.decoder.routing import Experts
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import HFFamily
-from funrl.models.huggingface.family_fields import FULL, GELU, SLIDING, layer_types
+from funrl.models.huggingface.configs.hf_family import ConfigFields, HFFamily
+from funrl.models.huggingface.family_fields import BIASES, FULL, GELU, SLIDING, read_experts, read_gemma, write_experts
 
-_ROTARY = {
-    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-}
 _OVERRIDES = ("head_dim", "num_key_value_heads")  # fields that per_layer_config may have
-_DEFAULTS = {"global_head_dim": 512, "num_global_key_value_heads": None}
 _SUPPORTED = {
     "hidden_act": ("silu", GELU, "gelu", None),  # not read by transformers, which goes by hidden_activation
     "hidden_activation": (GELU,),
@@ -42,109 +35,81 @@ _NAMES = {
     "expert_out_norm": "post_feedforward_layernorm_2.weight",
     **{f"expert_{name}": f"experts.{name}_proj.rows" for name in ("gate", "up", "down")},
 }
+_MOE = HFFamily(
+    experts={"count": "num_experts", "per_token": "top_k_experts", "mlp": "moe_intermediate_size"},
+    expert_values={"activation": "gelu", "scaled": True},
+)
 _STACKED = {
     "experts.gate_up_proj": [f"experts.{name}_proj.rows" for name in ("gate", "up")],
     "experts.down_proj": ["experts.down_proj.rows"],
 }
 
 
-def _read(got: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Config` of a config.json with all its defaults.
+def _read(got: ConfigFields) -> ConfigFields:
+    """ConfigFields of `Config` of a config.json with all its defaults.
 
     Raises:
       ModelError: a field has a value that is not supported.
     """
     kinds = got["layer_types"]
-    if kinds[-1:] != [FULL]:
-        raise ModelError(f"layer_types ends with {kinds[-1]!r}, the last layer must be {FULL!r}")
     rows = got["vocab_size_per_layer_input"]
     size = got["hidden_size_per_layer_input"] or 0
     if size and rows != got["vocab_size"]:
         raise ModelError(f"vocab_size_per_layer_input is {rows}, it must be vocab_size, {got['vocab_size']}")
     lenders = _lenders(kinds, got["num_kv_shared_layers"] or 0)
-    experts = _experts(got)
-    norm = Norm(float(got["rms_norm_eps"]))
+    experts = read_experts(_MOE, got) if got["enable_moe_block"] else None
     mlps = []
     for lender in lenders:
         wide = bool(got["use_double_wide_mlp"]) and lender is not None
         dense = Dense(got["intermediate_size"] * (1 + wide), "gelu")
-        mlps.append(dense if experts is None else DenseBesideExperts(dense, experts, norm))
+        mlps.append(dense if experts is None else DenseBesideExperts(dense, experts, Norm(got["rms_norm_eps"])))
     return {
-        "activation": "gelu",
-        "attention_bias": bool(got.get("attention_bias", False)),
-        "output_bias": bool(got.get("attention_bias", False)),
-        "qk_norm": True,
-        "attention_scale": 1.0,
-        "norms": "sandwich",
-        "embed_scale": float(got["hidden_size"]) ** 0.5,
-        "logit_cap": got["final_logit_softcapping"],
-        "layer_scales": True,
+        **read_gemma(got),
         "layer_vectors": LayerVectors(size) if size else None,
-        "mixers": _mixers(got, kinds, lenders),
+        "mixers": tuple(_mixer(got, i, lenders) for i in range(len(kinds))),
         "lenders": tuple(lenders) if any(lender is not None for lender in lenders) else (),
         "mlps": tuple(mlps),
         "experts": experts,
     }
 
 
-def _mixers(got: Mapping[str, Any], kinds: Sequence[str], lenders: Sequence[int | None]) -> tuple[Any, ...]:
-    """The attention of each layer."""
-    rotary = got.get("rope_parameters") or _ROTARY
-    mixers = []
-    for i, kind in enumerate(kinds):
-        own = _own_sizes(got, i, kind)
-        full = kind == FULL
-        if got["num_attention_heads"] % own["num_key_value_heads"]:
-            raise ModelError(
-                f"layer {i} has {own['num_key_value_heads']} heads of keys, which do not divide num_attention_heads "
-                f"{got['num_attention_heads']}"
-            )
-        mixers.append(
-            LendingAttention(
-                heads=got["num_attention_heads"],
-                kv_heads=own["num_key_value_heads"],
-                head=own["head_dim"],
-                rope=_rope(rotary, kind, own["head_dim"]),
-                norm=Norm(float(got["rms_norm_eps"])),
-                window=None if full else got["sliding_window"],
-                bias=bool(got.get("attention_bias", False)),
-                output_bias=bool(got.get("attention_bias", False)),
-                qk_norm="head",
-                scale=1.0,
-                keys_as_values=full and bool(got["attention_k_eq_v"]),
-                lends=i in lenders,
-                borrows=lenders[i] is not None,
-            )
-        )
-    return tuple(mixers)
-
-
-def _own_sizes(got: Mapping[str, Any], layer: int, kind: str) -> dict[str, int]:
-    """Sizes of the heads of a layer: transformers writes them as per_layer_config, published files by kind.
-
-    Raises:
-      ModelError: the layer has another field of its own, or a size is no whole number.
-    """
+def _mixer(got: ConfigFields, layer: int, lenders: Sequence[int | None]) -> LendingAttention:
+    """The attention of a layer. Raises: ModelError, sizes of its heads do not fit."""
+    kind = got["layer_types"][layer]
+    full = kind == FULL
     sizes = {name: got[name] for name in _OVERRIDES}
-    layers = got.get("per_layer_config")
-    if layers is not None:
-        given = layers.get(str(layer), layers.get(layer, {}))
-    else:
-        given = {"head_dim": got["global_head_dim"]} if kind == FULL else {}
-        if kind == FULL and got["attention_k_eq_v"] and got["num_global_key_value_heads"] is not None:
-            given = given | {"num_key_value_heads": got["num_global_key_value_heads"]}
-    for name, value in given.items():
+    overrides = {int(number): fields for number, fields in got["per_layer_config"].items()}
+    for name, value in overrides.get(layer, {}).items():
         if name not in _OVERRIDES:
             raise ModelError(f"per_layer_config has {name}={value!r} for layer {layer}, it may have {_OVERRIDES}")
         sizes[name] = value
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1 or (name == "head_dim" and value % 2):
-            wanted = "an even number" if name == "head_dim" else "a whole number of at least 1"
-            raise ModelError(f"{name} of layer {layer} is {value!r}, it must be {wanted}")
-    return sizes
+    head = sizes["head_dim"]
+    kv_heads = sizes["num_key_value_heads"]
+    if type(head) is not int or head < 1 or head % 2:
+        raise ModelError(f"head_dim of layer {layer} is {head!r}, it must be an even number")
+    if type(kv_heads) is not int or kv_heads < 1 or got["num_attention_heads"] % kv_heads:
+        raise ModelError(
+            f"layer {layer} has {kv_heads} heads of keys, which do not divide num_attention_heads "
+            f"{got['num_attention_heads']}"
+        )
+    return LendingAttention(
+        heads=got["num_attention_heads"],
+        kv_heads=kv_heads,
+        head=head,
+        rope=_rope(got["rope_parameters"], kind, head),
+        norm=Norm(got["rms_norm_eps"]),
+        window=None if full else got["sliding_window"],
+        bias=got["attention_bias"],
+        output_bias=got["attention_bias"],
+        qk_norm="head",
+        scale=1.0,
+        keys_as_values=full and got["attention_k_eq_v"],
+        lends=layer in lenders,
+        borrows=lenders[layer] is not None,
+    )
 
 
-def _rope(rotary: Mapping[str, Any], kind: str, head: int) -> Rope:
+def _rope(rotary: ConfigFields, kind: str, head: int) -> Rope:
     """Rotary positions of a kind of layers.
 
     Raises:
@@ -177,19 +142,8 @@ def _lenders(kinds: Sequence[str], shared: int) -> list[int | None]:
     return [None if i < first else last[kind] for i, kind in enumerate(kinds)]
 
 
-def _experts(got: Mapping[str, Any]) -> Experts | None:
-    if not got["enable_moe_block"]:
-        return None
-    sizes = ("num_experts", "top_k_experts", "moe_intermediate_size")
-    for name in sizes:
-        if type(got.get(name)) is not int:
-            raise ModelError(f"{name} is {got.get(name)!r}, it must be a whole number where enable_moe_block is true")
-    count, per_token, inner = (got[name] for name in sizes)
-    return Experts(count, per_token, inner, activation="gelu", scaled=True)
-
-
-def _write(config: Config) -> dict[str, Any]:
-    """Fields of config.json that only this family has.
+def _write(config: Config) -> ConfigFields:
+    """ConfigFields of config.json that only this family has.
 
     Raises:
       ModelError: its layers are no Gemma 4's.
@@ -200,35 +154,26 @@ def _write(config: Config) -> dict[str, Any]:
         raise ModelError("a gemma4_text config.json needs LendingAttention in all layers")
     full = own[-1]
     local = next((mixer for mixer in own if mixer.window is not None), None)
-    kinds = layer_types(config)
     borrowing = sum(mixer.borrows for mixer in own)
     wide = [config.mlp.layer(i) for i, mixer in enumerate(own) if mixer.borrows]
     inner = [mlp.dense.inner if isinstance(mlp, DenseBesideExperts) else getattr(mlp, "inner", 0) for mlp in wide]
-    fields = {
-        "hidden_act": GELU,
+    experts = {} if config.mlp.experts is None else write_experts(_MOE, config)
+    return {
+        **experts,
         "hidden_activation": GELU,
-        "layer_types": kinds,
-        "attention_bias": full.bias,
         "global_head_dim": full.head,
         "num_global_key_value_heads": full.kv_heads if full.keys_as_values else None,
         "attention_k_eq_v": full.keys_as_values,
         "num_kv_shared_layers": borrowing,
         "use_double_wide_mlp": bool(inner) and inner[0] != config.mlp.inner,
-        "final_logit_softcapping": config.scales.logit_cap,
         "hidden_size_per_layer_input": 0 if config.layer_vectors is None else config.layer_vectors.size,
         "vocab_size_per_layer_input": config.vocab,
+        "enable_moe_block": config.mlp.experts is not None,
         "rope_parameters": {FULL: _rotary_of(full)} | ({} if local is None else {SLIDING: _rotary_of(local)}),
     }
-    if local is not None:  # transformers wants a window even where no layer has one
-        fields["sliding_window"] = local.window
-    experts = config.mlp.experts
-    if experts is not None:
-        fields |= {"num_experts": experts.count, "top_k_experts": experts.per_token}
-        fields |= {"enable_moe_block": True, "moe_intermediate_size": experts.mlp}
-    return fields
 
 
-def _rotary_of(mixer: LendingAttention) -> dict[str, Any]:
+def _rotary_of(mixer: LendingAttention) -> ConfigFields:
     assert mixer.rope is not None
     turning = mixer.rope.turning
     if turning is None:
@@ -238,8 +183,10 @@ def _rotary_of(mixer: LendingAttention) -> dict[str, Any]:
 
 
 GEMMA4: HFFamily = HFFamily(
-    defaults=_DEFAULTS,
     supported=_SUPPORTED,
+    windows=("layer_types", "sliding_window"),
+    fields=BIASES | {"logit_cap": "final_logit_softcapping"},
+    values={"activation": "gelu", "qk_norm": True, "attention_scale": 1.0, "norms": "sandwich", "layer_scales": True},
     read=_read,
     write=_write,
     rope_types=(),

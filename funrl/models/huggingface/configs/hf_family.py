@@ -2,75 +2,95 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
+import contextlib
+import copy
+import re
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.family_fields import FULL, SLIDING
-from funrl.models.model import Model
+from funrl.models.huggingface.fp8_files import FIELD
+from funrl.models.model import MOST_LAYERS
+from funrl.models.vision.config import TowerConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ConfigFields: TypeAlias = Mapping[str, Any]  # of a config.json
 
 LAYERS = "model.layers."  # how the names of a layer's tensors begin
 UNEMBED = "lm_head.weight"
-# Fields that a config.json must have.
-GIVEN_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+# Largest sizes that are taken for real: a larger one would take all memory before its mistake is found.
+LARGEST_SIZES = {"num_hidden_layers": MOST_LAYERS, "vocab_size": 2**26}
+LARGEST_OF_OTHERS = 2**24
+_SIZE = re.compile(r"num_\w+|\w+_(size|dim|rank|experts|heads)")
 
 
-@functools.cache
-def class_defaults(model_type: str, part: str = "") -> Mapping[str, Any]:
-    """Values that a config class of transformers has for fields that a config.json lacks.
-
-    Args:
-      model_type: of the class.
-      part: "vision_config": the class of that part.
+def transformers_config(raw: ConfigFields) -> PretrainedConfig:
+    """The config of transformers of a parsed config.json, with its defaults and checks of types.
 
     Raises:
-      ModelError: the installed transformers does not know the model_type.
+      ModelError: the installed transformers does not know the model_type, or a field has a value that it refuses.
     """
     import transformers  # takes seconds
 
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise ModelError(f"transformers {transformers.__version__} has no model_type {model_type!r}; update it")
-    cls = transformers.CONFIG_MAPPING[model_type]
-    cls = cls.sub_configs[part] if part else cls
-    values = {"rope_theta": getattr(cls, "default_theta", None)}
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            values[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            values[field.name] = field.default_factory()
-    return values
+    family = raw.get("model_type")
+    if not isinstance(family, str) or family not in transformers.CONFIG_MAPPING:
+        raise ModelError(f"model_type is {family!r}, which transformers does not know either")
+    given = {name: x for name, x in raw.items() if name not in ("model_type", FIELD)}
+    _check_sizes(given)
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        return _config_or_error(transformers.CONFIG_MAPPING[family], given)
+    finally:
+        transformers.logging.set_verbosity(verbosity)
 
 
-# Fields by which a class of transformers derives the kinds of layers.
-_KIND_FIELDS = (
-    *("num_hidden_layers", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"),
-    *("full_attention_interval", "no_rope_layers", "no_rope_layer_interval"),
-)
+def _config_or_error(cls: type[PretrainedConfig], given: ConfigFields) -> PretrainedConfig:
+    """The config of some fields. Raises: ModelError, naming the field without which it would be one."""
+    try:
+        return cls(**copy.deepcopy(dict(given)))
+    except Exception as error:  # of its own checks, in several lines
+        reason = str(error).strip().splitlines()[-1].strip() if str(error) else type(error).__name__
+        culprit = next((name for name in given if _is_accepted(cls, given, name)), None)
+        what = "" if culprit is None else f"{culprit} is {textwrap.shorten(repr(given[culprit]), 80)}: "
+        raise ModelError(what + textwrap.shorten(reason, 300)) from error
 
 
-def kinds_of_layers(model_type: str, got: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer of a config.json without layer_types.
+def _is_accepted(cls: type[PretrainedConfig], given: ConfigFields, without: str) -> bool:
+    with contextlib.suppress(Exception):
+        cls(**copy.deepcopy({name: x for name, x in given.items() if name != without}))
+        return True
+    return False
 
-    Args:
-      model_type: of the class.
-      got: fields with their defaults.
+
+def _check_sizes(raw: ConfigFields) -> None:
+    """Check that no size is too large. Raises: ModelError, one is."""
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value)
+        elif type(value) is int and _SIZE.fullmatch(name) and value > LARGEST_SIZES.get(name, LARGEST_OF_OTHERS):
+            most = LARGEST_SIZES.get(name, LARGEST_OF_OTHERS)
+            raise ModelError(f"{name} is {value!s:.20}, it must be at most {most}")
+
+
+def fields_with_defaults(raw: ConfigFields) -> dict[str, Any]:
+    """The fields of a config.json, and those that it lacks with the defaults of transformers.
 
     Raises:
-      ModelError: the class of transformers refuses them.
+      ModelError: as `transformers_config`.
     """
-    import transformers
+    config = transformers_config(raw)
+    fields = _with_aliases(config)
+    return fields | {"text_config": _with_aliases(config.text_config)} if "text_config" in fields else fields
 
-    fields = {name: got[name] for name in _KIND_FIELDS if name in got}
-    if "layer_types" in class_defaults(model_type):
-        try:
-            return list(transformers.CONFIG_MAPPING[model_type](**fields).layer_types)
-        except Exception as error:  # of its own checks
-            raise ModelError(f"layer_types is missing, and transformers derives none from {fields}: {error}") from error
-    windows = "sliding_window" in class_defaults(model_type) and got.get("use_sliding_window", True)
-    return [SLIDING if windows and got.get("sliding_window") else FULL] * got["num_hidden_layers"]
+
+def _with_aliases(config: PretrainedConfig) -> dict[str, Any]:
+    fields = config.to_dict()
+    return fields | {alias: fields[name] for alias, name in config.attribute_map.items() if name in fields}
 
 
 def class_name(model_type: str, kind: str) -> str | None:
@@ -86,7 +106,7 @@ def class_name(model_type: str, kind: str) -> str | None:
     return name if name is None or isinstance(name, str) else name[0]
 
 
-def _nothing(_: object) -> dict[str, Any]:
+def _nothing(_: object) -> ConfigFields:
     return {}
 
 
@@ -94,27 +114,23 @@ class VisionFamily(NamedTuple):
     """Parts that a family that sees pictures has beside its text model.
 
     Attributes:
-      text: fields of config.json -> those of the text model, as config.json of such a model has them.
-      tower: (fields of config.json, config of the text model) -> the config with its tower.
-      nest: (fields of the text model, config) -> fields of config.json.
+      tower: (fields of config.json with all defaults, config of the text model) -> the tower.
+      write: (the tower, the config) -> fields of config.json, of its vision_config, and of its text_config.
       name: name of a weight in the tree of the tower -> its name in files.
-      make: config -> the model.
       prefix: how the names of the text model's tensors begin.
       unembed: name of its unembedding.
       other_prefixes: beginning of a name -> its other beginnings in some files.
-      text_type: model_type of the text model; "": that of the family and "_text".
+      text_type: model_type of the text model.
       modules: beginnings of names -> those of the modules of transformers, by which PEFT names adapters.
     """
 
-    text: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    tower: Callable[[Mapping[str, Any], Config], Config]
-    nest: Callable[[Mapping[str, Any], Config], dict[str, Any]]
+    tower: Callable[[ConfigFields, Config], TowerConfig]
+    write: Callable[[TowerConfig, Config], tuple[ConfigFields, ConfigFields, ConfigFields]]
     name: Callable[[str], str]
-    make: Callable[[Any], Model]
+    text_type: str
     prefix: str = "model."
     unembed: str = UNEMBED
     other_prefixes: Mapping[str, Sequence[str]] = {}
-    text_type: str = ""
     modules: Mapping[str, str] = {}
 
 
@@ -122,11 +138,18 @@ class HFFamily(NamedTuple):
     """A family of models in transformers.
 
     Attributes:
-      defaults: values of fields that config.json lacks, where `class_defaults` has none or another one.
+      defaults: values of fields that config.json and the class of transformers lack.
       supported: further values that a field may have; any other is refused.
-      read: fields of config.json -> fields of `Config` that only some families have.
-      write: the config -> fields of config.json for them.
+      windows: fields of config.json about windows and kinds of layers, which are read and written; others are refused.
+      fields: fields of `Config` -> fields of config.json with the same values.
+      values: fields of `Config` that all of its models have.
+      experts: fields of `Experts` -> fields of config.json. Three are further ones: "sparse" are layers without
+        experts, beside a period; "first_dense" counts such layers; "shared_experts" counts experts in the shared mlp.
+      expert_values: fields of `Experts` that all of its models have.
+      read: fields of config.json -> further fields of `Config`; "experts" are those of `Experts`.
+      write: the config -> further fields of config.json.
       rope_types: ways of stretching rotary frequencies; (): `read` makes mixers that know theirs.
+      local_rope: layers with a window have rotary positions of their own.
       mixers: further kinds that layers may have, which `read` makes mixers of.
       partial_rotary: the rotated part of a head is any.
       further_layers: how the names of tensors begin that predict tokens behind the next one, and are left out;
@@ -142,10 +165,16 @@ class HFFamily(NamedTuple):
     """
 
     defaults: Mapping[str, Any] = {}
-    supported: Mapping[str, Sequence[Any]] = {}
-    read: Callable[[Mapping[str, Any]], dict[str, Any]] = _nothing
-    write: Callable[[Config], dict[str, Any]] = _nothing
+    supported: Mapping[str, Sequence[object]] = {}
+    windows: Sequence[str] = ()
+    fields: Mapping[str, str] = {}
+    values: Mapping[str, Any] = {}
+    experts: Mapping[str, str] = {}
+    expert_values: Mapping[str, Any] = {}
+    read: Callable[[ConfigFields], ConfigFields] = _nothing
+    write: Callable[[Config], ConfigFields] = _nothing
     rope_types: Sequence[str] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+    local_rope: bool = False
     mixers: Sequence[str] = ()
     partial_rotary: bool = False
     further_layers: str = ""

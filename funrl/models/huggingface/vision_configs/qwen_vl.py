@@ -8,32 +8,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from funrl.models.decoder.config import Config
 from funrl.models.errors import ModelError
-from funrl.models.huggingface.configs.hf_family import VisionFamily, class_defaults
-from funrl.models.huggingface.family_fields import GELU, read_bias, read_qwen3_moe
-from funrl.models.vision.config import (
-    CHANNELS,
-    FRAMES,
-    TowerConfig,
-    TowerForm,
-    VisionLanguageConfig,
-    tower_in,
-    with_tower,
-)
-from funrl.models.vision.model import vision_language_model
+from funrl.models.huggingface.configs.hf_family import ConfigFields, VisionFamily
+from funrl.models.huggingface.family_fields import GELU
+from funrl.models.huggingface.vision_configs.shared import HALF, check_supported
+from funrl.models.vision.config import CHANNELS, FRAMES, TowerConfig, TowerForm
 
 SECTIONS = "mrope_section"
-PATCH_FIELDS = {"in_channels": CHANNELS, "temporal_patch_size": FRAMES}  # of vision_config
-QWEN3_VL_MOE_SUPPORTED = {"norm_topk_prob": (True, None), "sliding_window": (None,), "layer_types": (None,)}
 QWEN3_VL_MOE_NAMES = {f"expert_{name}": f"mlp.experts.{name}_proj.columns" for name in ("gate", "up", "down")}
 QWEN3_VL_MOE_ABREAST = {
     "mlp.experts.gate_up_proj": [f"mlp.experts.{name}_proj.columns" for name in ("gate", "up")],
     "mlp.experts.down_proj": ["mlp.experts.down_proj.columns"],
 }
-_HALF = (0.5, 0.5, 0.5)
+_PATCHES = {"in_channels": CHANNELS, "temporal_patch_size": FRAMES}  # fields of vision_config with one value
+_SIZES = {
+    "layers": "depth",
+    "embed": "hidden_size",
+    "heads": "num_heads",
+    "inner": "intermediate_size",
+    "patch": "patch_size",
+    "merge": "spatial_merge_size",
+}
+_TOKENS = {"placeholder": "image_token_id", "begin": "vision_start_token_id", "end": "vision_end_token_id"}
 
 
 def _with_biases(names: Mapping[str, str]) -> dict[str, str]:
@@ -59,80 +57,45 @@ _LAYER_3 = _LAYER | _with_biases(_HALVES_3)
 _MERGER_3 = _with_biases({"norm": "norm", "first": "linear_fc1", "second": "linear_fc2"})
 
 
-def text_of_qwen_vl(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the text model: those of text_config, or of config.json itself, as older files have them."""
-    text = {name: x for name, x in raw.items() if name not in ("text_config", "vision_config")}
-    text |= {name: x for name, x in (raw.get("text_config") or {}).items() if name != "model_type"}
-    rope = text.get("rope_parameters") or text.get("rope_scaling")
-    if rope and rope.get("type", rope.get("rope_type")) in ("mrope", "default"):
-        text.pop("rope_scaling", None)
-        plain = {name: x for name, x in rope.items() if name not in (SECTIONS, "type", "rope_type")}
-        text["rope_parameters"] = plain | {"rope_type": "default"}
-        text[SECTIONS] = rope.get(SECTIONS)
-    text["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)  # what text_config says of it is not read
-    return text
-
-
-def read_qwen2_5_vl(got: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Config` of its text model.
+def read_qwen2_5_vl(got: ConfigFields) -> ConfigFields:
+    """ConfigFields of `Config` of its text model.
 
     Raises:
       ModelError: the sections of rotary frequencies do not make up a head.
     """
     sections = _rope_sections(got, (16, 24, 24), got["hidden_size"] // got["num_attention_heads"])
-    axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
-    return {"attention_bias": True, "rope_axes": axes}
+    return {"rope_axes": tuple(axis for axis, count in enumerate(sections) for _ in range(count))}
 
 
-def read_qwen3_vl(got: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Config` of the text model of a dense one; raises ModelError as `read_qwen2_5_vl`."""
-    return read_bias(got) | {"qk_norm": True, "rope_axes": _rope_axes(got)}
-
-
-def read_qwen3_vl_moe(got: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `Config` of the text model of one with experts; raises ModelError as `read_qwen2_5_vl`."""
-    return read_qwen3_moe(got) | {"rope_axes": _rope_axes(got)}
-
-
-def _rope_axes(got: Mapping[str, Any]) -> tuple[int, ...]:
-    """The position that each frequency takes: rows and columns each third one, up to their numbers, else time."""
-    head = got.get("head_dim") or got["hidden_size"] // got["num_attention_heads"]
+def read_qwen3_vl(got: ConfigFields) -> ConfigFields:
+    """The same: rows and columns take each third frequency, up to their numbers, else it is time's."""
+    head = got["head_dim"] or got["hidden_size"] // got["num_attention_heads"]
     sections = _rope_sections(got, (24, 20, 20), head)
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head // 2))
+    return {"rope_axes": tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head // 2))}
 
 
-def _rope_sections(got: Mapping[str, Any], default: Sequence[int], head: int) -> Sequence[int]:
+def _rope_sections(got: ConfigFields, default: Sequence[int], head: int) -> Sequence[int]:
     """Counts of the rotary frequencies of a head that take each of three positions."""
-    sections = got.get(SECTIONS) or default
+    sections = got["rope_parameters"].get(SECTIONS) or default
     if len(sections) != 3 or 2 * sum(sections) != head:
         raise ModelError(f"{SECTIONS} is {list(sections)}; it must be 3 numbers whose sum is {head // 2}, half a head")
     return sections
 
 
-def tower_of_qwen_vl(raw: Mapping[str, Any], config: Config) -> VisionLanguageConfig:
-    """The config with the tower that config.json describes.
+def _tower(fields: ConfigFields, config: Config) -> TowerConfig:
+    """The tower that config.json describes.
 
     Raises:
       ModelError: a field of vision_config has a value that is not supported.
     """
-    family = raw["model_type"]
-    given = raw.get("vision_config")
-    if not isinstance(given, Mapping):
-        raise ModelError(f"vision_config is {given!r}, it must be the sizes of the vision tower")
-    given = {name: x for name, x in given.items() if x is not None}
-    windows = family == "qwen2_5_vl"
-    wanted = PATCH_FIELDS | {"hidden_act": "silu" if windows else GELU, "out_hidden_size": config.embed}
-    for name, value in wanted.items():
-        if given.get(name, value) != value:
-            raise ModelError(f"vision_config.{name} is {given[name]!r}, supported is {value!r}")
-    rope = given.get("rope_parameters") or {}
+    got = fields["vision_config"]
+    windows = config.source.family == "qwen2_5_vl"
+    check_supported(got, _PATCHES | {"hidden_act": "silu" if windows else GELU, "out_hidden_size": config.embed})
+    rope = got.get("rope_parameters") or {}
     if rope.get("rope_type", "axial") != "axial":
         raise ModelError(f"vision_config.rope_parameters.rope_type is {rope['rope_type']!r}, supported is 'axial'")
-    got = {**class_defaults(family, "vision_config"), **given}
-    outer = {**class_defaults(family), **raw}
-    if windows:
-        own: dict[str, Any] = {"window": got["window_size"], "whole_layers": tuple(got["fullatt_block_indexes"])}
-    else:
+    form = TowerForm()
+    if not windows:
         entries = got["num_position_embeddings"]
         side = round(entries**0.5)
         if side**2 != entries:
@@ -143,75 +106,41 @@ def tower_of_qwen_vl(raw: Mapping[str, Any], config: Config) -> VisionLanguageCo
             patch_bias=True,
             table=side,
             deep_layers=tuple(got["deepstack_visual_indexes"]),
-            mean=_HALF,
-            std=_HALF,
+            mean=HALF,
+            std=HALF,
         )
-        own = {"window": None, "form": form}
-    tower = TowerConfig(
-        layers=got["depth"],
-        embed=got["hidden_size"],
-        heads=got["num_heads"],
-        inner=got["intermediate_size"],
-        patch=got["patch_size"],
-        merge=got["spatial_merge_size"],
-        placeholder=outer["image_token_id"],
-        banned=(outer["video_token_id"],),
-        begin=outer["vision_start_token_id"],
-        end=outer["vision_end_token_id"],
+    return TowerConfig(
+        **{ours: got[theirs] for ours, theirs in _SIZES.items()},
+        **{ours: fields[theirs] for ours, theirs in _TOKENS.items()},
+        banned=(fields["video_token_id"],),
         theta=float(rope.get("rope_theta", 10000.0)),
-        **own,
+        window=got["window_size"] if windows else None,
+        whole_layers=tuple(got["fullatt_block_indexes"]) if windows else (),
+        form=form,
     )
-    return with_tower(config, tower)
 
 
-def nest_qwen_vl(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The fields of config.json with a tower.
-
-    Args:
-      flat: fields of the text model.
-      config: with a tower.
-
-    Raises:
-      ModelError: the config has no tower.
-    """
-    tower = tower_in(config)
+def _write(tower: TowerConfig, config: Config) -> tuple[ConfigFields, ConfigFields, ConfigFields]:
+    """ConfigFields of config.json, of vision_config and of text_config."""
     family = config.source.family
-    outer = ("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings")
-    text = {name: x for name, x in flat.items() if name not in (*outer, "rope_theta")}
     sections = [config.rope.axes.count(axis) for axis in range(3)]
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta, SECTIONS: sections}
-    if family == "qwen2_5_vl":
-        windows = {"window_size": tower.window, "fullatt_block_indexes": list(tower.whole_layers)}
-        own: dict[str, Any] = {"hidden_act": "silu", **windows}
-    else:
-        rope["mrope_interleaved"] = True
-        own = {
-            "model_type": f"{family}_vision",
-            "hidden_act": GELU,
-            "num_position_embeddings": tower.form.table**2,
-            "deepstack_visual_indexes": list(tower.form.deep_layers),
-        }
-    vision = {
-        "depth": tower.layers,
-        "hidden_size": tower.embed,
-        "intermediate_size": tower.inner,
-        "num_heads": tower.heads,
-        "patch_size": tower.patch,
-        "spatial_merge_size": tower.merge,
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope.theta, SECTIONS: sections}
+    vision: dict[str, object] = {
+        **_PATCHES,
+        **{theirs: getattr(tower, ours) for ours, theirs in _SIZES.items()},
         "out_hidden_size": config.embed,
         "rope_parameters": {"rope_type": "axial", "rope_theta": tower.theta},
     }
-    return {
-        **{name: flat[name] for name in outer},
-        "text_config": {**text, "model_type": f"{family}_text", "rope_parameters": rope},
-        "vision_config": {**PATCH_FIELDS, **vision, **own},
-        "image_token_id": tower.placeholder,
-        "video_token_id": next(iter(tower.banned), tower.placeholder),
-        "vision_start_token_id": tower.begin,
-        "vision_end_token_id": tower.end,
-        "eos_token_id": flat["eos_token_id"],
-        "pad_token_id": flat["pad_token_id"],
-    }
+    if family == "qwen2_5_vl":
+        vision |= {"hidden_act": "silu", "window_size": tower.window}
+        vision["fullatt_block_indexes"] = list(tower.whole_layers)
+    else:
+        rope["mrope_interleaved"] = True
+        vision |= {"model_type": f"{family}_vision", "hidden_act": GELU}
+        vision["num_position_embeddings"] = tower.form.table**2
+        vision["deepstack_visual_indexes"] = list(tower.form.deep_layers)
+    tokens = {theirs: getattr(tower, ours) for ours, theirs in _TOKENS.items()}
+    return tokens | {"video_token_id": tower.video}, vision, {"rope_parameters": rope}
 
 
 def name_of_qwen2_5_vl(name: str) -> str:
@@ -242,18 +171,17 @@ def name_of_qwen3_vl(name: str) -> str:
 
 
 QWEN2_5_VISION = VisionFamily(
-    text=text_of_qwen_vl,
-    tower=tower_of_qwen_vl,
-    nest=nest_qwen_vl,
+    text_type="qwen2_5_vl_text",
+    tower=_tower,
+    write=_write,
     name=name_of_qwen2_5_vl,
-    make=vision_language_model,
     modules={"model.": "model.language_model.", "visual.": "model.visual."},
 )
 QWEN3_VISION = VisionFamily(
-    text=text_of_qwen_vl,
-    tower=tower_of_qwen_vl,
-    nest=nest_qwen_vl,
+    text_type="qwen3_vl_text",
+    tower=_tower,
+    write=_write,
     name=name_of_qwen3_vl,
-    make=vision_language_model,
     prefix="model.language_model.",
 )
+QWEN3_MOE_VISION = QWEN3_VISION._replace(text_type="qwen3_vl_moe_text")

@@ -1,6 +1,9 @@
-"""Environments of TRL's GRPOTrainer: --env=trl:FILE.py:NAME.
+"""Environments of TRL's GRPOTrainer.
 
-| NAME | argument of `GRPOTrainer` |
+funrl grpo --model=DIR --prompts=FILE --env=examples/env_trl.py:trl_environment \
+  --env_args=name:FILE.py:NAME,rewards:FILE.py:REWARD
+
+| name | argument of `GRPOTrainer` |
 |---|---|
 | a list of functions | `tools` |
 | a class, a function without arguments, or a dict of such | `environment_factory` |
@@ -13,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
+
+from recorded_replies import RecordedReplies
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import (
@@ -33,73 +37,67 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, checked_call, taken_values, with_observation
+from funrl.foreign.shapes import AdaptedEnvironment, checked_call, taken_values, with_observation
 from funrl.loading import load_object
+from funrl.rewards.call import function_name
 from funrl.rollout.episodes import Episode, Message, Node, Trajectory
 from funrl.rollout.policy import LimitReached, Policy
 
-NOT_TOOLS = ("reset", "get_reward")  # public methods of an environment that the policy cannot call
 ROLLOUT_ARGUMENTS = 2  # of a `rollout_func`
-NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 ROLLOUT_OUTPUTS = ("prompt_ids", "completion_ids", "logprobs")  # of what a `rollout_func` returns
+NOT_TOOLS = ("reset", "get_reward")  # public methods of an environment that the policy cannot call
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 RewardFunctions = str | Callable[..., Any] | Sequence[str | Callable[..., Any]]
 
 
-def load_trl(
-    name: str,
+def trl_environment(
+    name: Any,
     rewards: RewardFunctions = (),
     weights: Sequence[float] | None = None,
     tools: str | Sequence[Callable[..., Any]] = (),
-) -> Environment:
-    """The environment that "FILE.py:NAME" names, as `trl_environment` makes it.
-
-    Args:
-      rewards, tools: objects, or "FILE.py:NAME".
-    """
-    loaded_tools = load_object(ARGUMENTS, tools) if isinstance(tools, str) else tools
-    return trl_environment(load_object(FLAG, name), rewards, weights=weights, tools=loaded_tools)
-
-
-def trl_environment(
-    given: Any,
-    rewards: RewardFunctions = (),
-    *,
-    weights: Sequence[float] | None = None,
-    tools: Sequence[Callable[..., Any]] = (),
 ) -> Environment:
     """An environment of what TRL's GRPOTrainer takes.
 
     The reward of an episode is the weighted sum of the reward functions' numbers, and of `get_reward` with weight 1; it
     is unscored if all of them are None.
 
+    Each argument is an object or "FILE.py:NAME".
+
     Args:
-      given: `tools`, an `environment_factory` or a `rollout_func`.
+      name: `tools`, an `environment_factory` or a `rollout_func`.
       rewards: as `reward_funcs`: (prompts, completions, completion_ids, **columns) -> a list of numbers or None.
       weights: as `reward_weights`; None: 1 each.
       tools: as `tools`, beside an `environment_factory`.
 
     Raises:
-      TypeError: it is none of these.
+      LoadError: an argument cannot be loaded.
+      TypeError: it is not one of these.
       ValueError: there is no reward, a tool has no docstring or types, or there are not as many weights as rewards.
     """
-    scorer = _Rewards(rewards, weights)
+    given = load_object(FLAG, name) if isinstance(name, str) else name
+    tools = load_object(ARGUMENTS, tools) if isinstance(tools, str) else tools
+    scorer = Rewards(rewards, weights)
     if isinstance(given, (list, tuple)):
-        _check_rewarded(scorer, "tools")
+        scorer.check("tools")
         return _tool_episodes({None: None}, [*given, *tools], scorer)
     if isinstance(given, Mapping):
         return _tool_episodes(dict(given), tools, scorer)
     if not callable(given):
         raise TypeError(f"{given!r:.100} is neither a list of tools, a factory of environments nor a rollout function")
-    if not isinstance(given, type) and len(_required(given)) == ROLLOUT_ARGUMENTS:
-        _check_rewarded(scorer, "a rollout function")
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(given).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+    if not isinstance(given, type) and len(names) == ROLLOUT_ARGUMENTS:
+        scorer.check("a rollout function")
         return _function_episodes(given, scorer)
-    if names := _required(given):
-        raise TypeError(f"{_name(given)} needs {', '.join(names)}; a factory needs nothing, a rollout function two")
+    if names:
+        needs = f"{function_name(given)} needs {', '.join(names)}"
+        raise TypeError(f"{needs}; a factory needs nothing, a rollout function two")
     return _tool_episodes({None: given}, tools, scorer)
 
 
-class _Rewards:
+class Rewards:
     """Reward functions of TRL, with their weights."""
 
     def __init__(self, rewards: RewardFunctions, weights: Sequence[float] | None):
@@ -108,6 +106,11 @@ class _Rewards:
         self._weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
         if len(self._weights) != len(self.functions):
             raise ValueError(f"there are {len(self._weights)} weights of {len(self.functions)} reward functions")
+
+    def check(self, kind: str) -> None:
+        """Refuse episodes of a kind that only reward functions score. Raises: ValueError if there is none."""
+        if not self.functions:
+            raise ValueError(f"{kind} of TRL needs reward functions; give --{ARGUMENTS}=rewards:FILE.py:function")
 
     async def score(
         self, example: Example, prompt: Any, end: Trajectory, begin: Trajectory, extra: Mapping[str, Any]
@@ -130,9 +133,11 @@ class _Rewards:
         for function, weight in zip(self.functions, self._weights, strict=True):
             values = await call(function, **taken_values(function, row))
             if not isinstance(values, Sequence) or len(values) != 1:
-                raise TypeError(f"{_name(function)} returned {values!r:.200}; a list with one number or None is needed")
+                raise TypeError(
+                    f"{function_name(function)} returned {values!r:.200}; a list with one number or None is needed"
+                )
             if values[0] is not None and not math.isnan(values[0]):
-                parts[_name(function)] = float(values[0])
+                parts[function_name(function)] = float(values[0])
                 earned.append(weight * float(values[0]))
         return (math.fsum(earned) if earned else None), {name: float(number) for name, number in parts.items()}
 
@@ -145,7 +150,7 @@ class _Pool:
         self._idle = [factory()]
         self.has_reward = callable(getattr(self._idle[0], "get_reward", None))
         if not callable(getattr(self._idle[0], "reset", None)):
-            raise TypeError(f"{type(self._idle[0]).__name__}, of {_name(factory)}, has no reset")
+            raise TypeError(f"{type(self._idle[0]).__name__}, of {function_name(factory)}, has no reset")
         for method in tool_methods(self._idle[0]).values():
             tool_schema(method)  # is checked before the run
 
@@ -159,7 +164,7 @@ class _Pool:
 
 
 def _tool_episodes(
-    factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: _Rewards
+    factories: Mapping[str | None, Callable[[], Any] | None], tools: Sequence[Any], scorer: Rewards
 ) -> Environment:
     """Episodes in which the policy calls tools and the methods of an environment until it replies without a call.
 
@@ -170,7 +175,7 @@ def _tool_episodes(
     common_schemas = [tool_schema(tool) for tool in tools]
     pools = {name: factory and _Pool(factory) for name, factory in factories.items()}
     if any(pool is not None and not pool.has_reward for pool in pools.values()):
-        _check_rewarded(scorer, "an environment without get_reward")
+        scorer.check("an environment without get_reward")
 
     async def run(policy: Policy, example: Example, seed: int) -> Episode:
         name = None if None in pools else example.fields.get("environment")
@@ -212,7 +217,27 @@ def _tool_episodes(
     return AdaptedEnvironment(run)
 
 
-def _function_episodes(function: Callable[..., Any], scorer: _Rewards) -> Environment:
+def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of an environment of TRL that the policy can call: all public ones but `reset` and `get_reward`."""
+    methods = dict(inspect.getmembers(environment, predicate=inspect.ismethod))
+    return {name: method for name, method in methods.items() if name not in NOT_TOOLS and not name.startswith("_")}
+
+
+def _text(value: Any) -> str:
+    """Text of what a tool returned, as TRL has it."""
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) and "type" in part for part in value):
+        if any(part["type"] != "text" for part in value):
+            raise TypeError("a tool returned a picture; only text is served")
+        return "".join(str(part["text"]) for part in value)
+    return str(value)
+
+
+def _failed(problem: str) -> ToolOutput:
+    """Output of a call that failed, in TRL's words."""
+    return ToolOutput(str({"error": problem}), succeeded=False)
+
+
+def _function_episodes(function: Callable[..., Any], scorer: Rewards) -> Environment:
     """Episodes of a rollout function, which makes a completion of a prompt."""
 
     async def run(policy: Policy, example: Example, seed: int) -> Episode:
@@ -226,7 +251,7 @@ def _function_episodes(function: Callable[..., Any], scorer: _Rewards) -> Enviro
         finally:
             trainer.close()
         if missing := [name for name in ROLLOUT_OUTPUTS if name not in output]:
-            raise TypeError(f"{_name(function)} returned no {', '.join(missing)}")
+            raise TypeError(f"{function_name(function)} returned no {', '.join(missing)}")
         prompt_ids = output["prompt_ids"][0]
         completion_ids = output["completion_ids"][0]
         mask = output["env_mask"][0] if "env_mask" in output else [1] * len(completion_ids)
@@ -281,39 +306,3 @@ class _TrainerShape:
         asked = asyncio.run_coroutine_threadsafe(self._replies.reply(prompt), self._loop)
         self._asked.append(asked)
         return asked.result()
-
-
-def tool_methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Methods of an environment of TRL that the policy can call: all public ones but `reset` and `get_reward`."""
-    methods = dict(inspect.getmembers(environment, predicate=inspect.ismethod))
-    return {name: method for name, method in methods.items() if name not in NOT_TOOLS and not name.startswith("_")}
-
-
-def _text(value: Any) -> str:
-    """Text of what a tool returned, as TRL has it."""
-    if isinstance(value, list) and value and all(isinstance(part, Mapping) and "type" in part for part in value):
-        if any(part["type"] != "text" for part in value):
-            raise TypeError("a tool returned a picture; only text is served")
-        return "".join(str(part["text"]) for part in value)
-    return str(value)
-
-
-def _failed(problem: str) -> ToolOutput:
-    """Output of a call that failed, in TRL's words."""
-    return ToolOutput(str({"error": problem}), succeeded=False)
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """Arguments that a function cannot do without."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
-def _name(function: Any) -> str:
-    return getattr(function.func if isinstance(function, functools.partial) else function, "__name__", repr(function))
-
-
-def _check_rewarded(scorer: _Rewards, what: str) -> None:
-    if not scorer.functions:
-        raise ValueError(f"{what} of TRL needs reward functions; give --{ARGUMENTS}=rewards:FILE.py:function")

@@ -1,6 +1,8 @@
-"""Environments of tinker-cookbook: --env=tinker:FILE.py:NAME, or tinker:MODULE:NAME.
+"""Environments of tinker-cookbook.
 
-| NAME | prompts |
+funrl grpo --model=DIR --prompts=FILE --env=examples/env_tinker.py:tinker_environment --env_args=name:riddles.py:Riddles
+
+| name | prompts |
 |---|---|
 | an `EnvGroupBuilder`, a list of them, an `RLDataset` or an `RLDatasetBuilder` | each builder is one |
 | a function or a class whose call gives an `EnvGroupBuilder` or an `Env` | those of the run, whose fields it gets |
@@ -16,6 +18,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,6 +27,8 @@ from numbers import Real
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from recorded_replies import RecordedReplies
+
 from funrl.data.prompts import Example
 from funrl.environments.adapters import example_messages
 from funrl.environments.agents import POLICY
@@ -31,46 +36,33 @@ from funrl.environments.builtin.load import FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import RecordedReplies, check_arguments, mean_parts, record_kind, taken_values
+from funrl.foreign.shapes import check_arguments, check_text, mean_parts, taken_values
 from funrl.loading import LoadError, load_object
 from funrl.rollout.episodes import Episode, Node, Status
 from funrl.rollout.policy import LimitReached, Policy
 
 DEFAULT_GROUPS = 1000
 ENV_METHODS = ("initial_observation", "step")
-TYPES = "tinker_cookbook.rl.types"
 
 
-def load_tinker(name: str, groups: int = DEFAULT_GROUPS, **arguments: Any) -> Environment:
-    """The environment that "FILE.py:NAME" names, as `tinker_environment` makes it.
-
-    Raises:
-      LoadError: it cannot be loaded, or a module that it imports is not installed.
-    """
-    try:
-        given = load_object(FLAG, name)
-    except LoadError as error:
-        if "No module named 'tinker" not in str(error):
-            raise
-        raise LoadError(f"{error}; this needs tinker-cookbook: pip install tinker-cookbook") from error
-    return tinker_environment(given, groups, **arguments)
-
-
-def tinker_environment(given: Any, groups: int = DEFAULT_GROUPS, **arguments: Any) -> Environment:
+def tinker_environment(name: Any, groups: int = DEFAULT_GROUPS, **arguments: Any) -> Environment:
     """An environment of what tinker-cookbook trains on.
 
     The reward of an episode is the sum of what its steps return, and of what `compute_group_rewards` gives it.
 
     Args:
-      given: builders of groups, or what makes one of a record; see the table of this file.
+      name: "FILE.py:NAME" or "MODULE:NAME", or what it names: builders of groups, or what makes one of a record; see
+        the table of this file.
       groups: bound on the builders that are the prompts of a run without --prompts.
       arguments: of a class or a function. With those of a builder of a dataset it is made; any other gets them beside
         the fields of each record, `tokenizer`, which is that of the run, and `messages`, of the prompt.
 
     Raises:
-      TypeError: it is none of these.
+      LoadError: it cannot be loaded, or a module that it imports is not installed.
+      TypeError: it is not one of these.
       ValueError: there is no builder.
     """
+    given = _load(name) if isinstance(name, str) else name
     if isinstance(given, type) and _makes_dataset(given):
         given = given(**arguments)
         arguments = {}
@@ -95,6 +87,21 @@ def tinker_environment(given: Any, groups: int = DEFAULT_GROUPS, **arguments: An
             f"{given!r:.100} is neither an EnvGroupBuilder, a list or a dataset of them, nor a function that makes one"
         )
     return _Tinker(_maker(given, arguments))
+
+
+def _load(name: str) -> Any:
+    """The object that a name stands for. Raises: LoadError."""
+    try:
+        return load_object(FLAG, name)
+    except LoadError as error:
+        if "No module named 'tinker" not in str(error):
+            raise
+        raise LoadError(f"{error}; this needs tinker-cookbook: pip install tinker-cookbook") from error
+
+
+def _record(name: str) -> Callable[..., Any]:
+    """A record of tinker-cookbook if its module is imported, else one with the same names."""
+    return getattr(sys.modules.get("tinker_cookbook.rl.types"), name, SimpleNamespace)
 
 
 def _maker(make: Callable[..., Any], arguments: Mapping[str, Any]) -> Callable[[Example, Policy], Any]:
@@ -165,6 +172,7 @@ class _Tinker:
 
     async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
         """Alternate turns, in token ids, of the policy and of an environment of the example's group."""
+        check_text(example)
         group = await self._group(policy, example)
         env = group.unused.pop()
         replies = RecordedReplies(policy)
@@ -193,7 +201,7 @@ class _Tinker:
             transitions.append(_transition(observation, node, reason, step))
             observation, stop, done = step.next_observation, step.next_stop_condition, bool(step.episode_done)
         earned = math.fsum(rewards.values())
-        trajectory = record_kind(TYPES, "Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
+        trajectory = _record("Trajectory")(transitions=transitions, final_ob=observation, stop_reason=None)
         ends = policy.ends()
         self._members[ends[-1].leaf] = _Member(group, env, trajectory, earned)
         return Episode(ends, {POLICY: earned}, rewards, parts=mean_parts(_metrics(transitions)), status=status)
@@ -248,7 +256,7 @@ def _makes_dataset(kind: type) -> bool:
 
 
 def _builders(given: Any) -> Iterable[Any] | None:
-    """The builders of an object, of a list or of a dataset; None: it is none of these."""
+    """The builders of an object, of a list or of a dataset; None: it is not one of these."""
     if isinstance(given, type):
         return None
     if hasattr(given, "make_envs"):
@@ -298,8 +306,8 @@ def _extra_of(env: Any, reason: str) -> dict[str, Any]:
 
 def _transition(observation: Any, node: Node, reason: str, step: Any) -> Any:
     logp = None if node.sampling_logp is None else node.sampling_logp.tolist()
-    action = record_kind(TYPES, "TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
-    return record_kind(TYPES, "Transition")(
+    action = _record("TokensWithLogprobs")(tokens=list(node.tokens), maybe_logprobs=logp, stop_reason=reason)
+    return _record("Transition")(
         ob=observation,
         ac=action,
         reward=step.reward,

@@ -1,6 +1,9 @@
-"""Environments of verl: --env=verl:TOOLS.yaml, verl:FILE.py:NAME.
+"""Environments of verl.
 
-| what is named | environment |
+funrl grpo --model=DIR --prompts=FILE --env=examples/env_verl.py:verl_environment --env_args=name:tools.yaml
+funrl grpo --model=DIR --prompts=FILE --env=examples/env_verl.py:verl_environment --env_args=name:loop.py:TwoTurns
+
+| name | environment |
 |---|---|
 | a YAML file of tools (`class_name`, `config`, `tool_schema`) | the policy calls them until it replies without a call |
 | a subclass of `BaseTool`, an object of one, a function of `@function_tool`, a list of these | the same |
@@ -23,7 +26,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import verl_modules  # noqa: F401 (what tools import, where verl is not installed)
 import yaml
+from recorded_replies import RecordedReplies
 
 from funrl.data.prompts import Example
 from funrl.environments.adapters import ToolOutput, error_text, example_messages, output_text, tool_conversation
@@ -34,7 +39,7 @@ from funrl.environments.builtin.load import ARGUMENTS, FLAG
 from funrl.environments.calls import call
 from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
-from funrl.foreign.shapes import AdaptedEnvironment, RecordedReplies, answer_score, checked_call, record_kind
+from funrl.foreign.shapes import AdaptedEnvironment, answer_score, checked_call
 from funrl.loading import LoadError, load_object
 from funrl.rewards.call import Reward
 from funrl.rollout.episodes import Episode, Trajectory
@@ -44,22 +49,8 @@ YAML = (".yaml", ".yml")
 MOST_RESPONSE_TOKENS = 1 << 20  # of a response, for loops that cut theirs off; the run's own limits hold
 
 
-def load_verl(name: str, reward: str | Reward | None = None, config: Mapping[str, Any] | None = None) -> Environment:
-    """The environment that "TOOLS.yaml" or "FILE.py:NAME" names, as `verl_environment` makes it."""
-    try:
-        given = read_tools_file(name) if name.endswith(YAML) else load_object(FLAG, name)
-    except LoadError as error:
-        if "No module named 'verl" not in str(error):
-            raise
-        raise LoadError(
-            f"{error}; this needs verl itself: pip install --no-deps verl, and what it imports, or for tools and agent "
-            "loops examples/verl_modules.py"
-        ) from error
-    return verl_environment(given, reward, config)
-
-
 def verl_environment(
-    given: Any, reward: str | Reward | None = None, config: Mapping[str, Any] | None = None
+    name: Any, reward: str | Reward | None = None, config: Mapping[str, Any] | None = None
 ) -> Environment:
     """An environment of tools or of an agent loop of verl.
 
@@ -67,13 +58,15 @@ def verl_environment(
     agent loop is its `reward_score`. A reward function replaces them. An episode without any number is unscored.
 
     Args:
-      given: tools, classes of tools, or an agent loop's class.
+      name: "TOOLS.yaml" or "FILE.py:NAME", or tools, classes of tools, or an agent loop's class.
       reward: a function such as verl's `compute_score`, or what --reward names.
       config: for an agent loop, merged into its `rollout_config`.
 
     Raises:
-      TypeError: it is none of these.
+      LoadError: it cannot be loaded.
+      TypeError: it is not one of these.
     """
+    given = _load(name) if isinstance(name, str) else name
     score = None if reward is None else answer_reward(reward)
     if isinstance(given, type) and not hasattr(given, "execute"):
         if not callable(getattr(given, "run", None)):
@@ -81,6 +74,19 @@ def verl_environment(
         return _loop_episodes(given, score, config or {})
     tools = given if isinstance(given, (list, tuple)) else [given]
     return _tool_episodes([_tool(tool) for tool in tools], score)
+
+
+def _load(name: str) -> Any:
+    """The tools or the class that a name stands for. Raises: LoadError."""
+    try:
+        return read_tools_file(name) if name.endswith(YAML) else load_object(FLAG, name)
+    except LoadError as error:
+        if "No module named 'verl" not in str(error):
+            raise
+        raise LoadError(
+            f"{error}; this needs verl itself: pip install --no-deps verl, and what it imports, or for tools and agent "
+            "loops examples/verl_modules.py"
+        ) from error
 
 
 def read_tools_file(path: str) -> list[Any]:
@@ -204,7 +210,7 @@ class _ServerManager:
         node = await self.replies.reply(prompt_ids, most, [stop] if isinstance(stop, str) else list(stop))
         logp = [] if node.sampling_logp is None else node.sampling_logp.tolist()
         reason = "length" if node.finish == "length" else "completed"
-        output = record_kind("verl.workers.rollout.replica", "TokenOutput")
+        output = getattr(sys.modules.get("verl.workers.rollout.replica"), "TokenOutput", SimpleNamespace)
         return output(token_ids=list(node.tokens), log_probs=logp, stop_reason=reason, extra_fields={})
 
 

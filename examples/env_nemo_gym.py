@@ -1,4 +1,6 @@
-"""Environments of NeMo-Gym, on an agent server: --env=nemo_gym:URL.
+"""Environments of NeMo-Gym, on an agent server.
+
+funrl grpo --model=DIR --env=examples/env_nemo_gym.py:nemo_gym --env_args=url:URL,data:rows.jsonl
 
 Someone else has started NeMo-Gym's servers, with `policy_base_url=http://127.0.0.1:PORT/v1`, and at that port
 examples/nemo_gym_relay.py, which finds the endpoint of an episode by the field `user` of a request. Each episode is a
@@ -40,7 +42,7 @@ PARAMETERS = "responses_create_params"  # of a row: the request that begins the 
 NOT_PARTS = ("reward", "mask_sample")
 
 
-def load_nemo_gym(url: str, data: str | None = None, tasks: int = GYM_ROWS) -> Environment:
+def nemo_gym(url: str, data: str | None = None, tasks: int = GYM_ROWS) -> Environment:
     """An environment of a NeMo-Gym agent server.
 
     Args:

@@ -1,4 +1,4 @@
-"""A Python module that runs as a program, in a fork of this process or else in a new interpreter.
+"""A Python module that runs as a program, in a fork of the tests' process or else in a new interpreter.
 
 A fork has every module that this process has imported, which saves the seconds of importing torch again.
 """
@@ -18,8 +18,8 @@ from typing import NoReturn, TextIO
 
 import torch
 
+from funrl.processes.forks import end_with_parent
 from funrl.processes.output import flush_output
-from funrl.processes.parent import end_with_parent
 from funrl.processes.workers import can_fork
 
 
