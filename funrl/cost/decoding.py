@@ -20,12 +20,21 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.reading import reads
-from funrl.cost.row_pictures import assumed_prompt, encode_pictures, with_unread_pictures
+from funrl.cost.rows import assumed_prompt, encode_pictures, with_unread_pictures
 from funrl.cost.tracing.costs import Costs, after, along, plus, times
-from funrl.cost.tracing.estimate import Depth, axes_of, make_weights, of_depth, traced_layers
+from funrl.cost.tracing.estimate import (
+    ONE_REPLY,
+    Depth,
+    EpisodeCost,
+    Turns,
+    axes_of,
+    make_weights,
+    of_depth,
+    traced_layers,
+    turns_of,
+)
 from funrl.cost.tracing.hardware import USABLE, Hardware
 from funrl.cost.tracing.tracer import Tracer
-from funrl.cost.tracing.turns import ONE_REPLY, EpisodeCost, Turns, turns_of
 from funrl.mesh.launch import view
 from funrl.mesh.mesh import Mesh
 from funrl.models import Model

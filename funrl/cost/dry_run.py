@@ -5,6 +5,8 @@
 It runs the trainer's own functions for one rank of the mesh, on tensors without memory and a process group that sends
 nothing, and counts their work. It starts no process and reads no weights or prompts. It assumes that every row has the
 greatest length, that every token of a text but the first is trained on, and that no prompt is filtered out.
+
+With --place a rank does the work of its pool alone, and weights and rows go from one pool to another.
 """
 
 from __future__ import annotations
@@ -12,99 +14,248 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import torch
 
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.batch import as_dict, kind_of
-from funrl.cost.decoding import (
-    EngineWork,
-    generation,
-    judging,
-    plain_judge,
-    with_judge_phase,
-    with_waiting,
-    writes_verdicts,
-)
-from funrl.cost.row_pictures import (
+from funrl.cost import decoding
+from funrl.cost.rows import (
+    WORD,
+    RowPlan,
+    full_batch,
+    full_rows,
     owned_bytes,
     pictures_text,
     reads_task,
-    task_texts,
-    with_assumed_pictures,
-    with_owned_bytes,
-)
-from funrl.cost.rows import (
-    RowPlan,
-    full_rows,
     row_plan,
     rows_to_read,
     score_or_fill,
+    task_texts,
     useful_shares,
+    with_assumed_pictures,
     with_moves,
+    with_owned_bytes,
     written_fields,
 )
-from funrl.cost.tables import size
-from funrl.cost.tracing.costs import UPDATES, Costs, plus, times
-from funrl.cost.tracing.estimate import (
-    MOVES,
-    TRACED,
-    Estimate,
-    FieldShapes,
-    Trace,
-    TracedClock,
-    at_rows,
-    axes_of,
-    first_rows,
-    of_all_layers,
-    pretended,
-    rows_of_a_pass,
-    tower_layers,
-    tracer_of,
-)
-from funrl.cost.tracing.hardware import USABLE, Hardware
+from funrl.cost.tracing import estimate as tracing
+from funrl.cost.tracing.costs import UPDATES, Costs, Traffic, plus, times
+from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds, op_seconds
 from funrl.cost.tracing.tracer import Tracer
-from funrl.cost.tracing.turns import turns_of
-from funrl.cost.weight_costs import (
-    agent_bytes,
-    engine_bytes,
-    pool_phases,
-    resharding,
-    role_weights,
-    verifying,
-    without_offloaded,
-)
+from funrl.cost.verdict import size
 from funrl.data.supervised import TEXT_FIELDS
 from funrl.environments.agents import AgentMap, parse_agents
-from funrl.mesh.mesh import Mesh
-from funrl.mesh.rows import token_bytes
+from funrl.mesh.buckets import staged_bytes
+from funrl.mesh.mesh import AXES, Mesh, ranks_of, text
+from funrl.mesh.plan import RANKS_PER_NODE, Box, Plan, held, plan, received_bytes, sent_bytes, volume
+from funrl.mesh.pools.placement import Placement, RankPool
+from funrl.mesh.reshard import BUCKET_BYTES
+from funrl.mesh.rows import row_indices, token_bytes
 from funrl.models import Model
 from funrl.models.errors import ModelError
 from funrl.models.huggingface import directories as hf
+from funrl.models.lora import added_adapters, trained_part
 from funrl.models.vision.model import model_of_config
+from funrl.models.weight_dtypes import weight_dtypes
 from funrl.role_kinds import SCORING_ROLES
+from funrl.rollout.certificate import DIGEST_PASSES, GPU_PIECE
 from funrl.rollout.native.cache_sizes import FREE_SHARE
+from funrl.rollout.native.loading import native_weights, spec_of_adapter
 from funrl.tasks.embedded import embedded_task
-from funrl.trainer import phases
+from funrl.trainer import offload, phases
 from funrl.trainer.jobs.build import build, first_state
 from funrl.trainer.jobs.compatibility import check_algorithm, check_meshes, check_owned_values
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, JobDevices, RLJob, Task, TextJob, Texts
 from funrl.trainer.jobs.models import agent_models, located, models_of, with_policies
 from funrl.trainer.jobs.prepare import new_tokens, rl_job, text_job, texts_kind
-from funrl.trainer.jobs.sharding import splits_residual
+from funrl.trainer.jobs.sharding import check_layouts, splits_residual
 from funrl.trainer.settings.checks import check_settings
-from funrl.trainer.settings.declaration import SettingsError, run_kind
-from funrl.trainer.settings.scorers import has_environment, model_path
+from funrl.trainer.settings.declaration import SettingsError, blaming, run_kind
+from funrl.trainer.settings.scorers import JUDGE, has_environment, model_path
 from funrl.trainer.settings.settings import Settings, for_kind, scoring_budget, with_flags
 from funrl.trainer.sources.completion_scores import end_values
+from funrl.trainer.sources.generation import generating_ranks
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS
 from funrl.trainer.sources.source import Source
-from funrl.trainer.steps.parts import GeneratingParts, JudgeJob, Parts, without_generator
+from funrl.trainer.steps.parts import GeneratingParts, Generator, JudgeJob, Parts, without_generator
+from funrl.trainer.steps.roles import Role, bases
 from funrl.trainer.steps.step_rows import Rows, moved
+
+
+def role_weights(tracer: Tracer, job: Job, parts: Parts) -> tuple[trees.Tree, trees.Tree]:
+    """Make fake weights of the trained and the frozen roles, both by name."""
+    own = {}
+    frozen = {}
+    for name, role in parts.roles.items():
+        if role.loss is not None:
+            own[name] = tracing.make_weights(tracer, role.stored, job.master)
+        elif role.base is None:
+            frozen[name] = tracing.make_weights(tracer, role.stored, job.dtype)
+    return own, frozen
+
+
+def engine_bytes(job: Job, parts: Parts, generator: Generator) -> tuple[float, float]:
+    """Bytes of the engine's own weights, and bytes that it shares with the trainer."""
+    own = shared = 0.0
+    leaves = ((nbytes, is_shared) for _, nbytes, is_shared in _leaves(job, parts, generator))
+    for nbytes, is_shared in itertools.chain(leaves, _base_leaves(job, generator)):
+        own, shared = (own, shared + nbytes) if is_shared else (own + nbytes, shared)
+    return own, shared
+
+
+def agent_bytes(job: Job, parts: Parts, pool: str = "") -> float:
+    """Bytes of the weights of agents' further models: in their engines, and the copies that a checkpoint holds.
+
+    Args:
+      pool: what the rank does: "train", "generate", or "" for both.
+    """
+    role = parts.roles[parts.main_role]
+    copies = sum(declared.every > 0 for declared in job.agents.frozen.values()) if pool in ("", "train") else 0
+    nbytes = copies * _local_bytes(role.stored, job.master if role.base is not None else job.dtype)
+    if not isinstance(parts, GeneratingParts):
+        return nbytes
+    engines = parts.generator.further.values()
+    return nbytes + sum(_local_bytes(engine.weights.layouts, job.dtype) for engine in engines)
+
+
+def _local_bytes(layouts: trees.Tree, dtype: torch.dtype) -> float:
+    """Bytes of a rank's shards."""
+    return float(dtype.itemsize * sum(math.prod(layout.local_shape(0)) for layout in trees.leaves(layouts)))
+
+
+def resharding(job: Job, parts: Parts, generator: Generator, resting: dict[str, float]) -> Costs:
+    """Cost of a sync: the engine's old copy is freed first, and a few buckets are sent at once.
+
+    Weights with merged adapters are temporary: each is freed once it is sent. To an engine that adds adapters to a base
+    they alone are sent; the first sync of a run, which sends the base, is not counted.
+    """
+    engine, _ = engine_bytes(job, parts, generator)
+    names = offload.made_weights(parts)
+    stored = dict(trees.named(parts.begin.stored))
+    merged = job.dtype.itemsize * sum(math.prod(stored[name].local_shape(0)) for name in names)
+    most = max(received_bytes(generator.to_engine), default=0)
+    weights = resting["weights"] + max(engine, float(merged))
+    bucket = max((staged_bytes(route, BUCKET_BYTES) for route in generator.to_engine.routes), default=0)
+    peak = resting | {"weights": weights, "staging": float(min(2 * bucket, 2 * most))}
+    traffic = {(tracing.RESHARD, "all"): Traffic(1, float(most))} if most else {}
+    return Costs({"other": peak}, 0.0, 0.0, traffic)
+
+
+def verifying(job: Job, parts: Parts, generator: Generator, resting: dict[str, float], hardware: Hardware) -> Costs:
+    """Cost of digests of the trainer's and of the engine's weights, with one sum over all ranks."""
+    mesh = parts.mesh
+    seconds = 0.0
+    for (old, new), _, is_shared in _leaves(job, parts, generator):
+        numbers = sum(volume(box) for box in ([new] if is_shared else [old, new]) if box is not None)
+        seconds += DIGEST_PASSES * op_seconds(hardware, 0.0, 8.0 * numbers, torch.int64)
+    traffic = {}
+    if mesh.world > 1:
+        traffic["all_reduce", mesh.group_name(AXES)] = Traffic(1, 40.0 * (1 + len(generator.to_engine.names)))
+    return Costs({"other": resting | {"staging": 16.0 * GPU_PIECE}}, 0.0, seconds, traffic)
+
+
+def _leaves(job: Job, parts: Parts, generator: Generator) -> Iterator[tuple[tuple[Box | None, Box | None], int, bool]]:
+    """Boxes of each weight in a sync's plan before and after it, its bytes in the engine, and whether it is shared.
+
+    A shared weight is the trainer's own tensor.
+    """
+    plan = generator.to_engine
+    merged = offload.made_weights(parts)
+    own = job.initial_dtype if generator.base is None else job.master
+    for name, has, dtype in zip(plan.names, held(plan, 0), plan.dtypes, strict=True):
+        nbytes = 0 if has.new is None else volume(has.new) * dtype.itemsize
+        yield (has.old, has.new), nbytes, has.old == has.new and dtype == own and name not in merged
+
+
+def _base_leaves(job: Job, generator: Generator) -> Iterator[tuple[int, bool]]:
+    """Bytes in the engine of each weight of a base that adapters are added to, and whether it is shared."""
+    if generator.base is None:
+        return
+    plan = generator.base.to_engine
+    for has, dtype in zip(held(plan, 0), plan.dtypes, strict=True):
+        yield 0 if has.new is None else volume(has.new) * dtype.itemsize, has.old == has.new and dtype == job.dtype
+
+
+def without_offloaded(job: Job, parts: Parts, phases: dict[str, Costs], rests: dict[str, float]) -> dict[str, Costs]:
+    """Subtract from each phase the bytes that are offloaded while it runs.
+
+    Args:
+      rests: bytes of weights and optimizers, by kind.
+    """
+    stages = offload.frozen_stages(parts.roles)
+    itemsize = job.dtype.itemsize
+    shared_weights = bases(parts.roles)
+    own = {
+        name: role
+        for name, role in parts.roles.items()
+        if role.loss is None and role.base is None and name not in shared_weights
+    }
+    stored = {name: trees.leaves(role.stored) for name, role in own.items()}
+    frozen = {
+        name: float(itemsize * sum(math.prod(x.local_shape(0)) for x in layout)) for name, layout in stored.items()
+    }
+    shared = engine_bytes(job, parts, parts.generator)[1] if isinstance(parts, GeneratingParts) else 0.0
+    of_part = {
+        "optimizer": {"optimizer": rests["optimizer"]},
+        "params": {"weights": rests["weights"] - sum(frozen.values()) - shared},
+    }
+    away = offload.offloaded_parts(job.settings.devices.offload)
+    for name, costs in phases.items():
+        stage = "update" if tracing.stage_of(name) == "reshard" else tracing.stage_of(name)
+        stage = "generate" if name == tracing.MOVES[0] else stage
+        for part in away.difference(offload.NEEDS[stage], ["reference"]):
+            costs = plus(costs, {kind: -nbytes for kind, nbytes in of_part[part].items()})
+        if "reference" in away:
+            gone = sum(nbytes for role, nbytes in frozen.items() if stage not in stages.get(role, {stage}))
+            costs = plus(costs, {"weights": -gone})
+        phases[name] = costs
+    return phases
+
+
+def pool_phases(
+    phases: Mapping[str, Costs],
+    parts: Parts,
+    dtype: torch.dtype,
+    *,
+    rests: Mapping[str, float],
+    pool: str,
+    apart: Collection[str],
+) -> dict[str, Costs]:
+    """Phases of the ranks of one pool.
+
+    Args:
+      phases: of a rank with all roles.
+      parts: on its mesh.
+      dtype: of the weights of roles that do not learn.
+      rests: bytes by kind that it holds between phases.
+      pool: what the rank does: "train", "generate" or the name of a role.
+      apart: roles, or the judge, on ranks of their own.
+    """
+    if pool == "train":
+        others = sum(stored_bytes(role, dtype) for name, role in parts.roles.items() if name in apart)
+        gone = {tracing.MOVES[0], *(f"score_{name}" for name in apart)}  # rows come from the other ranks
+        return {name: plus(costs, {"weights": -others}) for name, costs in phases.items() if name not in gone}
+    own = {kind: -nbytes for kind, nbytes in rests.items()}
+    if pool == "generate":
+        return {pool: plus(phases[pool], own)}
+    own["weights"] += stored_bytes(parts.roles[pool], dtype)
+    name = f"score_{pool}"
+    return {name: plus(phases[name], own)}
+
+
+def stored_bytes(role: Role, dtype: torch.dtype) -> float:
+    """Bytes of a role's weights that a rank stores, where they do not learn."""
+    dtypes = trees.leaves(weight_dtypes(role.placed.stored, dtype))
+    layouts = trees.leaves(role.placed.stored)
+    return float(sum(math.prod(x.local_shape()) * item.itemsize for x, item in zip(layouts, dtypes, strict=True)))
 
 
 def step_text(job: Job, tokens: int) -> str:
@@ -115,7 +266,7 @@ def step_text(job: Job, tokens: int) -> str:
         each = f"{texts} texts of {tokens:,} tokens" if texts > 1 else f"{tokens:,} tokens{pictures_text(job, tokens)}"
         return f"{count:,} {job.task.kind}, each {each}, all of full length and trained on"
     rows = count * job.sampling.samples
-    turns = turns_of(job.settings)
+    turns = tracing.turns_of(job.settings)
     width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
     if turns.gaps:
         return f"{rows:,} episodes of {turns.replies} replies, {width:,} tokens each, all of full length"
@@ -188,7 +339,9 @@ def plain_job(settings: Settings, algorithm: Algorithm, memory: float) -> Job:
     job = rl_job(settings, algorithm, models, devices, task)
     judge = None
     if (directory := model_path(settings, "judge")) is not None:
-        judge = plain_judge(settings, directory, read_model(directory, settings.models.model_code), sizes, memory)
+        judge = decoding.plain_judge(
+            settings, directory, read_model(directory, settings.models.model_code), sizes, memory
+        )
     others = agent_models(settings, job.agents, model, None, read_model)
     return dataclasses.replace(job, judge=judge, agent_models=others)
 
@@ -249,7 +402,7 @@ class TraceMemo(NamedTuple):
       room: usable bytes of a device; an estimate ends early where the update alone needs more.
     """
 
-    traces: dict[object, Trace]
+    traces: dict[object, tracing.Trace]
     room: float = math.inf
 
 
@@ -286,7 +439,7 @@ def estimate(
     pool: str = "",
     apart: Collection[str] = (),
     memo: TraceMemo | None = None,
-) -> Estimate:
+) -> tracing.Estimate:
     """Cost of one step of the job on a rank of its mesh, by phase.
 
     Args:
@@ -303,28 +456,28 @@ def estimate(
     split = "on" if splits_residual(job.settings, job.sizes, hardware.accelerator) else "off"
     job = dataclasses.replace(job, settings=with_flags(job.settings, split_residual=split))
     work = RankWork(tokens, hardware, pool, apart, memo or TraceMemo({}))
-    with pretended(job.sizes) as mesh:
+    with tracing.pretended(job.sizes) as mesh:
         built = build(job, mesh, lambda _: None)
         parts = built if pool in ("", "generate") else without_generator(built)
         agents = agent_bytes(job, parts, pool)
         job = _without_agents(job)
         plan = row_plan(job, parts, width, _learning_step(parts))
         if memo is not None and pool in ("", "train") and not job.settings.devices.offload:
-            least = of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
+            least = tracing.of_all_layers(job, lambda shallow: _traced_steps(shallow, parts, plan, work).least())
             copied = engine_bytes(job, parts, parts.generator)[0] if isinstance(parts, GeneratingParts) else 0.0
             if (nbytes := max(costs.total for costs in least.values()) + copied + agents) > memo.room:
                 raise TooLargeError(nbytes)
-        phases = of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
-        axes = axes_of(mesh)
+        phases = tracing.of_all_layers(job, lambda shallow: _phases(shallow, parts, plan, work))
+        axes = tracing.axes_of(mesh)
         rests = phases.pop("rests").peak
         episodes = None
         engine = 0.0
         served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
-            axes |= axes_of(parts.generator.mesh)
+            axes |= tracing.axes_of(parts.generator.mesh)
             engine, shared = engine_bytes(job, parts, parts.generator)
             held = engine + sum(served.values())
-            phases["generate"], episodes = with_waiting(
+            phases["generate"], episodes = decoding.with_waiting(
                 job, parts.generator, phases["generate"], tokens, held, hardware
             )
             copied = engine + shared if pool == "generate" else engine  # nothing is the trainer's there
@@ -338,17 +491,17 @@ def estimate(
             isinstance(job, RLJob)
             and isinstance(built, GeneratingParts)
             and judge
-            and writes_verdicts(judge, pool, apart)
+            and decoding.writes_verdicts(judge, pool, apart)
         ):
             resting = served | {"weights": served["weights"] + engine}
-            verdicts = judging(job, judge, built, tokens, sum(resting.values()), hardware)
+            verdicts = decoding.judging(job, judge, built, tokens, sum(resting.values()), hardware)
             axes |= verdicts.axes
-            phases = with_judge_phase(phases, verdicts, resting)
+            phases = decoding.with_judge_phase(phases, verdicts, resting)
         useful = useful_shares(job, parts, plan)
         if job.settings.devices.offload and hardware.accelerator:
             phases = without_offloaded(job, parts, phases, rests)
         phases = phases if not pool else pool_phases(phases, parts, job.dtype, rests=rests, pool=pool, apart=apart)
-    return Estimate(
+    return tracing.Estimate(
         job=job,
         roles=tuple(name for name in parts.roles if name in job.models),
         step=step_text(job, tokens),
@@ -387,7 +540,7 @@ def check_width(job: Job, tokens: int) -> int:
         if tokens + reader > positions:
             raise SettingsError(f"--text_tokens={tokens} is more than the model's {positions} positions")
         return len(TEXT_FIELDS[job.task.kind]) * (tokens + reader)  # a value head reads one more token
-    turns = turns_of(job.settings)
+    turns = tracing.turns_of(job.settings)
     width = turns.row_tokens(tokens, job.sampling.max_new_tokens)
     if width > positions:
         more = f", --assume_turns={turns.replies} and --assume_turn_tokens={turns.context}" if turns.gaps else ""
@@ -408,7 +561,7 @@ class _TracedSteps(NamedTuple):
     """
 
     parts: Parts
-    trace: Callable[..., Trace]
+    trace: Callable[..., tracing.Trace]
     scored: tuple[int, int]
     learned: tuple[int, int]
 
@@ -416,36 +569,37 @@ class _TracedSteps(NamedTuple):
         """Costs of the updates of the first rows, whose peaks are below those of all rows."""
         return {
             name: costs
-            for name, costs in self.trace(first_rows(*self.learned), learns=True).phases.items()
+            for name, costs in self.trace(tracing.first_rows(*self.learned), learns=True).phases.items()
             if name.startswith(UPDATES)
         }
 
 
 def _traced_steps(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> _TracedSteps:
     """Traces of the steps of a job, made when they are asked for; the arguments are those of `_phases`."""
-    tokens, hardware = work.tokens, work.hardware
     traces = {} if work.memo is None else work.memo.traces
     mesh = whole.mesh
-    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), tokens)
+    parts = with_assumed_pictures(job, _parts(job, mesh, generates=isinstance(whole, GeneratingParts)), work.tokens)
     settings = job.settings
     ranks = mesh.size(mesh.row_axes)
     rows = len(plan.lengths)
     once = dataclasses.replace(job, settings=with_flags(settings, epochs=1, minibatches=1))
-    layers = [(model.config.layers, model.abilities.layer_kinds, tower_layers(model)) for model in job.models.values()]
+    layers = [
+        (model.config.layers, model.abilities.layer_kinds, tracing.tower_layers(model)) for model in job.models.values()
+    ]
     of_pass = [
-        rows_of_a_pass(budget, int(plan.lengths[0]), mesh)
+        tracing.rows_of_a_pass(budget, int(plan.lengths[0]), mesh)
         for budget in (scoring_budget(settings), settings.updates.token_budget)
     ]
     scored = math.ceil(rows / ranks), of_pass[0]
 
-    def trace(count: int, learns: bool) -> Trace:
+    def trace(count: int, learns: bool) -> tracing.Trace:
         # The generate mesh does not matter, nor does remat where nothing learns.
         changed = with_flags(settings, generate_mesh=None, remat=settings.devices.remat if learns else "none")
         key = repr((changed, layers)), count, learns
         if key not in traces:
-            written = trace(first_rows(*scored), learns=False).written if learns else None
-            tracer = tracer_of(once, parts, hardware)
-            traces[key] = trace_step(once, parts, full_rows(once, parts, tokens, count), tracer, learns, written)
+            written = trace(tracing.first_rows(*scored), learns=False).written if learns else None
+            tracer = tracing.tracer_of(once, parts, work.hardware)
+            traces[key] = trace_step(once, parts, full_rows(once, parts, work.tokens, count), tracer, learns, written)
         return traces[key]
 
     mini = math.ceil(rows / settings.updates.minibatches / ranks)
@@ -469,17 +623,19 @@ def _phases(job: Job, whole: Parts, plan: RowPlan, work: RankWork) -> dict[str, 
     learns = work.pool in ("", "train")
     local, scoring = steps.scored
     mini, piece = steps.learned
-    some = steps.trace(min(mini, TRACED * piece) if learns else first_rows(local, scoring), learns=learns)
+    some = steps.trace(
+        min(mini, tracing.TRACED * piece) if learns else tracing.first_rows(local, scoring), learns=learns
+    )
     phases = {}
     if isinstance(whole, GeneratingParts):
         phases["generate"] = _generation(job, whole, steps.parts, work, some.resting)
-    scores = at_rows(functools.partial(steps.trace, learns=False), local, scoring)
+    scores = tracing.at_rows(functools.partial(steps.trace, learns=False), local, scoring)
     owned = owned_bytes(job, work.tokens)
     phases |= with_moves(job, plan, scores, some.token_bytes, owned)
-    again = MOVES[1] in phases  # the step keeps the rows as scored
+    again = tracing.MOVES[1] in phases  # the step keeps the rows as scored
     kept = local - mini + again * local
     updates = job.settings.updates
-    learned = at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
+    learned = tracing.at_rows(functools.partial(steps.trace, learns=True), mini, piece) if learns else {}
     for name, costs in learned.items():
         if name.startswith(UPDATES):
             costs = times(costs, updates.epochs * updates.minibatches)
@@ -505,15 +661,15 @@ def _generation(job: Job, whole: Parts, parts: Parts, work: RankWork, resting: M
     trained = sum(resting.values()) * _stored(whole) / _stored(parts)  # at full depth
     held = own + agent_bytes(job, whole) + (shared if work.pool == "generate" else trained)
     engines = 1 + len(whole.generator.frozen) + len(whole.generator.policies)
-    costs = generation(
-        EngineWork(
+    costs = decoding.generation(
+        decoding.EngineWork(
             job,
             parts.generator,
             whole.generator,
             prompt_tokens=work.tokens,
             room=FREE_SHARE * max(0.0, work.hardware.memory * USABLE - held) / engines,
             hardware=work.hardware,
-            turns=turns_of(job.settings),
+            turns=tracing.turns_of(job.settings),
         )
     )
     return plus(costs, {"cache": (engines - 1) * costs.peak.get("cache", 0.0)})  # of frozen agents, as much each
@@ -530,8 +686,8 @@ def trace_step(
     rows: Rows,
     tracer: Tracer,
     learns: bool = True,
-    written: FieldShapes | None = None,
-) -> Trace:
+    written: tracing.FieldShapes | None = None,
+) -> tracing.Trace:
     """Score rows and learn from them with the trainer's own functions.
 
     Args:
@@ -552,7 +708,7 @@ def trace_step(
     del rows  # freed once they have been moved
     no_source = Source(dict, lambda state, step: (batches.pop(), state, {}), lambda roles, step: {})
     traced = dataclasses.replace(parts, roles=roles, agents={})  # each role sees all rows
-    trainer = phases.Trainer(job, traced, no_source, frozen, TracedClock(tracer))
+    trainer = phases.Trainer(job, traced, no_source, frozen, tracing.TracedClock(tracer))
     alone = parts.mesh.size(parts.mesh.row_axes) == batches[0].mesh.size(batches[0].mesh.row_axes) == 1
     phase_of_moves = contextlib.nullcontext if alone else tracer.phase
     tracer.hold_tree(batches[0].batch, "batch")
@@ -561,7 +717,7 @@ def trace_step(
         for role in state.roles.values():
             tracer.hold_tree(role.opt_state, "optimizer")
         resting = {kind: tracer.held[kind] for kind in ("weights", "optimizer")}
-        with phase_of_moves(MOVES[0]):
+        with phase_of_moves(tracing.MOVES[0]):
             rows, state, _ = phases.draw_batch(trainer, state)
         drawn = _token_bytes(rows)
         for name in (name for name in SCORING_ROLES if name in frozen):
@@ -573,10 +729,10 @@ def trace_step(
         if learns:
             phases.learn_batch(trainer, state, rows)
         else:  # to the next rank: memory depends on the number of rows, not on their destination
-            with phase_of_moves(MOVES[1]):
+            with phase_of_moves(tracing.MOVES[1]):
                 moved(rows, (rows.owner + 1) % parts.mesh.size(parts.mesh.row_axes), parts.mesh)
     row_bytes = trees.nbytes(rows.batch) / max(1, len(rows.own))
-    return Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields(parts, rows))
+    return tracing.Trace(tracer.phases, resting, row_bytes, (drawn, _token_bytes(rows)), written_fields(parts, rows))
 
 
 def _token_bytes(rows: Rows) -> int:
@@ -586,3 +742,176 @@ def _token_bytes(rows: Rows) -> int:
 def _learning_step(parts: Parts) -> int:
     """The first step in which every role learns."""
     return max(role.first_step for role in parts.roles.values())
+
+
+UNSHARDED = {
+    "fsdp": False,
+    "fsdp_axes": None,
+    "fsdp_models": None,
+    "grad_reduce_dtype": "auto",
+    "sequence_parallel": "auto",
+    "split_residual": "auto",
+}
+
+
+def pool_settings(settings: Settings, pool: RankPool, learns: bool) -> Settings:
+    """Flags of a run on the ranks of one pool.
+
+    Args:
+      settings: the flags of the whole run.
+      pool: its ranks.
+      learns: whether its ranks may shard weights as those that train do; see `Placement.shards`.
+    """
+    mesh = text(pool.sizes)
+    if learns:
+        return with_flags(settings, place=None, mesh=mesh)
+    return with_flags(settings, place=None, mesh=mesh, generate_mesh=mesh, **UNSHARDED)
+
+
+def pool_estimate(settings: Settings, algorithm: Algorithm, work: RankWork) -> tracing.Estimate:
+    """Cost of one step for a rank of a pool.
+
+    Args:
+      settings: of a run on the ranks of the pool, by `pool_settings`.
+      algorithm: of the run.
+      work: of the rank.
+
+    Raises:
+      ValueError: a flag cannot work there.
+    """
+    if work.pool == JUDGE:
+        return _judge_estimate(settings, algorithm, work.tokens, work.hardware)
+    return estimate(plain_job(settings, algorithm, work.hardware.memory), *work)
+
+
+def _judge_estimate(settings: Settings, algorithm: Algorithm, tokens: int, hardware: Hardware) -> tracing.Estimate:
+    """Cost of a step's verdicts on ranks that have the judge alone."""
+    sizes = settings.devices.train.chosen
+    spread = f"dp{Mesh(sizes).world}"  # a mesh of the policy, which need not divide as the judge does
+    job = plain_job(with_flags(settings, mesh=spread, generate_mesh=None), algorithm, hardware.memory)
+    assert isinstance(job, RLJob) and job.judge is not None
+    model = job.judge.model
+    with blaming("judge"):
+        check_layouts({JUDGE: model}, settings, sizes, sizes)
+        if not model.pages:
+            raise SettingsError("it runs transformers' own code, which a dry run does not count; leave its pool out")
+    judge = job.judge._replace(sizes=sizes)
+    job = dataclasses.replace(job, judge=None)
+    with tracing.pretended(job.sizes) as mesh:
+        verdicts = decoding.judging(job, judge, build(job, mesh, lambda _: None), tokens, 0.0, hardware)
+    read = decoding.tokens_to_read(job, judge, tokens)
+    count = decoding.verdicts_of_step(job)
+    step = f"{count:,} verdicts of {judge.sampling.max_new_tokens:,} tokens, each after {read:,} tokens"
+    return tracing.Estimate(
+        job=dataclasses.replace(job, model=model, sizes=sizes, generate_sizes=sizes),
+        roles=(JUDGE,),
+        step=f"{step}, all of full length",
+        tokens=check_width(job, tokens),
+        phases={"score_judge": plus(verdicts.costs, {"weights": verdicts.weights})},
+        axes=verdicts.axes,
+        parameters=trees.count(model.shapes),
+        trained=trees.count(model.shapes),
+        useful={},
+        left_out=left_out(job, judge, hardware),
+    )
+
+
+VERSION_BYTES = 4  # of a token, where rows may be of older weights
+
+
+class PoolTransfer(NamedTuple):
+    """Bytes that go from one pool to another in a step.
+
+    Attributes:
+      content: "weights" or "rows".
+      sent, received: bytes of the rank that sends, or receives, the most.
+      messages: of the rank with the most messages.
+      near: whether all ranks are on one node.
+    """
+
+    content: str
+    sent: float
+    received: float
+    messages: int
+    near: bool
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Seconds of the busiest rank."""
+        return message_seconds(hardware, self.messages, max(self.sent, self.received), self.near)
+
+
+def pool_transfers(job: RLJob, placement: Placement, tokens: int) -> tuple[PoolTransfer, PoolTransfer]:
+    """Weights to the generator ranks, and rows from them, where all rows have full length.
+
+    Args:
+      job: on the mesh of the trainer ranks.
+      placement: of all ranks.
+      tokens: of a prompt.
+    """
+    near = placement.world <= RANKS_PER_NODE
+    width = check_width(job, tokens)
+    with tracing.pretended(job.sizes) as mesh:
+        parts = build(dataclasses.replace(job, judge=None), mesh, lambda _: None)  # whose weights are not read
+        moves = weight_plan(job, parts, placement)
+        sent, received, messages = row_traffic(job, parts, placement, width)
+    owned = owned_bytes(job, tokens)
+    item = row_token_bytes(job, tokens) + sum(WORD + nbytes for nbytes in owned) / width
+    messages *= 1 + len(owned) + bool(owned)  # one for each ragged field, and one with their numbers
+    weights = PoolTransfer("weights", float(max(sent_bytes(moves))), float(max(received_bytes(moves))), 1, near)
+    return weights, PoolTransfer("rows", float(item * sent), float(item * received), messages, near)
+
+
+def weight_plan(job: RLJob, parts: Parts, placement: Placement) -> Plan:
+    """The plan of a sync: of the adapters alone where the engine adds them to its base."""
+    mesh = Mesh(placement.generate.sizes)
+    spec = native_weights(parts.begin.model, mesh, job.dtype)
+    policy = parts.roles[job.main_role].placed
+    stored = parts.begin.stored
+    if lora := added_adapters(policy.model):
+        spec = spec_of_adapter(parts.begin.model, mesh, spec, lora)
+        stored = trained_part(policy.model, policy.stored)
+    return plan(
+        stored,
+        spec.layouts,
+        weight_dtypes(spec.layouts, job.dtype),
+        RANKS_PER_NODE,
+        src_ranks=ranks_of(placement.train.ranks),
+        dst_ranks=ranks_of(placement.generate.ranks),
+    )
+
+
+def row_traffic(job: RLJob, parts: Parts, placement: Placement, width: int) -> tuple[int, int, int]:
+    """Tokens that the busiest rank sends, those that the busiest one receives, and the most messages of a rank.
+
+    Args:
+      job, parts: on the mesh of the trainer ranks.
+      placement: of all ranks.
+      width: tokens of a row.
+    """
+    prompts = job.settings.run.batch_prompts
+    samples = job.sampling.samples
+    lengths = np.full(prompts * samples, width)
+    groups = torch.arange(len(lengths)) // samples
+    has = row_indices(Mesh(placement.generate.sizes))
+    wants = row_indices(Mesh(placement.train.sizes))
+    owner = generating_ranks(prompts, samples, int(has.max()) + 1)
+    to = phases.scoring_ranks(job, parts, lengths, groups, step=1)[0]
+    tokens = np.zeros((int(has.max()) + 1, int(wants.max()) + 1), dtype=np.int64)
+    np.add.at(tokens, (owner, to), lengths)
+    sent = np.zeros((2, len(has)), dtype=np.int64)  # tokens and messages of each rank that generates
+    for index, row in enumerate(tokens[:, wants]):
+        holders = np.flatnonzero(has == index)
+        turns = holders[np.arange(len(wants)) % len(holders)]
+        np.add.at(sent[0], turns, row)
+        np.add.at(sent[1], turns, row > 0)
+    received = tokens[:, wants]
+    messages = max(int(sent[1].max()), int((received > 0).sum(0).max()))
+    return int(sent[0].max()), int(received.sum(0).max()), messages
+
+
+def row_token_bytes(job: RLJob, tokens: int) -> int:
+    """Bytes of a token of a row as it is handed over."""
+    batch = full_batch(job, tokens, 1)
+    fields = {name: x for name, x in as_dict(batch).items() if kind_of(batch, name).per_token}
+    aged = bool(job.settings.asynchrony.staleness or job.settings.sampling.new_tokens_per_step)
+    return token_bytes(fields) + VERSION_BYTES * aged

@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from funrl.algos.core import Algorithm
-from funrl.cost.dry_run import RankWork, plain_job, tokens_of
-from funrl.cost.pools import PoolTransfer, pool_estimate, pool_settings, pool_transfers
+from funrl.cost.dry_run import (
+    PoolTransfer,
+    RankWork,
+    plain_job,
+    pool_estimate,
+    pool_settings,
+    pool_transfers,
+    tokens_of,
+)
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
-    Schedules,
     Workload,
+    busy_cells,
     lengths_of,
     placed_schedules,
     schedules_object,
@@ -22,30 +29,29 @@ from funrl.cost.schedules import (
     wants_schedules,
 )
 from funrl.cost.search import (
-    PlacedCandidate,
     PlaceSearch,
     Search,
-    Traced,
     place_search,
     reasons_text,
     search,
     spans_text,
     with_groups,
 )
-from funrl.cost.tables import duration_text, size, table
 from funrl.cost.tracing.costs import MEMORY_KINDS, Costs
-from funrl.cost.tracing.estimate import Estimate, stage_of
+from funrl.cost.tracing.estimate import EpisodeCost, Estimate, stage_of
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
-from funrl.cost.tracing.turns import EpisodeCost
 from funrl.cost.verdict import (
     Peak,
     Verdict,
     communication,
+    duration_text,
     hidden,
     peak_of,
     quoted_flags,
     rates_of,
+    size,
     step_seconds,
+    table,
     verdict_of,
     written_flags,
 )
@@ -146,21 +152,35 @@ def _phase(estimate: Estimate, name: str, costs: Costs, hardware: Hardware) -> d
 SHOWN_WAYS = 10  # rows of the table
 
 
-def search_text(result: Search, line: Sequence[str], describe: Callable[[Traced], str]) -> str:
-    """The answer of a search, then its tables.
+def search_text(result: Search, line: Sequence[str], report: str) -> str:
+    """The answer of a search, its table, and the report of the best split.
 
     Args:
       line: the command line, the program's name first; empty: unknown.
-      describe: describes the best split in words.
+      report: dry run of the best split.
     """
     head = ("flags", "memory", "fits", "a step", "all steps", "tokens/s", "of a device", "largest in")
-    rows = [_traced_row(traced) for traced in result.tried[:SHOWN_WAYS]]
+    rows = []
+    for traced in result.tried[:SHOWN_WAYS]:
+        rates = rates_of(traced.estimate, result.hardware)
+        rows.append(
+            (
+                written_flags(traced.flags),
+                size(traced.nbytes),
+                "yes" if traced.fits else "no",
+                duration_text(rates.seconds),
+                duration_text(3600 * rates.hours),
+                f"{rates.tokens_per_second:,.0f}",
+                f"{rates.tokens_per_second_per_device:,.0f}",
+                peak_of(traced.estimate).phase + ("" if traced.nodes == 1 else f", {spans_text(traced.nodes)}"),
+            )
+        )
     lines = table(head, rows)
     if rest := len(result.tried) - len(rows):
         lines.append(f"and {rest} more, which --json lists")
     lines += [f"not {flags}: {reason}" for flags, reason in result.refused.items()]
     lines += [f"no {axis}: {reason}" for axis, reason in result.unused.items()]
-    return "\n\n".join([_answer(result, line), "\n".join(lines), describe(result.tried[0])])
+    return "\n\n".join([_answer(result, line), "\n".join(lines), report])
 
 
 def _answer(result: Search, line: Sequence[str]) -> str:
@@ -199,46 +219,29 @@ def command_text(line: Sequence[str], flags: dict[str, Any]) -> str:
     return " ".join([line[0], *map(shlex.quote, kept), quoted_flags(flags)])
 
 
-def search_json(result: Search, verdict: Verdict) -> str:
-    """The same as one JSON object.
+def search_object(result: Search, verdict: Verdict) -> dict[str, object]:
+    """The numbers of a search.
 
     Args:
       verdict: on the best.
     """
-    whole: dict[str, Any] = {
-        "devices": result.world,
-        "best": as_object(result.tried[0].estimate, verdict, result.hardware),
-        "traced": [
+    traced = []
+    for split in result.tried:
+        rates = rates_of(split.estimate, result.hardware)
+        traced.append(
             {
-                "flags": traced.flags,
-                "peak": peak_object(peak_of(traced.estimate)),
-                "seconds": traced.seconds,
-                "hours": rates_of(traced.estimate, result.hardware).hours,
-                "tokens_per_second_per_device": rates_of(traced.estimate, result.hardware).tokens_per_second_per_device,
-                "fits": traced.fits,
-                "sensible": traced.sensible,
+                "flags": split.flags,
+                "peak": peak_object(peak_of(split.estimate)),
+                "seconds": rates.seconds,
+                "hours": rates.hours,
+                "tokens_per_second_per_device": rates.tokens_per_second_per_device,
+                "fits": split.fits,
+                "sensible": split.sensible,
             }
-            for traced in result.tried
-        ],
-        "refused": result.refused,
-        "unused_axes": result.unused,
-    }
-    return json.dumps(whole, indent=1)
-
-
-def _traced_row(traced: Traced) -> tuple[str, ...]:
-    rates = rates_of(traced.estimate, traced.hardware)
-    spans = "" if traced.nodes == 1 else f", {spans_text(traced.nodes)}"
-    return (
-        written_flags(traced.flags),
-        size(traced.nbytes),
-        "yes" if traced.fits else "no",
-        duration_text(rates.seconds),
-        duration_text(3600 * rates.hours),
-        f"{rates.tokens_per_second:,.0f}",
-        f"{rates.tokens_per_second_per_device:,.0f}",
-        f"{peak_of(traced.estimate).phase}{spans}",
-    )
+        )
+    best = as_object(result.tried[0].estimate, verdict, result.hardware)
+    rest = {"traced": traced, "refused": result.refused, "unused_axes": result.unused}
+    return {"devices": result.world, "best": best} | rest
 
 
 def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
@@ -255,7 +258,15 @@ def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
     else:
         answer = f"nothing fits {result.world} devices; of {count} ways to divide them this needs the least memory:"
     head = ("flags", "train holds", "generate holds", "fits", "a step", "trainer busy", "generators busy")
-    rows = [_place_row(candidate, result.room) for candidate in result.candidates]
+    rows = []
+    for candidate in result.candidates:
+        cells = (
+            written_flags(candidate.flags),
+            size(candidate.nbytes),
+            size(candidate.peaks["generate"].nbytes) if candidate.peaks else "not traced",
+            "yes" if candidate.fits(result.room) else "no",
+        )
+        rows.append((*cells, *busy_cells(candidate.result)))
     if result.shared is not None:
         rows.append(("all devices shared", "-", "-", "-", duration_text(result.shared), "-", "-"))
     lines = table(head, rows)
@@ -265,23 +276,11 @@ def places_text(result: PlaceSearch, line: Sequence[str], report: str) -> str:
     )
 
 
-def _place_row(candidate: PlacedCandidate, room: float) -> tuple[str, ...]:
-    return (
-        written_flags(candidate.flags),
-        size(candidate.nbytes),
-        size(candidate.peaks["generate"].nbytes) if candidate.peaks else "not traced",
-        "yes" if candidate.fits(room) else "no",
-        duration_text(candidate.result.step),
-        f"{candidate.result.trainer_busy:.0%}",
-        f"{candidate.result.generators_busy:.0%}",
-    )
-
-
-def places_json(result: PlaceSearch, report: str) -> str:
-    """The same as one JSON object.
+def places_object(result: PlaceSearch, best: dict[str, object]) -> dict[str, object]:
+    """The numbers of a search for a placement.
 
     Args:
-      report: as in `places_text`, an object.
+      best: those of the best placement.
     """
     candidates = [
         {
@@ -293,70 +292,51 @@ def places_json(result: PlaceSearch, report: str) -> str:
         }
         for candidate in result.candidates
     ]
-    whole = {
-        "devices": result.world,
-        "best": json.loads(report),
-        "places": candidates,
-        "shared_seconds": result.shared,
-        "dropped": result.dropped,
-    }
-    return json.dumps(whole, indent=1)
+    rest = {"places": candidates, "shared_seconds": result.shared, "dropped": result.dropped}
+    return {"devices": result.world, "best": best} | rest
 
 
-PoolCosts = Callable[[Settings, Hardware, str], Estimate]
-Describe = Callable[[Estimate, Settings, Verdict, Hardware], str]
-
-
-class PlacedRun(NamedTuple):
-    """A placement and what its pools exchange.
-
-    Attributes:
-      placement: of the ranks.
-      transfers: between the pools in a step.
-      schedules: simulated runs; None: none are asked for.
-    """
-
-    placement: Placement
-    transfers: Sequence[PoolTransfer]
-    schedules: Schedules | None = None
-
-
-def pools_report(settings: Settings, run: PlacedRun, costs: PoolCosts, describe: Describe, hardware: Hardware) -> str:
-    """Tables and a verdict for each pool, what goes between them, and a step; or with --json one object.
+def placed_report(
+    settings: Settings, algorithm: Algorithm, placement: Placement, tokens: int, hardware: Hardware
+) -> tuple[str, dict[str, object]]:
+    """Tables and a verdict for each pool, what goes between them, and a step; and the numbers.
 
     Args:
-      settings: the flags.
-      run: how they place it.
-      costs: (settings, hardware, name of a pool) -> the estimate of a rank that does only that.
-      describe: (estimate, flags of the pool, whether it fits, hardware) -> its tables.
-      hardware: of each rank.
+      tokens: of a prompt.
+
+    Raises:
+      ValueError: a flag cannot work.
     """
-    placement = run.placement
+    check_settings(settings)
     parts = [f"place {placement}"]
-    objects: dict[str, object] = {"place": str(placement)}
+    numbers: dict[str, object] = {"place": str(placement)}
     seconds = {}
     for name, pool in placement.pools.items():
         own = pool_settings(settings, pool, learns=placement.shards(name))
-        estimate = costs(own, hardware, name)
-        fits = verdict_of(estimate, own, hardware, lambda changed, name=name: costs(changed, hardware, name))
-        objects[name] = as_object(estimate, fits, hardware)
-        parts.append(f"{name}: {describe(estimate, own, fits, hardware)}")
-        seconds[name] = step_seconds(estimate, hardware)
-    moved = {transfer.content: transfer.seconds(hardware) for transfer in run.transfers}
+        work = RankWork(tokens, hardware, name, tuple(placement.scoring))
+        report, numbers[name], seconds[name] = rank_report(own, algorithm, work)
+        parts.append(f"{name}: {report}")
+    job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
+    assert isinstance(job, RLJob)
+    transfers = pool_transfers(job, placement, tokens)
+    moved = {transfer.content: transfer.seconds(hardware) for transfer in transfers}
     overlaps = settings.asynchrony.staleness > 0
-    parts.append(transfers_text(run.transfers, hardware))
+    parts.append(transfers_text(transfers, hardware))
     if placement.scoring:
         parts.append(f"not counted: rows to the ranks of {', '.join(placement.scoring)}, and what comes back")
-    parts.append(_step_text(seconds, moved, overlaps))
-    if settings.estimate.json:
-        objects["transfers"] = [transfer._asdict() for transfer in run.transfers]
-        objects["step"] = {"seconds": placed_seconds(seconds, moved, overlaps), **seconds, **moved}
-        if run.schedules is not None:
-            objects["schedules"] = schedules_object(run.schedules)
-        return json.dumps(objects, indent=1)
-    if run.schedules is not None:
-        parts.append(schedules_text(run.schedules))
-    return "\n\n".join(parts)
+    total = placed_seconds(seconds, moved, overlaps)
+    each = ", ".join(f"{name} {duration_text(x)}" for name, x in (seconds | moved).items())
+    turns = "with both pools at work at the same time" if overlaps else "as the pools take turns"
+    parts.append(f"a step takes {duration_text(total)}, {turns}: {each}")
+    numbers["transfers"] = [transfer._asdict() for transfer in transfers]
+    numbers["step"] = {"seconds": total, **seconds, **moved}
+    if wants_schedules(settings):
+        lengths = lengths_of(settings, job.sampling.max_new_tokens)
+        work = Workload(lengths, tokens, hardware)
+        schedules = placed_schedules(settings, placement, algorithm, work, transfers[0].seconds(hardware))
+        numbers["schedules"] = schedules_object(schedules)
+        parts.append(schedules_text(schedules))
+    return "\n\n".join(parts), numbers
 
 
 def transfers_text(transfers: Sequence[PoolTransfer], hardware: Hardware) -> str:
@@ -382,14 +362,6 @@ def placed_seconds(pools: dict[str, float], moved: dict[str, float], overlaps: b
     return (max(generating, others) if overlaps else generating + others) + sum(moved.values())
 
 
-def _step_text(pools: dict[str, float], moved: dict[str, float], overlaps: bool) -> str:
-    total = duration_text(placed_seconds(pools, moved, overlaps))
-    each = ", ".join(f"{name} {duration_text(x)}" for name, x in (pools | moved).items())
-    if overlaps:
-        return f"a step takes {total}, with both pools at work at the same time: {each}"
-    return f"a step takes {total}, as the pools take turns: {each}"
-
-
 DEFAULT = "h100"
 ONE_GENERATOR = "generate:1"  # in place of generators that join
 
@@ -403,42 +375,47 @@ def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence
     Raises:
       ValueError: a flag cannot work, with the same message as in a run.
     """
+    text, numbers = _reported(settings, compose, line)
+    return json.dumps(numbers, indent=1) if settings.estimate.json else text
+
+
+def _reported(
+    settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str]
+) -> tuple[str, dict[str, object]]:
+    """The report as text, and its numbers; the arguments are those of `dry_run`."""
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
+    hardware = HARDWARE[str(settings.estimate.hardware)]
     if settings.devices.joined:
-        return joined_report(settings, compose)
+        return _joined_report(settings, compose)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
-    placed = settings.devices.placement
-    apart = () if placed is None else tuple(placed.scoring)
+    work = RankWork(tokens, hardware)
+    wanted = settings.devices.train.wanted
 
-    def costs(settings: Settings, hardware: Hardware, pool: str = "") -> Estimate:
-        return pool_estimate(settings, algorithm, RankWork(tokens, hardware, pool, apart))
-
-    if settings.devices.place is not None and settings.devices.train.wanted is not None:
+    if settings.devices.place is not None and wanted is not None:
         check_settings(settings)
-        result = place_search(settings, algorithm, HARDWARE[str(settings.estimate.hardware)])
-        chosen = with_flags(settings, **result.candidates[0].flags)
-        best = dry_run(chosen, lambda: algorithm)
-        return places_json(result, best) if settings.estimate.json else places_text(result, line, best)
+        result = place_search(settings, algorithm, hardware)
+        best, numbers = _reported(with_flags(settings, **result.candidates[0].flags), lambda: algorithm, ())
+        return places_text(result, line, best), places_object(result, numbers)
     if (placement := settings.devices.placement) is not None:
-        check_settings(settings)
-        hardware = HARDWARE[str(settings.estimate.hardware)]
-        run = placed_run(settings, placement, algorithm, hardware, tokens)
-        return pools_report(settings, run, costs, described_pool, hardware)
-    if settings.devices.train.wanted is not None:
-        return searched(settings, algorithm, costs, line)
+        return placed_report(settings, algorithm, placement, tokens, hardware)
+    if wanted is not None:
+        ways = search(settings, algorithm, hardware)
+        split = ways.tried[0]
+        outcome = verdict_of(split.estimate, split.settings, hardware, lambda x: pool_estimate(x, algorithm, work))
+        text = search_text(ways, line, tables(split.estimate, split.settings, outcome, work))
+        return text, search_object(ways, outcome)
     node = ranks_of_node() or RANKS_PER_NODE  # the dry run may be made on another machine
-    settings, note = with_groups(settings, lambda: algorithm, HARDWARE[str(settings.estimate.hardware)], node)
-    text = report(settings, costs, tokens)
+    settings, note = with_groups(settings, lambda: algorithm, hardware, node)
+    text, numbers, _ = rank_report(settings, algorithm, work)
     if wants_schedules(settings):
-        schedules = schedules_of(settings, algorithm, HARDWARE[str(settings.estimate.hardware)], tokens)
-        if settings.estimate.json:
-            return json.dumps(json.loads(text) | {"schedules": schedules_object(schedules)}, indent=1)
+        schedules = schedules_of(settings, algorithm, hardware, tokens)
+        numbers["schedules"] = schedules_object(schedules)
         text += f"\n\n{schedules_text(schedules)}"
-    return text if note is None or settings.estimate.json else f"{note}\n\n{text}"
+    return text if note is None else f"{note}\n\n{text}", numbers
 
 
-def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
+def _joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[str, dict[str, object]]:
     """Dry run of trainer ranks, and of one generator that joins them and writes all rows.
 
     Raises:
@@ -451,81 +428,34 @@ def joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> str:
             f"estimated beside generators that join; leave --{scorers[0]} out"
         )
     place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
-    text = dry_run(with_flags(settings, place=place, mesh="dp1"), compose)
-    if settings.estimate.json:
-        return json.dumps(json.loads(text) | {"place": settings.devices.place}, indent=1)
+    text, numbers = _reported(with_flags(settings, place=place, mesh="dp1"), compose, ())
     note = f"--place={settings.devices.place}: with one generator on dp1, which pulls weights and writes all rows"
-    return f"{note}; n of them take an n-th of its time\n\n{text}"
+    return f"{note}; n of them take an n-th of its time\n\n{text}", numbers | {"place": settings.devices.place}
 
 
-def placed_run(
-    settings: Settings, placement: Placement, algorithm: Algorithm, hardware: Hardware, tokens: int
-) -> PlacedRun:
-    """Transfers between the pools of a run, and its schedules where they are asked for.
+def rank_report(settings: Settings, algorithm: Algorithm, work: RankWork) -> tuple[str, dict[str, object], float]:
+    """Tables and verdict of a rank, its numbers, and the seconds of a step.
 
     Raises:
       ValueError: a flag cannot work.
     """
-    job = plain_job(pool_settings(settings, placement.train, learns=True), algorithm, hardware.memory)
-    assert isinstance(job, RLJob)
-    transfers = pool_transfers(job, placement, tokens)
-    if not wants_schedules(settings):
-        return PlacedRun(placement, transfers)
-    work = Workload(lengths_of(settings, job.sampling.max_new_tokens), tokens, hardware)
-    seconds = transfers[0].seconds(hardware)
-    return PlacedRun(placement, transfers, placed_schedules(settings, placement, algorithm, work, seconds))
+    hardware = work.hardware
+    estimate = pool_estimate(settings, algorithm, work)
+    outcome = verdict_of(estimate, settings, hardware, lambda changed: pool_estimate(changed, algorithm, work))
+    text = tables(estimate, settings, outcome, work)
+    return text, as_object(estimate, outcome, hardware), step_seconds(estimate, hardware)
 
 
-def searched(
-    settings: Settings, algorithm: Algorithm, costs: Callable[[Settings, Hardware], Estimate], line: Sequence[str]
-) -> str:
-    """The answer and tables of a search for --mesh=auto:N, or with --json one object.
-
-    Args:
-      line: as in `dry_run`.
-    """
-    hardware = HARDWARE[str(settings.estimate.hardware)]
-    result = search(settings, algorithm, hardware)
-    best = result.tried[0]
-    fits = verdict_of(best.estimate, best.settings, hardware, lambda settings: costs(settings, hardware))
-    if settings.estimate.json:
-        return search_json(result, fits)
-
-    def describe(traced: Traced) -> str:
-        parts = [title(traced.estimate, traced.settings), rate(traced.estimate, hardware), verdict(fits, hardware)]
-        return "\n".join([*parts, f"not counted: {', '.join(traced.estimate.left_out)}"])
-
-    return search_text(result, line, describe)
-
-
-def report(settings: Settings, costs: Callable[[Any, Hardware], Estimate], tokens: int) -> str:
-    """Tables and verdict, or with --json one object.
-
-    Args:
-      settings: the flags.
-      costs: estimates settings.
-      tokens: of a prompt or text.
-    """
-    hardware = HARDWARE[str(settings.estimate.hardware or DEFAULT)]
-    estimate = costs(settings, hardware)
-    fits = verdict_of(estimate, settings, hardware, lambda settings: costs(settings, hardware))
-    if settings.estimate.json:
-        return json.dumps(as_object(estimate, fits, hardware), indent=1)
-    parts = [
-        title(estimate, settings),
-        memory(estimate),
-        work(estimate, hardware),
-        *([turns(estimate.episodes)] if estimate.episodes else []),
-        rate(estimate, hardware),
-        traffic(estimate),
-    ]
-    return "\n\n".join([*parts, verdict(fits, hardware), f"not counted: {', '.join(estimate.left_out)}"])
-
-
-def described_pool(estimate: Estimate, settings: Settings, fits: Verdict, hardware: Hardware) -> str:
-    """Tables and verdict of the ranks of a pool."""
-    tables = [memory(estimate), work(estimate, hardware), traffic(estimate), verdict(fits, hardware)]
-    return "\n\n".join([title(estimate, settings), *tables, f"not counted: {', '.join(estimate.left_out)}"])
+def tables(estimate: Estimate, settings: Settings, outcome: Verdict, work: RankWork) -> str:
+    """Tables of an estimate, and the verdict on it."""
+    hardware = work.hardware
+    parts = [title(estimate, settings), memory(estimate), seconds_table(estimate, hardware)]
+    if estimate.episodes is not None:
+        parts.append(turns(estimate.episodes))
+    if not work.pool:
+        parts.append(rate(estimate, hardware))
+    parts += [traffic(estimate), verdict(outcome, hardware), f"not counted: {', '.join(estimate.left_out)}"]
+    return "\n\n".join(parts)
 
 
 def title(estimate: Estimate, settings: Settings) -> str:
@@ -557,7 +487,7 @@ def memory(estimate: Estimate) -> str:
     return "\n".join(table(("peak memory of a rank", "total", *kinds), rows))
 
 
-def work(estimate: Estimate, hardware: Hardware) -> str:
+def seconds_table(estimate: Estimate, hardware: Hardware) -> str:
     """FLOPs and seconds of each phase."""
     rows = []
     whole = [0.0, 0.0, 0.0, 0.0]

@@ -1,46 +1,614 @@
-"""Ways to split devices between training and generation, each simulated, and rules of admission at the best of them."""
+"""Simulation of a run whose generators and trainer have devices of their own, or share them.
+
+Generators complete groups, a trainer takes batches, weights go back; `Admission` decides what may begin and what may be
+trained on, as in a run. There is no clock but that of the events: the result depends on the seed alone.
+
+Replicas of an engine advance together, as arrays. Between two events a replica has the same rows, and each row gains a
+token an iteration. So n iterations take n (time without context) + (time of a cached token) (n c + b n^2 / 2), for b
+rows that attend to c tokens together when they begin. A row ends when the replica's count of iterations reaches the
+count at its beginning plus its length. Lengths of completions have a lognormal law with a greatest length, and each
+group shares a part of it.
+
+A dry run simulates ways to split its devices between training and generation, and rules of admission at the best of
+them. Times of a trainer are those of a trace.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import json
 import math
+from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import RankWork, TraceMemo, plain_job
-from funrl.cost.pools import pool_estimate, pool_settings
+from funrl.asynchrony.admission import Admission, AdmissionRule
+from funrl.cost.dry_run import RankWork, TraceMemo, plain_job, pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
-from funrl.cost.simulation import (
-    AsyncRun,
-    LengthLaw,
-    ScoredUpdate,
-    Simulated,
-    UpdateLaw,
-    UpdateTimes,
-    engine_times,
-    law_of_mean,
-    law_of_run,
-    parse_lengths,
-    rows_together,
-    simulate_run,
-)
-from funrl.cost.tables import duration_text, table
-from funrl.cost.tracing.estimate import Estimate
-from funrl.cost.tracing.hardware import USABLE, Hardware, message_seconds
-from funrl.cost.tracing.turns import turns_of
-from funrl.cost.verdict import step_seconds
+from funrl.cost.tracing.estimate import Estimate, turns_of
+from funrl.cost.tracing.hardware import USABLE, Hardware, collective_seconds, message_seconds
+from funrl.cost.verdict import duration_text, step_seconds, table
 from funrl.mesh.mesh import Mesh
+from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.text import ROW_AXES, devices
+from funrl.models import Model
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
+
+GRAPH_KERNELS = 10  # of a layer, in a CUDA graph, whose launches are in part hidden
+
+
+class EngineTimes(NamedTuple):
+    """Seconds of one replica.
+
+    An iteration with b rows, which attend to c tokens together, takes
+    fixed + max(weights + experts (1 - idle^b), row b) + token c.
+
+    Attributes:
+      fixed: launches and the latency of collectives.
+      weights: reading all weights that every token meets.
+      experts: reading all experts.
+      idle: share of a layer's experts that a token does not meet; the experts that b tokens meet are 1 - idle^b.
+      row: arithmetic of one row.
+      token: reading the cache of one token.
+      read: reading one token of a prompt, or of a row whose cache is computed again.
+      capacity: tokens that the cache holds.
+    """
+
+    fixed: float
+    weights: float
+    experts: float
+    idle: float
+    row: float
+    token: float
+    read: float
+    capacity: float
+
+    def without_context(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds of an iteration but for reading the cache, by the number of rows."""
+        streamed = self.weights + self.experts * (1 - self.idle**rows)
+        return self.fixed + np.maximum(streamed, self.row * rows)
+
+
+def engine_times(model: Model, hardware: Hardware, tensor: int = 1, item: int = 2) -> EngineTimes:
+    """Times of a replica of some devices.
+
+    Args:
+      model: that it generates with.
+      hardware: of each device.
+      tensor: devices of the replica, which split each layer.
+      item: bytes per number.
+    """
+    cost = model.abilities.cost
+    speed = hardware.bandwidth * hardware.efficiency[1]
+    rate = {2: hardware.half, 8: hardware.double}.get(item, hardware.single) * hardware.efficiency[0]
+    own = cost.expert_parameters
+    whole = trees.count(model.shapes)
+    table = model.config.vocab * model.config.embed
+    tables = table * (1 if model.config.tied or not model.generates else 2)
+    tabled = tables / (1 if model.config.tied else 2) + cost.looked_up  # of which few rows are read
+    dense = whole - own - tabled
+    routers = model.abilities.routers
+    layers = model.config.layers
+    near = tensor <= RANKS_PER_NODE
+    sums = 2 * layers * (tensor > 1)
+    row_sums = collective_seconds(hardware, "all_reduce", 0, 2.0 * layers * model.config.embed * item, tensor, near)
+    flops = 2 * (cost.used_parameters(whole) - tables / 2)
+    cached = cost.cached(tensor) * item
+    state = cost.state(tensor) * max(item, 4)
+    resting = item * whole / tensor
+    return EngineTimes(
+        fixed=layers * GRAPH_KERNELS * hardware.launch + sums * hardware.latency,
+        weights=item * dense / tensor / speed,
+        experts=item * own / tensor / speed,
+        idle=0.0 if routers is None else 1 - routers.per_token / routers.experts,
+        row=flops / tensor / rate + row_sums + 2 * state / speed,
+        token=cached / speed,
+        read=flops / tensor / rate + row_sums,
+        capacity=max(0.0, hardware.memory * USABLE - resting) / cached,
+    )
+
+
+SPREAD = 0.8  # deviation of the logarithm, where none is given
+SHARED = 0.5  # share of that variance which the completions of one prompt have in common
+LEAST = 1  # tokens of the shortest completion
+LONGEST_DEVIATIONS = 3.0  # deviations of the longest completion of a step from the median, for about a thousand of them
+
+
+class LengthError(ValueError):
+    """A text that describes no law of lengths."""
+
+
+class LengthLaw(NamedTuple):
+    """Lengths of completions, exp(normal), cut at the greatest.
+
+    Attributes:
+      median: tokens, before the cut.
+      spread: deviation of the logarithm.
+      most: tokens at which a completion is cut.
+    """
+
+    median: float
+    spread: float
+    most: int
+
+    @property
+    def mean(self) -> float:
+        """Mean tokens of a completion after the cut."""
+        if not self.spread:
+            return min(self.median, self.most)
+        bound = math.log(self.most / self.median) / self.spread
+        below = self.median * math.exp(self.spread**2 / 2) * _normal(bound - self.spread)
+        return below + self.most * (1 - _normal(bound))
+
+    def draw(self, random: np.random.Generator, groups: int, samples: int) -> np.ndarray:
+        """Lengths [groups, samples] in tokens."""
+        prompt = random.normal(0, self.spread * math.sqrt(SHARED), (groups, 1))
+        own = random.normal(0, self.spread * math.sqrt(1 - SHARED), (groups, samples))
+        return np.clip(self.median * np.exp(prompt + own), min(LEAST, self.most), self.most)
+
+
+def _normal(x: float) -> float:
+    """The standard normal distribution's share below x."""
+    return 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def law_of_mean(mean: float, most: int, spread: float = SPREAD) -> LengthLaw:
+    """The law with a mean after the cut.
+
+    Raises:
+      LengthError: the mean is not between the shortest and the greatest length.
+    """
+    if not LEAST <= mean < most:
+        raise LengthError(f"a mean of {mean:g} tokens is not between {LEAST} and the greatest length, {most}")
+    low = 1e-3
+    high = 1e3 * most
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        if LengthLaw(middle, spread, most).mean < mean:
+            low = middle
+        else:
+            high = middle
+    return LengthLaw(low, spread, most)
+
+
+def parse_lengths(text: str) -> LengthLaw:
+    """The law of "mean:2000,max:16384", with "spread:0.8" behind it where that is known.
+
+    Raises:
+      LengthError: the text is another.
+
+    Example:
+      >>> round(parse_lengths("mean:2000,max:16384").median)
+      1457
+    """
+    numbers: dict[str, float] = {}
+    for word in text.split(","):
+        name, _, number = word.partition(":")
+        try:
+            numbers[name] = float(number)
+        except ValueError:
+            numbers[name] = math.nan
+    known = {"mean", "max"} <= set(numbers) <= {"mean", "max", "spread"}
+    if not known or not all(map(math.isfinite, numbers.values())) or numbers.get("spread", 0.0) < 0:
+        raise LengthError(f"{text!r} is not a law of lengths; write mean:2000,max:16384, perhaps with ,spread:0.8")
+    return law_of_mean(numbers["mean"], int(numbers["max"]), numbers.get("spread", SPREAD))
+
+
+def law_of_run(directory: Path) -> LengthLaw:
+    """The law of the completions of a run, from its metrics: their mean, the share that was cut off, the longest.
+
+    Raises:
+      LengthError: it logged no completions, or all have one length.
+    """
+    if not (directory / "metrics.jsonl").is_file():
+        raise LengthError(f"{directory} has no metrics.jsonl: give the --run_dir of a run, or mean:2000,max:16384")
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if {"response_length/mean", "response_length/max"} <= set(row)]
+    if not rows:
+        raise LengthError(f"{directory}/metrics.jsonl has no step with response_length/mean and response_length/max")
+    mean = sum(row["response_length/mean"] for row in rows) / len(rows)
+    longest = sum(row["response_length/max"] for row in rows) / len(rows)
+    most = int(max(row["response_length/max"] for row in rows))
+    if not LEAST <= mean < longest:
+        raise LengthError(f"{directory}: completions of {mean:g} tokens in the mean, {longest:g} at most, have no law")
+    cut = sum(row.get("response_length/clip_ratio", 0.0) for row in rows) / len(rows)
+    low = 0.01
+    high = 3.0
+    for _ in range(50):
+        spread = (low + high) / 2
+        law = law_of_mean(mean, most, spread)
+        beyond = 1 - _normal(math.log(most / law.median) / spread)
+        expected = law.median * math.exp(LONGEST_DEVIATIONS * spread)
+        if (beyond < cut) if cut else (expected < longest):
+            low = spread
+        else:
+            high = spread
+    return law_of_mean(mean, most, low)
+
+
+NEVER = np.inf
+
+
+class SimulatedGenerators:
+    """Replicas, the rows that each of them runs, and a queue of groups that wait for room.
+
+    A group runs on one replica, the one with the fewest rows, so its prompt is read once.
+
+    Args:
+      times: of each replica.
+      replicas: their number, G.
+      slots: rows that a replica runs together at most, M.
+      prompt: tokens of a prompt.
+    """
+
+    def __init__(self, times: EngineTimes, replicas: int, slots: int, prompt: int):
+        self.times = times
+        self.prompt = prompt
+        self.slots = slots
+        self.iterations_G = np.zeros(replicas)
+        self.rows_G = np.zeros(replicas, dtype=np.int64)
+        self.offset_G = np.zeros(replicas)  # tokens that rows attend to, less rows times iterations
+        self.debt_G = np.zeros(replicas)  # seconds of reading prompts, or caches under new weights, still to be spent
+        self.ends_GM = np.full((replicas, slots), NEVER)
+        self.begins_GM = np.zeros((replicas, slots))
+        self.group_GM = np.zeros((replicas, slots), dtype=np.int64)
+        self.waiting: deque[tuple[int, np.ndarray]] = deque()
+        self.left: dict[int, int] = {}  # rows of a group that have not ended
+        self.busy = 0.0  # seconds of replicas with rows
+
+    def submit(self, group: int, lengths: np.ndarray) -> None:
+        """Queue a group whose rows will have these lengths."""
+        self.left[group] = len(lengths)
+        for begin in range(0, len(lengths), self.slots):
+            self.waiting.append((group, lengths[begin : begin + self.slots]))
+
+    def fill(self) -> None:
+        """Give queued groups to replicas with room."""
+        while self.waiting:
+            group, lengths = self.waiting[0]
+            count = len(lengths)
+            replica = int(self.rows_G.argmin())
+            if self.rows_G[replica] + count > self.slots:
+                return
+            self.waiting.popleft()
+            free = np.flatnonzero(self.ends_GM[replica] == NEVER)[:count]
+            begin = self.iterations_G[replica]
+            self.ends_GM[replica, free] = begin + lengths
+            self.begins_GM[replica, free] = begin
+            self.group_GM[replica, free] = group
+            self.rows_G[replica] += count
+            self.offset_G[replica] += count * (self.prompt - begin)
+            self.debt_G[replica] += self.times.read * self.prompt
+
+    def read_again(self) -> None:
+        """Compute the caches of all rows again: replicas have new weights."""
+        context_G = self.offset_G + self.rows_G * self.iterations_G
+        self.debt_G += self.times.read * context_G
+
+    def next_end(self) -> float:
+        """Seconds until the first row ends; infinite if no row runs."""
+        running_G = self.rows_G > 0
+        if not running_G.any():
+            return NEVER
+        count_G = self.ends_GM.min(axis=1)[running_G] - self.iterations_G[running_G]
+        context_G = (self.offset_G + self.rows_G * self.iterations_G)[running_G]
+        rows_G = self.rows_G[running_G]
+        seconds_G = count_G * (self.times.without_context(rows_G) + self.times.token * context_G)
+        seconds_G += self.times.token * rows_G * count_G**2 / 2
+        return float((seconds_G + self.debt_G[running_G]).min())
+
+    def advance(self, seconds: float) -> list[int]:
+        """Let all replicas run; groups whose last row has ended."""
+        running_G = self.rows_G > 0
+        self.busy += seconds * int(running_G.sum())
+        paid_G = np.minimum(self.debt_G, seconds)
+        self.debt_G -= paid_G
+        left_G = np.where(running_G, seconds - paid_G, 0.0)
+        slope_G = self.times.without_context(self.rows_G)
+        slope_G = slope_G + self.times.token * (self.offset_G + self.rows_G * self.iterations_G)
+        bend_G = self.times.token * self.rows_G / 2
+        self.iterations_G += 2 * left_G / (slope_G + np.sqrt(slope_G**2 + 4 * bend_G * left_G))
+        ended_GM = self.ends_GM <= self.iterations_G[:, None] + 1e-6
+        if not ended_GM.any():
+            return []
+        replica_N, slot_N = np.nonzero(ended_GM)
+        begins_N = self.begins_GM[replica_N, slot_N]
+        np.subtract.at(self.rows_G, replica_N, 1)
+        np.subtract.at(self.offset_G, replica_N, self.prompt - begins_N)
+        self.ends_GM[replica_N, slot_N] = NEVER
+        return self._ended(self.group_GM[replica_N, slot_N])
+
+    def _ended(self, groups_N: np.ndarray) -> list[int]:
+        complete = []
+        for group, count in zip(*(x.tolist() for x in np.unique(groups_N, return_counts=True)), strict=True):
+            self.left[group] -= count
+            if not self.left[group]:
+                del self.left[group]
+                complete.append(group)
+        return complete
+
+
+GRAINS = 50  # looks at the generators in a mean completion, while rows end all the time
+
+
+class UpdateLaw(Protocol):
+    """Seconds of a trainer."""
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of an update on rows of these lengths [rows], prompts included."""
+        ...
+
+
+class AsyncRun(NamedTuple):
+    """A run to simulate_run.
+
+    Trainer and generators have devices of their own. Where they share them, the same numbers describe a run of
+    staleness 0: then one waits for the other anyway.
+
+    Attributes:
+      rule: places of a batch, staleness and window.
+      samples: completions of a prompt.
+      lengths: of the completions.
+      prompt: tokens of a prompt.
+      engine: times of a replica.
+      replicas: of the engine.
+      slots: rows that a replica runs together at most: see `rows_together`.
+      update: times of the trainer.
+      transfer: seconds from the end of an update until the generators hold its weights.
+      environment: seconds that environments take, of all replies of an episode.
+      pieces: updates of a batch, each of which begins as soon as its groups can be consumed.
+    """
+
+    rule: AdmissionRule
+    samples: int
+    lengths: LengthLaw
+    prompt: int
+    engine: EngineTimes
+    replicas: int
+    slots: int
+    update: UpdateLaw
+    transfer: float = 0.0
+    environment: float = 0.0
+    pieces: int = 1
+
+    def iteration_seconds(self, rows: int) -> float:
+        """Seconds of an iteration of a replica with `rows` rows, half of whose completions are written."""
+        context = rows * (self.prompt + self.lengths.mean / 2)
+        return float(self.engine.without_context(np.array(rows))) + self.engine.token * context
+
+
+class Simulated(NamedTuple):
+    """Means of a simulated run, but for its first steps.
+
+    Attributes:
+      step: mean seconds of a step.
+      tokens: tokens that are trained on in a second, prompts included.
+      age_mean, age_max: versions from the submission of a group to its update.
+      trainer_busy, generators_busy: shares of the time.
+    """
+
+    step: float
+    tokens: float
+    age_mean: float
+    age_max: int
+    trainer_busy: float
+    generators_busy: float
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Steps of an hour."""
+        return 3600 / self.step
+
+
+class _Trainer:
+    """A trainer that updates on pieces of batches, and what it has seen."""
+
+    def __init__(self, run: AsyncRun):
+        self.run = run
+        self.until = np.inf  # end of the update; infinite: it waits for groups
+        self.pending: list[int] = []  # groups of the next piece
+        self.ends: list[float] = []  # of batches
+        self.busy: list[float] = []  # seconds of each batch's updates
+        self.ages: list[list[int]] = [[]]
+        self.tokens: list[float] = []
+        self.pieces = 0
+
+    @property
+    def version(self) -> int:
+        return len(self.ends)
+
+    def take(self, admission: Admission, now: float, lengths: dict[int, np.ndarray]) -> Admission:
+        """Consume what may be, and begin an update if a piece is complete."""
+        run = self.run
+        size = run.rule.places // run.pieces
+        ages, admission = admission.consume(admission.consumable(size - len(self.pending)))
+        self.pending += ages
+        self.ages[-1] += ages.values()
+        if len(self.pending) < size:
+            return admission
+        rows = np.concatenate([lengths.pop(place) for place in self.pending]) + run.prompt
+        self.pending = []
+        seconds = run.update.seconds(rows)
+        self.until = now + seconds
+        if not self.pieces:
+            self.busy.append(0.0)
+            self.tokens.append(0.0)
+        self.busy[-1] += seconds
+        self.tokens[-1] += float(rows.sum())
+        return admission
+
+    def finish(self) -> bool:
+        """End the update; True if it was the last one of a batch."""
+        self.pieces = (self.pieces + 1) % self.run.pieces
+        now = self.until
+        self.until = np.inf
+        if self.pieces:
+            return False
+        self.ends.append(now)
+        self.ages.append([])
+        return True
+
+
+def rows_together(times: EngineTimes, most: int, tokens: float) -> int:
+    """Rows that a replica runs together.
+
+    Args:
+      most: by the settings of the engine.
+      tokens: of a mean row, which limits how many fit into the cache.
+    """
+    return max(1, min(most, int(times.capacity // tokens)))
+
+
+def simulate_run(run: AsyncRun, steps: int = 30, seed: int = 0) -> Simulated:
+    """Simulate a run.
+
+    Args:
+      steps: of the run; those in which the pipeline fills are left out of the means.
+
+    Raises:
+      ValueError: pieces do not divide a batch.
+    """
+    if run.rule.places % run.pieces:
+        raise ValueError(f"{run.rule.places} groups of a batch cannot be {run.pieces} equal pieces")
+    world = _World(run, steps, seed)
+    while world.trainer.version < steps:
+        world.submit()
+        world.train()
+        world.advance()
+    return world.measured()
+
+
+class _World:
+    """All that changes in a simulation."""
+
+    def __init__(self, run: AsyncRun, steps: int, seed: int):
+        self.run = run
+        self.until = (steps + int(run.rule.staleness) + 2) * run.rule.places  # the run goes on after them
+        self.random = np.random.default_rng(seed)
+        self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
+        self.trainer = _Trainer(run)
+        self.admission = Admission(run.rule.checked()).version_held(0)
+        self.lengths: dict[int, np.ndarray] = {}
+        rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
+        self.grain = run.iteration_seconds(rows) * run.lengths.mean / GRAINS
+        self.arrivals: list[tuple[float, int]] = []  # ends of the environments of complete groups, by time
+        self.transfers: list[tuple[float, int]] = []  # times at which generators hold versions
+        self.first = min(steps - 1, int(run.rule.staleness) + 3)
+        self.busy_before = 0.0
+        self.now = 0.0
+
+    def submit(self) -> None:
+        """Give generators all groups that may be submitted."""
+        places, self.admission = self.admission.submit(self.until)
+        if places:
+            drawn = self.run.lengths.draw(self.random, len(places), self.run.samples)
+            for place, row_lengths in zip(places, drawn, strict=True):
+                self.lengths[place] = row_lengths
+                self.generators.submit(place, row_lengths)
+        self.generators.fill()
+
+    def train(self) -> None:
+        """Let a trainer that waits take what it may."""
+        if self.trainer.until == np.inf:
+            self.admission = self.trainer.take(self.admission, self.now, self.lengths)
+
+    def advance(self) -> None:
+        """Go to the next event."""
+        events = [self.now + max(self.generators.next_end(), self.grain), self.trainer.until]
+        events += [queue[0][0] for queue in (self.arrivals, self.transfers) if queue]
+        end = min(events)
+        for place in self.generators.advance(end - self.now):
+            heapq.heappush(self.arrivals, (end + self.run.environment, place))
+        self.now = end
+        arrived = []
+        while self.arrivals and self.arrivals[0][0] <= end:
+            arrived.append(heapq.heappop(self.arrivals)[1])
+        if arrived:
+            self.admission = self.admission.finish(arrived)
+        if self.trainer.until <= end and self.trainer.finish():
+            heapq.heappush(self.transfers, (end + self.run.transfer, self.trainer.version))
+            if self.trainer.version == self.first:
+                self.busy_before = self.generators.busy
+        while self.transfers and self.transfers[0][0] <= end:
+            version = heapq.heappop(self.transfers)[1]
+            self.admission = self.admission.version_held(version)
+            self.generators.read_again()
+
+    def measured(self) -> Simulated:
+        """Means over the batches after the first ones."""
+        trainer = self.trainer
+        span = trainer.ends[-1] - trainer.ends[self.first - 1]
+        ages = [age for batch in trainer.ages[self.first :] for age in batch]
+        return Simulated(
+            step=span / (len(trainer.ends) - self.first),
+            tokens=sum(trainer.tokens[self.first :]) / span,
+            age_mean=sum(ages) / len(ages),
+            age_max=max(ages),
+            trainer_busy=sum(trainer.busy[self.first :]) / span,
+            generators_busy=(self.generators.busy - self.busy_before) / span / self.run.replicas,
+        )
+
+
+class UpdateTimes(NamedTuple):
+    """Seconds of scoring and training one batch.
+
+    Attributes:
+      ranks: groups of devices that have rows of their own.
+      token: of one token of a row, scoring and all epochs.
+      pair: of one pair of tokens of a row.
+      fixed: of a mini-batch whatever its rows: optimizer, sums of gradients.
+      minibatches: updates of a batch.
+    """
+
+    ranks: int
+    token: float
+    pair: float = 0.0
+    fixed: float = 0.0
+    minibatches: int = 1
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of a batch.
+
+        Rows of a mini-batch are balanced over the ranks, and the ranks wait for the one with the most work: at least
+        the mean, the longest row, and the two rows that must share a rank if there are more rows than ranks.
+
+        Args:
+          lengths: tokens of each row, prompts included.
+        """
+        total = self.fixed * self.minibatches
+        for part in np.array_split(self.token * lengths + self.pair * lengths**2, self.minibatches):
+            if not len(part):
+                continue
+            work = np.sort(part)[::-1]
+            shared = work[self.ranks - 1] + work[self.ranks] if len(work) > self.ranks else 0.0
+            total += max(work.sum() / self.ranks, work[0], shared)
+        return float(total)
+
+
+class ScoredUpdate(NamedTuple):
+    """Seconds of a batch that other models score, one after the other, before it is trained on.
+
+    Attributes:
+      update: of the trainer ranks.
+      scoring: of each of these models.
+    """
+
+    update: UpdateLaw
+    scoring: Sequence[UpdateLaw]
+
+    def seconds(self, lengths: np.ndarray) -> float:
+        """Seconds of a batch; see `UpdateTimes`."""
+        return self.update.seconds(lengths) + sum(times.seconds(lengths) for times in self.scoring)
+
 
 MOST_SPLITS = 8  # that are simulated
 SIMULATED_STEPS = 10  # of a simulation, after those in which the pipeline fills
@@ -67,10 +635,6 @@ class Workload(NamedTuple):
     def rank(self, pool: str = "train", apart: Collection[str] = (), memo: TraceMemo | None = None) -> RankWork:
         """Work of a rank of a pool."""
         return RankWork(self.prompt, self.hardware, pool, apart, memo)
-
-    def mean_rows(self, job: RLJob) -> np.ndarray:
-        """[rows] tokens of the rows of a step of a job, if all have the mean length."""
-        return np.full(rows_of_step(job), self.prompt + self.lengths.mean)
 
 
 class DeviceSplit(NamedTuple):
@@ -159,16 +723,10 @@ def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, w
     """
     short = with_flags(settings, max_new_tokens=max(1, round(lengths.mean)))
     mean, full = (pool_estimate(flags, algorithm, work) for flags in (short, settings))
+    ranks = devices(mean.job.sizes, ROW_AXES)
+    tokens = math.ceil(rows_of_step(mean.job) / ranks) * mean.tokens
     minibatches = settings.updates.minibatches if work.pool == "train" else 1
-    return TracedRanks(times_of(mean, work.hardware)._replace(minibatches=minibatches), full)
-
-
-def times_of(estimate: Estimate, hardware: Hardware) -> UpdateTimes:
-    """Times of the ranks of an estimate, by the tokens of its rows."""
-    job = estimate.job
-    ranks = devices(job.sizes, ROW_AXES)
-    tokens = math.ceil(rows_of_step(job) / ranks) * estimate.tokens
-    return UpdateTimes(ranks, step_seconds(estimate, hardware) / tokens)
+    return TracedRanks(UpdateTimes(ranks, step_seconds(mean, work.hardware) / tokens, minibatches=minibatches), full)
 
 
 def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
@@ -388,16 +946,15 @@ def _devices(split: DeviceSplit) -> str:
     return ", ".join(f"{name} {count}" for name, count in pools)
 
 
+def busy_cells(result: Simulated) -> tuple[str, str, str]:
+    """Seconds of a step, and the shares of the time in which the trainer and the generators work."""
+    return duration_text(result.step), f"{result.trainer_busy:.0%}", f"{result.generators_busy:.0%}"
+
+
 def _numbers(result: Simulated) -> tuple[str, ...]:
-    return (
-        duration_text(result.step),
-        f"{result.steps_per_hour:,.1f}",
-        f"{result.tokens:,.0f}",
-        f"{result.age_mean:.2f}",
-        str(result.age_max),
-        f"{result.trainer_busy:.0%}",
-        f"{result.generators_busy:.0%}",
-    )
+    step, *busy = busy_cells(result)
+    rates = f"{result.steps_per_hour:,.1f}", f"{result.tokens:,.0f}", f"{result.age_mean:.2f}", str(result.age_max)
+    return step, *rates, *busy
 
 
 def schedules_object(schedules: Schedules) -> dict[str, Any]:

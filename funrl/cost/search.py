@@ -19,11 +19,21 @@ from typing import Any, NamedTuple
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.dry_run import TooLargeError, TraceMemo, check_width, estimate, plain_job, tokens_of
-from funrl.cost.pools import pool_estimate, pool_settings
+from funrl.cost.dry_run import (
+    TooLargeError,
+    TraceMemo,
+    check_width,
+    estimate,
+    plain_job,
+    pool_estimate,
+    pool_settings,
+    tokens_of,
+)
 from funrl.cost.rows import rows_of_step
 from funrl.cost.schedules import (
     MOST_SPLITS,
+    AsyncRun,
+    Simulated,
     TracedRanks,
     Workload,
     async_run,
@@ -32,12 +42,10 @@ from funrl.cost.schedules import (
     simulate_rule,
     traced_ranks,
 )
-from funrl.cost.simulation import AsyncRun, Simulated
-from funrl.cost.tables import duration_text, size
 from funrl.cost.tracing.costs import UPDATES
 from funrl.cost.tracing.estimate import Estimate, Trace
 from funrl.cost.tracing.hardware import USABLE, Hardware
-from funrl.cost.verdict import Peak, peak_of, quoted_flags, rates_of, written_flags
+from funrl.cost.verdict import Peak, duration_text, peak_of, quoted_flags, rates_of, size, written_flags
 from funrl.mesh import mesh as meshes
 from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
@@ -195,9 +203,16 @@ def descend(
     alone = with_flags(settings, mesh="dp1", generate_mesh=None, **UNSHARED)
     base = plain_job(alone, algorithm, hardware.memory)
     axes, unused = usable_axes(settings, base.models)
-    width = check_width(base, tokens_of(settings, algorithm))
     native = settings.engines.abilities.own_steps and settings.devices.generate_mesh is None
-    space = Space(settings, world, base, axes, hardware, width, writes and native and isinstance(base, RLJob))
+    space = Space(
+        given=settings,
+        world=world,
+        base=base,
+        axes=axes,
+        hardware=hardware,
+        width=check_width(base, tokens_of(settings, algorithm)),
+        writes=writes and native and isinstance(base, RLJob),
+    )
     traces: dict[object, Trace] = {}
     known: dict[MeshSplit, Trial | None] = {}
     refused: dict[str, str] = {}
@@ -253,7 +268,8 @@ def _descent(
                 known[changed] = None if hopeless else attempt(changed)
             trial = None if changed is None else known.get(changed)
             if changed is not None and trial is not None and trial.key < best.key:
-                split, failures = changed, 0
+                split = changed
+                failures = 0
                 continue
             if trial is not None and trial.fits and best.fits:
                 moves[number] = lambda split, best: None

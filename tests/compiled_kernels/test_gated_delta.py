@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from funrl.compiled_kernels.delta_rule import gated_delta as kernel
-from funrl.cost.tracing.operators import operator_facts
+from funrl.cost.tracing.tracer import operator_facts
 
 KEY_HEADS, HEADS, N, M, WIDTH = 2, 4, 3, 5, 4
 C = kernel.CHUNK_TOKENS

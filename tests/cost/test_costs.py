@@ -10,8 +10,7 @@ from funrl.cost import verdict as rates
 from funrl.cost.tracing import tracer
 from funrl.cost.tracing.costs import Costs, Traffic, after, along, plus, times
 from funrl.cost.tracing.hardware import collective_seconds, op_seconds
-from funrl.cost.tracing.shape_memo import ShapeMemo, scan
-from funrl.cost.tracing.tracer import Tracer
+from funrl.cost.tracing.tracer import ShapeMemo, Tracer, scan
 
 
 def test_the_tracer_counts_what_lives():

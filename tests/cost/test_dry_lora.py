@@ -1,7 +1,5 @@
 """The dry run of adapters: one base for all roles, states and gradients of what learns alone."""
 
-import functools
-
 import pytest
 from dry_jobs import CPU, H100, plain, settings, small, write_config
 from test_dry_run import trace
@@ -9,7 +7,7 @@ from test_dry_run import trace
 from funrl import trees
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.report import report
+from funrl.cost.report import rank_report
 from funrl.models.lora import trained_part
 
 LORA = {"lora_rank": 4}
@@ -86,6 +84,5 @@ def test_a_sync_sends_adapters_alone_and_generation_multiplies_by_them(tmp_path)
 @pytest.mark.slow
 def test_the_report_says_what_learns(tmp_path):
     flags = settings(model=write_config(tmp_path), dry_run=True, **LORA)
-    job = functools.partial(dry_run.plain_job, algorithm=recipe("grpo")(), memory=CPU.memory)
-    text = report(flags, lambda flags, hardware: dry_run.estimate(job(flags), 8, hardware), 8)
+    text, _, _ = rank_report(flags, recipe("grpo")(), dry_run.RankWork(8, CPU))
     assert text.startswith("llama, 0.2 M parameters, of which 0.0 M are trained (rank 4), bfloat16, 1 device")

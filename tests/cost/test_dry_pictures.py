@@ -11,16 +11,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funrl.cost import dry_run
 from funrl.cost.dry_run import left_out
-from funrl.cost.row_pictures import (
+from funrl.cost.rows import (
     assumed_prompt,
     encode_pictures,
+    full_rows,
     leading_tokens,
     owned_bytes,
     row_grids,
     with_assumed_pictures,
     with_owned_bytes,
 )
-from funrl.cost.rows import full_rows
 from funrl.cost.tracing.estimate import MOVE, MOVES, tracer_of
 from funrl.kinds import owned_lines
 from funrl.mesh.mesh import single

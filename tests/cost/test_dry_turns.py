@@ -9,7 +9,7 @@ from dry_jobs import CPU, plain, small
 from funrl import trees
 from funrl.cost import decoding, dry_run
 from funrl.cost.decoding import episode_cost
-from funrl.cost.tracing.turns import Turns
+from funrl.cost.tracing.estimate import Turns
 from funrl.mesh.mesh import single
 from funrl.tasks.embedded import embedded_task
 from funrl.trainer.jobs import build as trainer_build

@@ -8,7 +8,7 @@ from dry_jobs import CPU, plain
 
 from funrl import trees
 from funrl.algos.recipes import recipe
-from funrl.cost.pools import pool_transfers, row_token_bytes, row_traffic
+from funrl.cost.dry_run import pool_transfers, row_token_bytes, row_traffic
 from funrl.cost.report import dry_run
 from funrl.cost.tracing.estimate import pretended
 from funrl.mesh.mesh import Mesh

@@ -8,8 +8,8 @@ from dry_jobs import write_config
 
 from funrl.algos.recipes.grpo import grpo
 from funrl.algos.recipes.rollout_is import rollout_is
-from funrl.cost.report import dry_run, placed_run, placed_seconds
-from funrl.cost.schedules import schedules_text
+from funrl.cost.report import dry_run, placed_seconds
+from funrl.cost.schedules import Workload, lengths_of, placed_schedules, schedules_text
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.mesh.pools.placement import read_placement
 from funrl.mesh.text import parse
@@ -77,9 +77,8 @@ def test_schedules_count_a_role_s_ranks_in_the_trainer_s_step():
         flags = {"staleness": 1, "lengths": "mean:2,max:4", "batch_prompts": 4, "samples_per_prompt": 2}
         settings = settings_of(place=place, dry_run=True, device="cpu", **flags)
         placement = read_placement(place, parse("dp1"))
-        schedules = placed_run(settings, placement, rollout_is(kl_coef=0.1), HARDWARE["cpu"], 10).schedules
-        assert schedules is not None
-        return schedules
+        work = Workload(lengths_of(settings, 4), 10, HARDWARE["cpu"])
+        return placed_schedules(settings, placement, rollout_is(kl_coef=0.1), work, transfer=0.0)
 
     runs = [run(place) for place in ("generate:1 reference:1", "generate:1", "generate:1 reference:dp2")]
     split, alone, less = (next(x for x in schedules.splits if not x.shared) for schedules in runs)

@@ -12,7 +12,7 @@ import pytest
 from selection import quick
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.simulation import (
+from funrl.cost.schedules import (
     AsyncRun,
     LengthLaw,
     UpdateTimes,

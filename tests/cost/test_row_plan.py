@@ -9,7 +9,7 @@ from dry_jobs import CPU, H100, small
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
-from funrl.cost.report import communication, traffic, work
+from funrl.cost.report import communication, seconds_table, traffic
 from funrl.cost.tracing.estimate import MOVE, MOVES, pretended
 from funrl.data.packing import UNIT
 from funrl.mesh import rows as mesh_rows
@@ -118,7 +118,7 @@ def test_shares_of_useful_work_have_their_closed_forms():
     # With 128 tokens of scoring one rank has two rows, in 72, and the others wait for it.
     assert estimate.useful["score_policy"] == pytest.approx(5 * row / (4 * (2 * row + 6 * UNIT)))
     assert set(estimate.useful) == {name for name in estimate.phases if name.startswith(("score_", "update_"))}
-    line = work(estimate, CPU)
+    line = seconds_table(estimate, CPU)
     assert f"{100 * estimate.useful['update_policy']:.1f}%" in line and "useful" in line.splitlines()[0]
 
 

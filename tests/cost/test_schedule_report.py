@@ -13,8 +13,16 @@ from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost import dry_run
 from funrl.cost import report as dry_report
 from funrl.cost import schedules as schedule_report
-from funrl.cost.schedules import Workload, async_run, simulate_splits, traced_ranks
-from funrl.cost.simulation import LengthError, LengthLaw, law_of_mean, law_of_run
+from funrl.cost.schedules import (
+    LengthError,
+    LengthLaw,
+    Workload,
+    async_run,
+    law_of_mean,
+    law_of_run,
+    simulate_splits,
+    traced_ranks,
+)
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.verdict import step_seconds
 from funrl.trainer.settings.declaration import SettingsError

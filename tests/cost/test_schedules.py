@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from funrl.asynchrony.admission import AdmissionRule
-from funrl.cost.simulation import (
+from funrl.cost.schedules import (
     AsyncRun,
     EngineTimes,
     LengthError,

@@ -1,6 +1,6 @@
 """Text of sizes and durations."""
 
-from funrl.cost.tables import duration_text, size
+from funrl.cost.verdict import duration_text, size
 
 
 def test_sizes_have_three_figures():

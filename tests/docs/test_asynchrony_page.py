@@ -10,9 +10,8 @@ from funrl.algos.recipes import recipe
 from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost import schedules as schedule_report
 from funrl.cost.dry_run import read_model
-from funrl.cost.schedules import schedules_of, schedules_text
+from funrl.cost.schedules import AsyncRun, LengthLaw, engine_times, schedules_of, schedules_text, simulate_run
 from funrl.cost.search import with_groups
-from funrl.cost.simulation import AsyncRun, LengthLaw, engine_times, simulate_run
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.parser import read
 from funrl.mesh.plan import RANKS_PER_NODE

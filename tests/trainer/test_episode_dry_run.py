@@ -9,8 +9,8 @@ from test_episode_runs import episode_job
 
 from funrl.algos.recipes import recipe
 from funrl.cost import dry_run
+from funrl.cost.tracing.estimate import turns_of
 from funrl.cost.tracing.hardware import HARDWARE
-from funrl.cost.tracing.turns import turns_of
 from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode
 from funrl.trainer.settings.settings import settings_of

@@ -22,15 +22,13 @@ from torch import Tensor
 from funrl import trees
 from funrl.algos.core import Algorithm
 from funrl.cost.decoding import EngineWork, WaveSizes, hardware_page_tokens, traced_passes, wave_sizes, waves
-from funrl.cost.dry_run import check_width, estimate, plain_job, tokens_of
+from funrl.cost.dry_run import agent_bytes, check_width, engine_bytes, estimate, plain_job, tokens_of
 from funrl.cost.rows import full_rows
 from funrl.cost.search import chosen_mesh
-from funrl.cost.tables import size, table
 from funrl.cost.tracing.costs import Costs
-from funrl.cost.tracing.estimate import of_all_layers, pretended, rows_of_a_pass
+from funrl.cost.tracing.estimate import of_all_layers, pretended, rows_of_a_pass, turns_of
 from funrl.cost.tracing.hardware import HARDWARE, USABLE, Hardware
-from funrl.cost.tracing.turns import turns_of
-from funrl.cost.weight_costs import agent_bytes, engine_bytes
+from funrl.cost.verdict import size, table
 from funrl.mesh.mesh import AXES, ROW_AXES, Mesh, single
 from funrl.mesh.text import text
 from funrl.models.errors import ModelError

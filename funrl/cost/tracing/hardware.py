@@ -41,82 +41,31 @@ class Hardware(NamedTuple):
 # of a server with its share of the memory.
 HARDWARE = {
     "a100": Hardware(
-        memory=80e9,
-        half=312e12,
-        single=156e12,
-        double=19.5e12,
-        bandwidth=2.04e12,
-        link=300e9,
-        network=25e9,
+        memory=80e9, half=312e12, single=156e12, double=19.5e12, bandwidth=2.04e12, link=300e9, network=25e9
     ),
     "h100": Hardware(
-        memory=80e9,
-        half=989e12,
-        single=495e12,
-        double=67e12,
-        bandwidth=3.35e12,
-        link=450e9,
-        network=50e9,
+        memory=80e9, half=989e12, single=495e12, double=67e12, bandwidth=3.35e12, link=450e9, network=50e9
     ),
     "h200": Hardware(
-        memory=141e9,
-        half=989e12,
-        single=495e12,
-        double=67e12,
-        bandwidth=4.8e12,
-        link=450e9,
-        network=50e9,
+        memory=141e9, half=989e12, single=495e12, double=67e12, bandwidth=4.8e12, link=450e9, network=50e9
     ),
     "gb200": Hardware(  # one of the two GPUs of a superchip
-        memory=186e9,
-        half=2500e12,
-        single=1250e12,
-        double=45e12,
-        bandwidth=8e12,
-        link=900e9,
-        network=50e9,
+        memory=186e9, half=2500e12, single=1250e12, double=45e12, bandwidth=8e12, link=900e9, network=50e9
     ),
     "mi300x": Hardware(
-        memory=192e9,
-        half=1307e12,
-        single=654e12,
-        double=163e12,
-        bandwidth=5.3e12,
-        link=448e9,
-        network=50e9,
+        memory=192e9, half=1307e12, single=654e12, double=163e12, bandwidth=5.3e12, link=448e9, network=50e9
     ),
     # TPUs: docs.cloud.google.com/tpu/docs/v5e, v5p and v6e. They multiply 32 bits in six passes of 16; the link is one
     # direction of all ICI links of a chip, and the network a chip's share of the data center's (6.4 and 25.6 Tbit/s of
     # a pod of 256 chips of v5e and v6e, 50 Gbit/s of a chip of v5p).
     "v5e": Hardware(
-        memory=16e9,
-        half=197e12,
-        single=33e12,
-        double=1e12,
-        bandwidth=819e9,
-        link=200e9,
-        network=3.1e9,
-        tpu=True,
+        memory=16e9, half=197e12, single=33e12, double=1e12, bandwidth=819e9, link=200e9, network=3.1e9, tpu=True
     ),
     "v5p": Hardware(
-        memory=95e9,
-        half=459e12,
-        single=76e12,
-        double=2e12,
-        bandwidth=2.77e12,
-        link=600e9,
-        network=6.2e9,
-        tpu=True,
+        memory=95e9, half=459e12, single=76e12, double=2e12, bandwidth=2.77e12, link=600e9, network=6.2e9, tpu=True
     ),
     "v6e": Hardware(
-        memory=32e9,
-        half=918e12,
-        single=153e12,
-        double=4e12,
-        bandwidth=1.64e12,
-        link=400e9,
-        network=12.5e9,
-        tpu=True,
+        memory=32e9, half=918e12, single=153e12, double=4e12, bandwidth=1.64e12, link=400e9, network=12.5e9, tpu=True
     ),
     "cpu": Hardware(
         memory=16e9,

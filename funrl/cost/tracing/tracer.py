@@ -1,10 +1,14 @@
 """Count bytes, FLOPs and messages of a program while it runs on tensors without memory.
 
 `Tracer` intercepts every operator of the program. Weights, and everything computed from them, are fake tensors, which
-have a shape but no values. Token ids, masks and row numbers are real, because the program reads them. The tracer counts
-live bytes (every storage from its first tensor to its last), FLOPs, and traffic of collectives.
+have a shape but no values. Token ids, masks and row numbers are real, because the program reads them; operators that
+read the values of fake tensors get stand-in answers. The tracer counts live bytes (every storage from its first tensor
+to its last), FLOPs, and traffic of collectives. With `real=True` nothing is faked: it counts a program that really
+computes.
 
-With `real=True` nothing is faked: it counts a program that really computes.
+Results on fake tensors are cached by the shapes of the arguments: the layers and micro-batches of a trace repeat the
+same few hundred operators tens of thousands of times. What is not cached yet is computed on the device "meta", which
+takes a tenth of the milliseconds of a fake tensor's own dispatch.
 """
 
 from __future__ import annotations
@@ -19,16 +23,472 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+# These imports register their operators.
+import funrl.compiled_kernels.delta_rule.gated_delta  # noqa: F401
+import funrl.compiled_kernels.grouped_linear  # noqa: F401
+import funrl.compiled_kernels.varlen_attention  # noqa: F401
+import funrl.models.decoder.routing  # noqa: F401  (which registers its operator)
 from funrl import trees
+from funrl.compiled_kernels.delta_rule.net_pass import pass_bytes, pass_flops
+from funrl.compiled_kernels.latent_paged_attention import latent_paged_bytes, latent_paged_flops
+from funrl.compiled_kernels.paged_attention import paged_bytes, paged_flops
 from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, after
 from funrl.cost.tracing.hardware import Hardware, op_seconds
-from funrl.cost.tracing.operators import Operator, OperatorWork, nbytes_of, operator_facts, work_of
-from funrl.cost.tracing.shape_memo import ShapeMemo, scan
-from funrl.cost.tracing.unknown_numbers import assumed, makes_floats, of_peers, without_masks
+from funrl.data.packing import UNIT, RowCost
+from funrl.models.decoder.ring_attention import seen_pairs
 from funrl.optim.base import Transformation
 
 _aten = torch.ops.aten
+
+
+class Operator(NamedTuple):
+    """Facts of an operator.
+
+    Attributes:
+      func: the operator.
+      namespace, name: its namespace and name.
+      mutable: whether it writes to an argument.
+      by_shapes: whether the shapes of results do not depend on values of tensors.
+      idle: whether its results are views of its arguments.
+      flops: (arguments, `out_val`) -> FLOPs; None: it has no matrix product.
+    """
+
+    func: Any
+    namespace: str
+    name: str
+    mutable: bool
+    by_shapes: bool
+    idle: bool
+    flops: Callable | None
+
+
+class OperatorWork(NamedTuple):
+    """Work of one call of an operator; `dtype` is that of its first result."""
+
+    flops: float
+    nbytes: float
+    dtype: torch.dtype
+
+
+@functools.cache
+def _known_facts() -> dict[int, Operator]:
+    """Cache of the facts of operators by their ids, which no other object takes while the cache holds the operators."""
+    return {}
+
+
+def operator_facts(func: Any) -> Operator:
+    """Facts of an operator, cached: the hash of an operator is slow, its id is not."""
+    facts = _known_facts()
+    known = facts.get(id(func))
+    return facts.setdefault(id(func), _facts_of(func)) if known is None else known
+
+
+def _facts_of(func: Any) -> Operator:
+    namespace, _, name = func._schema.name.partition("::")
+    own = _FORMULAS.get(func.overloadpacket)
+    packet = func.overloadpacket
+    flops = flop_registry.get(packet) if own is None else lambda *args, out_val, **_: own(*args)
+    idle = func.is_view or all(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+    by_shapes = torch.Tag.pointwise in func.tags or func in _BY_SHAPES or namespace == "funrl"
+    by_shapes |= name.startswith("_foreach_")
+    mutable = func._schema.is_mutable
+    return Operator(func, namespace, name, mutable=mutable, by_shapes=by_shapes, idle=idle, flops=flops)
+
+
+def work_of(
+    func: Any, operator: Operator, args: tuple, kwargs: dict, out: Any, outs: Sequence[Tensor]
+) -> OperatorWork | None:
+    """Work of one call; None: no work."""
+    flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
+    if not flops and operator.idle:
+        return None
+    packet = func.overloadpacket
+    nbytes = _BYTES[packet](*args) if packet in _BYTES else nbytes_of((args, tuple(outs)))
+    return OperatorWork(flops, nbytes, outs[0].dtype if outs else torch.float32)
+
+
+def nbytes_of(values: Any) -> int:
+    """Bytes of all tensors in nested tuples and lists."""
+    return sum(x.numel() * x.element_size() for x in _tensors(values))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from _tensors(x)
+
+
+def _attended(q: Tensor, offsets: Tensor, window: int) -> float:
+    """FLOPs of the two matrix products of `varlen_attention`: over pairs of a token and one it attends to."""
+    pairs = int(RowCost(1.0, window or None).work(offsets.diff().numpy()).sum()) / UNIT - int(offsets[-1])
+    return 4 * q.shape[1] * q.shape[2] * pairs
+
+
+def _ringed(q: Tensor, offsets: Tensor, first: int, source: int, window: int, *_: float) -> float:
+    """FLOPs of the two matrix products of a part of ring attention: over pairs of a token and one it attends to."""
+    return 4.0 * q.shape[1] * q.shape[2] * seen_pairs(offsets, first, source, q.shape[0], window)
+
+
+def _grouped_flops(x: Tensor, columns: int, ends: Tensor) -> float:
+    """FLOPs of the rows that belong to a group; of all rows if that is unknown."""
+    rows = x.shape[0] if isinstance(ends, FakeTensor) else int(ends[-1])
+    return 2.0 * rows * x.shape[1] * columns
+
+
+_FORMULAS = {  # of operators for which torch has no formula, or a wrong one
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, v, *_, **__: sdpa_backward_flop_count(
+        g.shape, q.shape, (q.shape[0], q.shape[1], *k.shape[2:]), (q.shape[0], q.shape[1], *v.shape[2:])
+    ),
+    torch.ops.funrl.varlen_attention: lambda q, k, v, offsets, window, *_: _attended(q, offsets, window),
+    torch.ops.funrl.varlen_attention_backward: lambda g, q, k, v, out, lse, offsets, window, *_: (
+        2.5 * _attended(q, offsets, window)
+    ),
+    torch.ops.funrl.ring_part: lambda q, k, v, offsets, *how: _ringed(q, offsets, *how),
+    torch.ops.funrl.ring_part_backward: lambda g, q, k, v, out, lse, offsets, *how: 2.5 * _ringed(q, offsets, *how),
+    torch.ops.funrl.grouped_linear: lambda x, weight, ends: _grouped_flops(x, weight.shape[1], ends),
+    torch.ops.funrl.grouped_weight: lambda grad, x, ends: _grouped_flops(x, grad.shape[1], ends),
+    torch.ops.funrl.chunk_states: lambda updates, readers, *_, **__: 4 * updates.numel() * readers.shape[-1],
+    torch.ops.funrl.chunk_states_backward: lambda grad, states, *_, **__: 4 * grad.numel() * states.shape[-2],
+    torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, *rest: pass_flops(
+        states, rest[3], rest[4]
+    ),
+    _aten.linalg_solve_triangular: lambda triangle, sides, **_: triangle.shape[-1] * sides.numel(),
+    torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_flops(q, rest[6], keys.shape[1]),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_flops(
+        up, cache, rest[5], rest[6]
+    ),
+}
+_BYTES = {  # of operators that do not read all of their arguments
+    torch.ops.funrl.paged_attention: lambda q, k, v, keys, *rest: paged_bytes(q, keys, rest[6]),
+    torch.ops.funrl.delta_net_pass: lambda channels, decay, beta, filters, states, tails, *rest: pass_bytes(
+        channels, states, tails, rest[2]
+    ),
+    torch.ops.funrl.latent_paged_attention: lambda q, latent, up, cache, *rest: latent_paged_bytes(
+        q, latent, up, cache, rest[5]
+    ),
+}
+_BY_SHAPES = frozenset(
+    (  # beside those that are elementwise; indices are positions then, and no masks
+        _aten.index.Tensor,
+        _aten.index_select.default,
+        _aten.index_put.default,
+        _aten.index_put_.default,
+        _aten.index_copy.default,
+        _aten.index_add_.default,
+        _aten.embedding.default,
+        _aten.gather.default,
+        _aten.scatter_add.default,
+    )
+)
+
+
+def assumed(func: Any, args: tuple, kwargs: dict) -> Any | None:
+    """Stand-in result of an operator that reads a fake tensor's values; None: it reads none.
+
+    Raises:
+      RuntimeError: it reads a whole number.
+    """
+    if func in _CONSTANT and not (kwargs.get("dtype") or args[0].dtype).is_floating_point:
+        like = torch.empty(args[0].shape, dtype=args[0].dtype)  # never written: it takes no memory
+        return func(like, *args[1:], **kwargs)
+    special = _SPECIAL.get(func)
+    return None if special is None else special(*args, **kwargs)
+
+
+def of_peers(func: Any, args: tuple) -> Tensor | None:
+    """Stand-in result of a collective that exchanges choices of experts: this rank's own; None: another collective."""
+    return _ALIKE[func](*args) if func in _ALIKE else None
+
+
+def without_masks(func: Any, args: tuple) -> tuple | None:
+    """Arguments of an indexing operator with positions instead of masks; None: it does not index."""
+    return (args[0], [p for i in args[1] for p in _positions(i)], *args[2:]) if func in _INDEXING else None
+
+
+_WHOLE = ("arange", "randperm", "randint", "promote_types")  # prefixes of operators that create whole numbers
+
+
+def makes_floats(func: Any, args: tuple, kwargs: dict) -> bool:
+    """True for an operator that creates a tensor of floating point numbers."""
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype.is_floating_point
+    name = func._schema.name.split("::")[1]
+    return isinstance(args[1], float) if name == "full" else not name.startswith(_WHOLE)
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """Positions where a mask is true; an unknown mask is true everywhere."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    known = torch.ones(index.shape, dtype=torch.bool) if isinstance(index, FakeTensor) else index
+    return list(known.nonzero().unbind(1))
+
+
+def _scalar(x: Tensor) -> bool | float:
+    if x.dtype != torch.bool and not x.is_floating_point():
+        raise RuntimeError("the program asks for a whole number that a dry run does not compute")
+    return True if x.dtype == torch.bool else 1.0
+
+
+_SPECIAL: dict[Any, Callable] = {  # stand-in results for values that do not exist
+    _aten._local_scalar_dense.default: _scalar,
+    _aten.equal.default: lambda *_: True,
+    _aten.nonzero.default: lambda x: torch.ones(x.shape, dtype=torch.bool).nonzero(),
+    _aten.masked_select.default: lambda x, mask: x[mask],
+    torch.ops.funrl.choose_experts.default: lambda probs, k: (
+        torch.arange(probs.shape[0] * k).view(-1, k) % probs.shape[1]  # the same for all tokens
+    ),
+    _aten.searchsorted.Tensor: lambda ordered, x, **_: torch.arange(x.numel()).view(x.shape),  # each at its own index
+}
+
+
+def _choices_of_all(x: Tensor, size: int, _: str) -> Tensor | None:
+    return x.repeat(size, 1) if x.dim() == 2 and not x.is_floating_point() else None
+
+
+def _counts_of_all(x: Tensor, received: Sequence[int], sent: Sequence[int], _: str) -> Tensor | None:
+    return x[: sent[0]].repeat(len(sent)) if x.dim() == 1 and not x.is_floating_point() else None
+
+
+def _arrived(x: Tensor, receive: Sequence[int], *rest: Any) -> Tensor | None:
+    """As `_counts_of_all`; zeros where this rank receives and has nothing to send, which the fake group refuses."""
+    if not x.numel() and sum(receive):
+        return x.new_zeros(sum(receive), *x.shape[1:])
+    return _counts_of_all(x, receive, *rest)
+
+
+_ALIKE: dict[Any, Callable] = {  # absent ranks choose experts as this rank does
+    torch.ops._c10d_functional.all_gather_into_tensor.default: _choices_of_all,
+    torch.ops._c10d_functional.all_to_all_single.default: _arrived,
+}
+_CONSTANT = (  # the values of whole numbers and masks are known
+    _aten.new_zeros.default,
+    _aten.new_ones.default,
+    _aten.new_full.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+)
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+
+
+HOST = torch.device("cpu")
+META = torch.device("meta")
+IN_PLACE = "in place"  # entry of an operator that writes to its first argument and changes no shape
+RETURNS_NOTHING = "nothing"  # entry of an operator that writes to its arguments, changes no shape and returns nothing
+RESHAPES = ("resize", "set_", "squeeze_", "transpose_", "swap", "t_")  # prefixes of those that change shapes
+
+
+class _Known(NamedTuple):
+    """A result: a new tensor without numbers, or a view of the first argument.
+
+    Attributes:
+      shape, stride, dtype, offset: of the tensor.
+      view: whether it is a view.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    view: bool
+
+
+class _Several(NamedTuple):
+    """Results of an operator that returns a list or a tuple."""
+
+    kind: type
+    results: tuple[_Known, ...]
+
+
+_Result = _Known | _Several | torch.dtype | str | None
+_UNKNOWN = object()  # what a cache returns for a call that it has not seen
+
+
+class ShapeMemo:
+    """Runner of operators in a fake mode, once for each combination of argument shapes.
+
+    Args:
+      fake: the fake mode.
+      known: the cache, which modes may share, since it holds shapes and no tensors.
+    """
+
+    def __init__(self, fake: FakeTensorMode, known: dict[Any, _Result] | None = None) -> None:
+        self.fake = fake
+        self.known = {} if known is None else known
+        with fake:
+            self._of_every = dict(torch.empty(0).__dict__)  # attributes of every fake tensor of the mode
+
+    def run(self, func: Any, args: tuple, kwargs: dict, key: Any) -> Any:
+        """The result of an operator with at least one fake tensor among its arguments.
+
+        Args:
+          key: key from `scan`; None: do not cache.
+        """
+        if key is None:
+            return self._fake_run(func, args, kwargs)
+        known = self.known.get(key, _UNKNOWN)
+        if known is _UNKNOWN:
+            known = self.known[key] = _result_of(func, args, kwargs)
+        if isinstance(known, _Known):
+            return self._again(known, args)
+        if known == IN_PLACE:
+            return args[0]
+        if isinstance(known, _Several):
+            return known.kind(self._again(result, args) for result in known.results)
+        if isinstance(known, torch.dtype):
+            return known
+        return None if known == RETURNS_NOTHING else self._fake_run(func, args, kwargs)
+
+    def _fake_run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        with self.fake:
+            return func(*args, **kwargs)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous fake tensor."""
+        return self._faked(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def _again(self, known: _Known, args: tuple) -> Tensor:
+        if not known.view:
+            return self._faked(_empty(known))
+        out = torch.empty(0, dtype=known.dtype, device="meta")
+        out.set_(args[0].untyped_storage(), known.offset, known.shape, known.stride)
+        return self._faked(out)
+
+    def _faked(self, out: Tensor) -> Tensor:
+        # As FakeTensor(self.fake, out, HOST) does, in a quarter of its time.
+        fake = Tensor._make_subclass(FakeTensor, out, False, dispatch_device=True, device_for_backend_keys=HOST)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._of_every)
+        return fake
+
+
+def _empty(known: _Known) -> Tensor:
+    return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+
+
+def _result_of(func: Any, args: tuple, kwargs: dict) -> _Result:
+    """Description of a call's result, computed on the device "meta"; None: only the fake mode can run it."""
+    if func._schema.is_mutable and func._schema.name.split("::")[1].startswith(RESHAPES):
+        return None
+    metas = tuple(map(_on_meta, args))
+    options = {name: META if isinstance(value, torch.device) else _on_meta(value) for name, value in kwargs.items()}
+    try:
+        out = func(*metas, **options)
+    except (NotImplementedError, RuntimeError):
+        return None
+    return _described(func, metas, out)
+
+
+def _on_meta(value: Any) -> Any:
+    """An argument with tensors of the device "meta" instead of its own, which keep the storages of fake ones."""
+    if type(value) is FakeTensor:
+        out = torch.empty(0, dtype=value.dtype, device=META)
+        return out.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=META)
+    return type(value)(map(_on_meta, value)) if type(value) in (list, tuple) else value
+
+
+def _described(func: Any, metas: tuple, out: Any) -> _Result:
+    """Description of a result of arguments on the device "meta"; None: it cannot be recreated from one."""
+    if isinstance(out, torch.dtype):
+        return out
+    if func._schema.is_mutable:
+        return RETURNS_NOTHING if out is None else IN_PLACE if out is metas[0] else None
+    if isinstance(out, (list, tuple)):
+        results = tuple(_described(func, metas, x) for x in out)
+        known = tuple(result for result in results if isinstance(result, _Known))
+        if not known or len(known) < len(results):
+            return None
+        storages = [x.untyped_storage()._cdata for x, result in zip(out, known, strict=True) if not result.view]
+        return _Several(type(out), known) if len(set(storages)) == len(storages) else None
+    if not isinstance(out, Tensor) or not out.is_meta or out.layout != torch.strided:
+        return None
+    offset = out.storage_offset()
+    storage = out.untyped_storage()
+    # An operator that copies only if needed decides so by shapes, strides and dtypes.
+    view = isinstance(metas[0], Tensor) and storage._cdata == metas[0].untyped_storage()._cdata
+    if not view and (
+        func.is_view or offset or _may_alias(out, metas) or storage.nbytes() != out.numel() * out.element_size()
+    ):
+        return None
+    return _Known(out.shape, out.stride(), out.dtype, int(offset), view)
+
+
+def _may_alias(out: Tensor, args: tuple) -> bool:
+    """True if a result shares the storage of an argument, as with an operator that copies only if needed."""
+    storage = out.untyped_storage()._cdata
+    return any(isinstance(x, Tensor) and x.untyped_storage()._cdata == storage for x in args)
+
+
+class Scan(NamedTuple):
+    """Arguments of an operator.
+
+    Attributes:
+      key: shapes, strides and types of tensors, and other values; None: a value cannot be compared.
+      fake, real: whether there are fake tensors, and real ones.
+    """
+
+    key: Any
+    fake: bool
+    real: bool
+
+
+def scan(func: Any, args: tuple, kwargs: dict, by_shapes: bool) -> Scan:
+    """Key of a call, and the kinds of its tensors.
+
+    Args:
+      func: the operator, which `operator_facts` keeps, so that its id stands for it.
+      args: of the call.
+      kwargs: of the call.
+      by_shapes: whether the shapes of its results do not depend on values of tensors.
+    """
+    parts: list[Any] = [id(func)]
+    kinds = _scan((*args, *kwargs.items()) if kwargs else args, parts)
+    comparable = kinds & _COMPARABLE and (by_shapes or not kinds & _REAL)
+    return Scan(tuple(parts) if comparable else None, bool(kinds & _FAKE), bool(kinds & _REAL))
+
+
+_COMPARABLE = 1
+_FAKE = 2
+_REAL = 4
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+def _scan(values: Any, parts: list[Any]) -> int:
+    """Append the parts of the key; return the flags of the values, as a sum."""
+    kinds = _COMPARABLE
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            kinds |= _FAKE
+            parts.append((value.shape, value.stride(), value.dtype, value.storage_offset()))
+        elif kind in _PLAIN:
+            parts += (kind, value)
+        elif isinstance(value, Tensor):
+            kinds |= _REAL
+            parts.append(("real", value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            inner: list[Any] = []
+            within = _scan(value, inner)
+            kinds = (kinds | within) & (within | ~_COMPARABLE)
+            parts.append(tuple(inner))
+        elif isinstance(value, torch.memory_format):
+            parts += (torch.memory_format, str(value))
+        else:
+            kinds &= ~_COMPARABLE
+    return kinds
+
+
 _DEVICE = torch.ops.prim.device.default
 _SUMS = (
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
