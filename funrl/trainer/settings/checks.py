@@ -50,8 +50,6 @@ REST_WEIGHT = 0.1  # weight of prompts outside --difficulty's pass rates, by def
 OF_OWN_STEPS = {  # flags that only the native engine takes, and why the others do not
     "dry_run": "it counts the native engine",
     "speculate": "it decodes by steps of its own",
-    "clock": "what it computes in an iteration is its own",
-    "keep_cache": "it computes keys and values of running sequences again under new weights",
 }
 OF_OWN_DATA = (
     "fields",
