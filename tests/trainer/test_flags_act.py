@@ -18,9 +18,9 @@ from funrl.api.warm_start import warm_started
 from funrl.mesh.mesh import single
 from funrl.optim import clip_by_global_norm, global_norm
 from funrl.trainer import loop
+from funrl.trainer.jobs import learning_rates
 from funrl.trainer.jobs.sharding import stored_rules
 from funrl.trainer.settings.settings import settings_flags, settings_of
-from funrl.trainer.steps import optimizer as optimizers
 from funrl.trainer.steps import step
 
 TESTS = Path(__file__).parents[1]
@@ -261,6 +261,6 @@ def test_the_global_norm_is_taken_once_an_update(optimizer, monkeypatch):
 
     monkeypatch.setattr(step, "global_norm", counting)
     clip = functools.partial(clip_by_global_norm, norm_of=counting)  # which takes it where it is not handed over
-    monkeypatch.setattr(optimizers, "clip_by_global_norm", clip)
+    monkeypatch.setattr(learning_rates, "clip_by_global_norm", clip)
     weights_after(PPO, minibatches=2, optimizer=optimizer)
     assert len(taken) == 2 * 2 * 2, "steps, mini-batches, models"

@@ -86,7 +86,7 @@ def learn(
         most_rows = sizes_of(rows.lengths, plan.token_budget, token_ranks(rows.mesh), together=units.together)[1]
         for part, packing, total in zip(epoch.parts, epoch.packings, totals, strict=True):
             for name, role in learning.items():
-                update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows)
+                update = RoleUpdate(f"step {plan.step}, {name}", name, role, rows, part, packing, most_rows=most_rows)
                 states[name], metrics = _updated(update, states[name], total[name], frozen, monitor)
                 for key, value in metrics.items():
                     if first or key not in ENGINE_GAPS:
