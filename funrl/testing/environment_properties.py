@@ -98,9 +98,9 @@ def check_environment(
       ValueError: `without` names what is no property.
     """
     marks = ("<|im_start|>", "<tool_call>", "</tool_call>")
-    tokenizer = tokenizer or chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
-    prompts = [encode(Prompt(_copied(prompt), dict(fields)), tokenizer) for prompt, fields in examples]
-    chat = TemplateChat(tokenizer)
+    renders = tokenizer or chat_character_tokenizer(string.printable, marks, PLAIN_TEMPLATE, unknown="?")
+    prompts = [encode(Prompt(_copied(prompt), dict(fields)), renders) for prompt, fields in examples]
+    chat = TemplateChat(renders)
     subject = EnvironmentSubject(
         lambda: environment_from(environment), chat, prompts, (*replies, *ODD_REPLIES), limit_s
     )
