@@ -110,18 +110,41 @@ def check_config(raw: ConfigFields) -> None:
       ModelError: naming the field and its value.
     """
     raw = fields_of_text_part(raw)
-    if raw.get("model_type") not in FAMILIES:
+    if not isinstance(raw.get("model_type"), str):
+        raise ModelError(f"model_type is {raw.get('model_type')!r}, it must be text")
+    if raw["model_type"] not in FAMILIES:
         return
+    for part in (raw, raw.get("text_config")):
+        if isinstance(part, Mapping):
+            _check_written(part)
     fields = fields_with_defaults(raw)
     fields = fields.get("text_config", fields)
     rope = fields.get("rope_parameters") or {}
-    for part in (fields, rope, *(x for x in rope.values() if isinstance(x, Mapping))):
+    where = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    parts = ((f"{where}.{name}", x) for name, x in rope.items() if isinstance(x, Mapping))
+    for prefix, part in (("", fields), (where, rope), *parts):
         if not isinstance(part.get("rope_type", ""), str):
-            raise ModelError(f"rope_type is {part['rope_type']!r}, it must be text")
+            raise ModelError(f"{prefix}.rope_type is {part['rope_type']!r}, it must be text")
         for name in _POSITIVE:
             value = part.get(name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST_NUMBER):
-                raise ModelError(f"{name} is {value!r}, it must be a number above 0")
+                raise ModelError(f"{prefix}{'.' * bool(prefix)}{name} is {value!r}, it must be a number above 0")
+
+
+def _check_written(raw: ConfigFields) -> None:
+    """Check fields that transformers reads without an error or fails at without their name. Raises: ModelError."""
+    for name in (*GIVEN_SIZES, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if raw.get(name) is not None:
+            whole_size(raw, name)
+    for name in ("architectures", "layer_types"):
+        value = raw.get(name)
+        if value is not None and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+            raise ModelError(f"{name} is {value!r}, it must be a list of texts")
+    for name in ("dtype", "torch_dtype"):
+        if raw.get(name) is not None and raw[name] not in (*DTYPES, *(f"torch.{x}" for x in DTYPES), "auto"):
+            raise ModelError(f"{name} is {raw[name]!r}, supported are {list(DTYPES)}")
+    if raw.get("rope_theta", 1) is None:
+        raise ModelError("rope_theta is None, it must be a number above 0")
 
 
 def config_from_hf(raw: ConfigFields) -> Config:
