@@ -103,7 +103,7 @@ def test_a_deep_model_is_on_the_line_however_many_rows_fit(monkeypatch):
     row = trees.nbytes(job.model.init_cache(single(), 2, 16, job.dtype))
     job = with_cache(job, together * row / 1e9)
     shallow = dry_run.estimate(job, 8, CPU).phases["generate"]
-    monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
+    monkeypatch.setattr(dry_run.tracing, "of_all_layers", lambda job, costs: costs(job))
     whole = dry_run.estimate(job, 8, CPU).phases["generate"]
     assert shallow.peak["cache"] == whole.peak["cache"] == together * row
     assert shallow.total == pytest.approx(whole.total, rel=0.02)

@@ -151,7 +151,7 @@ def test_layers_without_experts_before_those_with_some_do_not_stand_for_them(mon
     few, more = traced_layers(job.model)
     assert few.layers == (0, 1, 2, 3, 4, 5) and [(deep.layers, count) for deep, count in more] == [((*range(7),), 4)]
     phases = dry_run.estimate(job, 8, CPU).phases
-    monkeypatch.setattr(dry_run, "of_all_layers", lambda job, costs: costs(job))
+    monkeypatch.setattr(dry_run.tracing, "of_all_layers", lambda job, costs: costs(job))
     assert_alike(phases, dry_run.estimate(job, 8, CPU).phases)
 
 
