@@ -80,7 +80,7 @@ def of_advantage(row, layout):
     piece = subject.piece
     batch = with_own_fields(layout.by_unit, piece.fields)
     x = layout.on_tokens(ramp(layout)) if row.tokens else batch.score
-    given = Signal(x, batch.mask, weight=batch.weight if subject.weighted else None)
+    given = Signal(x, batch.mask)
     signal, state = run_piece(piece, given, piece.init(), batch)
     out = {name: layout.flat(x) if x.dim() == 2 else x for name, x in signal_fields(signal).items()}
     out |= {f"{name} {i}": x for name, metric in signal.metrics.items() for i, x in enumerate(metric)}

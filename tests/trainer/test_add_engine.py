@@ -79,7 +79,7 @@ def test_contributing_names_the_files():
 
 def test_a_new_engine_is_a_value_of_the_flag(checkout):
     status, output = run(checkout, "funrl.cli.main", "grpo", "--engine=plain", "--staleness=1", "--place=generate:1")
-    assert status and "--engine=plain and --staleness=1" in output and "whole requests" in output
+    assert status and "--engine=plain and --staleness=1" in output and "takes no weights during a request" in output
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.storage.shard_server import CheckpointError, DamagedError, record_digest
 
 SETTINGS = {"steps": 3, "minibatches": 2, "eval_every": 2, "lr_schedule": "linear", "lr_warmup_steps": 1}
-ODD = SIZES | {"heads": 3, "kv_heads": 1, "mlp": 13}  # two ranks do not divide them
+ODD = SIZES | {"embed": 24, "heads": 3, "kv_heads": 1, "mlp": 13}  # two ranks do not divide them
 
 
 def run(folder, mesh="dp1", compose=PPO, **settings):
