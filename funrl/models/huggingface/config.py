@@ -128,7 +128,8 @@ def check_config(raw: ConfigFields) -> None:
         for name in _POSITIVE:
             value = part.get(name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < LARGEST_NUMBER):
-                raise ModelError(f"{prefix}{'.' * bool(prefix)}{name} is {value!r}, it must be a number above 0")
+                label = f"{prefix}.{name}" if prefix and name not in raw else name
+                raise ModelError(f"{label} is {value!r}, it must be a number above 0")
 
 
 def _check_written(raw: ConfigFields) -> None:
