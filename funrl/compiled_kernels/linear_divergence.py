@@ -51,22 +51,6 @@ def divergence(logp: Tensor, teacher_logp: Tensor, beta: float = 0.5) -> Tensor:
     return beta * _divergence_of(teacher_logp, m_logp) + (1 - beta) * _divergence_of(logp, m_logp)
 
 
-def topk_divergence(topk_logp: Tensor, teacher_topk_logp: Tensor, beta: float = 0.5) -> Tensor:
-    """`divergence` over K tokens and one more outcome, which is any other token.
-
-    It is at most the divergence over the whole vocabulary, and equal where the two agree on the other tokens up to a
-    factor. Without the further outcome a sum over K tokens is no divergence: the reverse KL's is least at q = p / e.
-
-    Args:
-      topk_logp, teacher_topk_logp: [..., K] log-probabilities of the same K tokens, the teacher's most probable, of the
-        distributions over the whole vocabulary.
-      beta: as in `divergence`.
-
-    Returns: [...] in nats.
-    """
-    return divergence(_with_remainder(topk_logp), _with_remainder(teacher_topk_logp), beta)
-
-
 def log_mixture(logp: Tensor, teacher_logp: Tensor, beta: float) -> Tensor:
     """log (beta p + (1 - beta) q), for beta in between 0 and 1."""
     return torch.logaddexp(teacher_logp + math.log(beta), logp + math.log1p(-beta))
@@ -319,9 +303,3 @@ def _d_logits(logp_CV: Tensor, teacher_CV: Tensor, to_student_C1: Tensor, beta: 
 
 def _divergence_of(p_logp: Tensor, q_logp: Tensor) -> Tensor:
     return (p_logp.exp() * (p_logp - q_logp)).sum(-1)
-
-
-def _with_remainder(logp: Tensor) -> Tensor:
-    """[..., K + 1]; the mass that remains is at least what rounding may take from 1."""
-    rest = (1 - logp.exp().sum(-1, keepdim=True)).clamp_min(torch.finfo(logp.dtype).eps)
-    return torch.cat([logp, rest.log()], -1)

@@ -309,18 +309,10 @@ def _written_windows(family: HFFamily, config: Config) -> dict[str, object]:
 def _nested(text: ConfigFields, config: Config, vision: VisionFamily) -> dict[str, Any]:
     """The fields of a config.json with a tower. Raises: ModelError, the config has none, or one of another form."""
     fields, of_tower, of_text = vision.write(tower_in(config), config)
-    kept = (
-        "architectures",
-        "model_type",
-        "dtype",
-        "torch_dtype",
-        "tie_word_embeddings",
-        "eos_token_id",
-        "pad_token_id",
-    )
-    inner = {name: x for name, x in text.items() if name not in kept[:2]}
+    own = ("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "pad_token_id")
+    inner = {name: x for name, x in text.items() if name not in own[:2]}
     return {
-        **{name: text[name] for name in kept},
+        **{name: text[name] for name in own},
         **fields,
         "text_config": {**inner, **of_text, "model_type": vision.text_type},
         "vision_config": of_tower,

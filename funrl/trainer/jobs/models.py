@@ -251,12 +251,6 @@ def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
             raise SettingsError(f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave it out")
 
 
-def placeable_roles(algorithm: Algorithm, settings: Settings) -> list[str]:
-    """The roles of a run, its judge among them, that may have ranks of their own."""
-    names = dict.fromkeys((*role_names(algorithm), *scorers_of(settings)))
-    return [name for name in names if _pool_problem(algorithm, settings, name) is None]
-
-
 def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | None:
     """Reason why a role cannot have ranks of its own; None: it can."""
     kinds = algorithm.role_kinds
