@@ -298,13 +298,18 @@ def train(
     shown = {**objects, "recipe": recipe, "source": source, "environment": given.environment}
     config = _recorded_flags(flag_values(chosen) | own, job, given, shown)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
-    if chosen.run.resume:
-        folder = expanded(str(chosen.run.run_dir))
-        check_can_go_on(folder)
-        print("".join(f"{line}\n" for line in check_resume(job, folder)), end="", file=sys.stderr)
+    _check_resume(job, chosen)
     if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
         check_first_episode(job)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
+
+
+def _check_resume(job: Job, settings: Settings) -> None:
+    """Check the directory of a run to resume, and print what changed. Raises: SettingsError."""
+    if settings.run.resume:
+        folder = expanded(str(settings.run.run_dir))
+        check_can_go_on(folder)
+        print("".join(f"{line}\n" for line in check_resume(job, folder)), end="", file=sys.stderr)
 
 
 def _algorithm_and_settings(

@@ -394,6 +394,9 @@ def tokens_of(settings: Settings, algorithm: Algorithm) -> int:
     return max(x.tokens for x in task_texts(settings, plain_model(settings).config, None))
 
 
+Phases = dict[str, Costs]  # by their names
+
+
 class TraceMemo(NamedTuple):
     """Traces that the estimates of a search share.
 
@@ -475,16 +478,7 @@ def estimate(
         served = rests | {"weights": rests.get("weights", 0.0) + agents}
         if isinstance(parts, GeneratingParts):
             axes |= tracing.axes_of(parts.generator.mesh)
-            engine, shared = engine_bytes(job, parts, parts.generator)
-            held = engine + sum(served.values())
-            phases["generate"], episodes = decoding.with_waiting(
-                job, parts.generator, phases["generate"], tokens, held, hardware
-            )
-            copied = engine + shared if pool == "generate" else engine  # nothing is the trainer's there
-            phases = {name: plus(costs, {"weights": copied + agents}) for name, costs in phases.items()}
-            phases["reshard"] = resharding(job, parts, parts.generator, served)
-            if job.settings.engines.verify_sync:
-                phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, hardware)
+            phases, episodes, engine = _with_generator(job, parts, phases, work, served, agents)
         elif agents:
             phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}
         if (
@@ -514,6 +508,27 @@ def estimate(
         left_out=left_out(job, judge, hardware),
         episodes=episodes,
     )
+
+
+def _with_generator(
+    job: Job, parts: GeneratingParts, phases: Phases, work: RankWork, served: dict[str, float], agents: float
+) -> tuple[Phases, tracing.EpisodeCost | None, float]:
+    """Phases beside an engine, with those that need one; the cost of its episodes; and bytes of the engine's weights.
+
+    Args:
+      served: bytes by kind while the ranks generate, without the engine.
+      agents: bytes of the weights of other agents, which `served` has.
+    """
+    engine, shared = engine_bytes(job, parts, parts.generator)
+    held = engine + sum(served.values())
+    waiting = decoding.with_waiting(job, parts.generator, phases["generate"], work.tokens, held, work.hardware)
+    phases["generate"], episodes = waiting
+    copied = engine + shared if work.pool == "generate" else engine  # nothing is the trainer's there
+    phases = {name: plus(costs, {"weights": copied + agents}) for name, costs in phases.items()}
+    phases["reshard"] = resharding(job, parts, parts.generator, served)
+    if job.settings.engines.verify_sync:
+        phases["verify"] = verifying(job, parts, parts.generator, phases["reshard"].peak, work.hardware)
+    return phases, episodes, engine
 
 
 def _parts(job: Job, mesh: Mesh, generates: bool) -> Parts:

@@ -26,26 +26,28 @@ def answered(content, **fields):
     return {"messages": [ASK, {"role": "assistant", "content": content, **fields}]}
 
 
-def refused(record, tokenizer, message, kind="demonstrations"):
+def assert_refused(record, tokenizer, message, kind="demonstrations"):
     with pytest.raises((DataError, TokenizerError), match=message):
         text_example(record, kind, tokenizer)
 
 
 def test_calls_that_a_template_does_not_know_are_refused():
     """Else the end of the turn alone would be trained."""
-    refused({"messages": [ASK, calling()]}, chatml(NO_TOOLS), "leaves out the call of 'mul', and renders '<|im_end|>'")
+    assert_refused(
+        {"messages": [ASK, calling()]}, chatml(NO_TOOLS), "leaves out the call of 'mul', and renders '<|im_end|>'"
+    )
 
 
 def test_a_turn_of_which_a_template_leaves_nothing_is_refused():
-    refused(answered(None, reasoning_content="hm"), chatml(), "leaves out 'hm' of a message of the assistant")
-    refused(answered("yo"), chatml("{{ messages[0].content }}<|im_end|>"), "leaves out what the assistant says")
+    assert_refused(answered(None, reasoning_content="hm"), chatml(), "leaves out 'hm' of a message of the assistant")
+    assert_refused(answered("yo"), chatml("{{ messages[0].content }}<|im_end|>"), "leaves out what the assistant says")
     assert trained(answered(""), chatml()) == [["<|im_end|>"]]
 
 
 def test_thoughts_in_a_content_are_trained_whole_or_refused():
     twice = answered("<think>a</think>b<think>c</think>d")
     assert trained(twice, chatml()) == [["<think>a</think>b<think>c</think>d<|im_end|>"]]  # which knows no thoughts
-    refused(twice, chatml(OPENS_THOUGHTS), "leaves out 'a' of a message of the assistant")
+    assert_refused(twice, chatml(OPENS_THOUGHTS), "leaves out 'a' of a message of the assistant")
     once = answered("<think>\na\n</think>\n\nd")
     for record in (once, answered("d", reasoning_content="a"), answered("a\n</think>\n\nd")):
         assert trained(record, chatml(OPENS_THOUGHTS)) == [["a\n</think>\n\nd<|im_end|>"]]
@@ -101,14 +103,14 @@ def test_a_message_whose_role_a_template_leaves_out_is_refused(messages, name):
     knows = CHATML.replace("%}<|im_start|>", "%}{% if m.role in ('user', 'assistant') %}<|im_start|>", 1).replace(
         "{% endfor %}{% if add", "{% endif %}{% endfor %}{% if add"
     )
-    refused({"messages": messages}, chatml(knows), name)
-    refused({"prompt": messages[:-1], "completion": "b"}, chatml(knows), name)
+    assert_refused({"messages": messages}, chatml(knows), name)
+    assert_refused({"prompt": messages[:-1], "completion": "b"}, chatml(knows), name)
     assert trained({"messages": messages}, chatml())[0][-1] == "b<|im_end|>"
 
 
 def test_the_first_message_may_be_the_assistants_if_it_is_context():
     messages = [{"role": "assistant", "content": "Hi!"}, *said("a", "b")]
-    refused({"messages": messages}, chatml(), "message 1 is by the assistant, and no prompt is before it")
+    assert_refused({"messages": messages}, chatml(), "message 1 is by the assistant, and no prompt is before it")
     messages[0]["train"] = False
     assert trained({"messages": messages}, chatml()) == [["b<|im_end|>"]]
 
@@ -237,7 +239,7 @@ def test_thoughts_that_a_template_does_not_know_are_named(tmp_path):
     ],
 )
 def test_what_is_no_conversation_is_named(messages, message):
-    refused({"messages": messages}, chatml(), message)
+    assert_refused({"messages": messages}, chatml(), message)
 
 
 def test_a_template_that_refuses_says_why():
@@ -256,12 +258,12 @@ def test_pairs_whose_difference_a_template_leaves_out_are_refused():
         return {"role": "assistant", "content": content, **fields}
 
     thinking = pair(answer("6", reasoning_content="so"), answer("6", reasoning_content="or"))
-    refused(thinking, chatml(), "differ in their thoughts, and have the same tokens", "preferences")
+    assert_refused(thinking, chatml(), "differ in their thoughts, and have the same tokens", "preferences")
     no_content = CHATML.replace("{{ m.content or '' }}", "{{ '' if m.tool_calls else m.content }}")
     beside = pair({**calling(), "content": "a"}, {**calling(), "content": "b"})
     assert len(set(map(str, trained(beside, chatml(), "preferences")))) == 2
-    refused(beside, chatml(no_content), "differ in their content", "preferences")
-    refused({**beside, "reference": "c"}, chatml(no_content), "differ in their content", "triples")
+    assert_refused(beside, chatml(no_content), "differ in their content", "preferences")
+    assert_refused({**beside, "reference": "c"}, chatml(no_content), "differ in their content", "triples")
     trimming = chatml(CHATML.replace("m.content or ''", "m.content | trim"))
     for equal in (pair(answer("6"), answer("6")), pair(answer("6"), answer("6 "))):  # which is remarked elsewhere
         chosen, rejected = text_example(equal, "preferences", trimming).texts
@@ -281,14 +283,16 @@ def test_equal_conversations_are_a_pair_as_equal_answers_are(tmp_path):
 
 def test_messages_behind_a_text_are_one():
     reply = {"role": "assistant", "content": "a"}
-    refused({"prompt": "hi", "completion": [reply, ASK, reply]}, chatml(), "has 3 messages, and the prompt is text")
+    assert_refused(
+        {"prompt": "hi", "completion": [reply, ASK, reply]}, chatml(), "has 3 messages, and the prompt is text"
+    )
 
 
 def test_words_that_go_on_with_a_prompt_may_be_untrained():
     begun, goes_on, then = ({"role": "assistant", "content": text} for text in ("a", "b", "c"))
     record = {"prompt": [ASK, begun], "completion": [{**goes_on, "weight": 0}, ASK, then]}
     assert trained(record, chatml()) == [["c<|im_end|>"]]
-    refused({**record, "completion": record["completion"][:1]}, chatml(), "no turn of the assistant is trained")
+    assert_refused({**record, "completion": record["completion"][:1]}, chatml(), "no turn of the assistant is trained")
 
 
 @pytest.mark.parametrize("place", ["messages", "completion", "prompt"])
@@ -301,7 +305,7 @@ def test_places_of_pictures_are_refused_where_the_model_reads_text_only(place):
         "completion": {"prompt": [ASK], "completion": [{"role": "assistant", "content": parts}]},
         "prompt": {"prompt": [{"role": "user", "content": parts}], "completion": [reply]},
     }
-    refused(records[place], chatml(), "the record has pictures, and the model reads text only")
+    assert_refused(records[place], chatml(), "the record has pictures, and the model reads text only")
     if place == "prompt":
         with pytest.raises(PromptError, match="the record has pictures, and the model reads text only"):
             encode(Prompt(records[place]["prompt"], {}), chatml())
