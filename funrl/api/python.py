@@ -266,8 +266,7 @@ def train(
         texts.
       mesh: devices per axis, such as "dp4,tp2"; "auto:8" chooses the best mesh of 8 devices by a dry run.
       on_step: called with the number and the metrics of every step, in the process of rank 0.
-      settings: any flag by name, including the arguments of a named recipe; a path may be a `Path`, a number may be
-        NumPy's. `TrainKeywords` has the types.
+      settings: any flag by name, and arguments of a named recipe; paths may be `Path`s, numbers NumPy's.
 
     Raises:
       SettingsError: a setting does not exist or cannot work; raised before anything is started.
@@ -298,18 +297,18 @@ def train(
     shown = {**objects, "recipe": recipe, "source": source, "environment": given.environment}
     config = _recorded_flags(flag_values(chosen) | own, job, given, shown)
     job = dataclasses.replace(job, provenance=_provenance(job, recipe, config, given))
-    _check_resume(job, chosen)
-    if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
-        check_first_episode(job)
+    _check_start(job, chosen, env)
     return _run(job, chosen, recipe if isinstance(recipe, str) else "run", config, on_step, source)
 
 
-def _check_resume(job: Job, settings: Settings) -> None:
-    """Check the directory of a run to resume, and print what changed. Raises: SettingsError."""
+def _check_start(job: Job, settings: Settings, env: GivenEnvironment | None) -> None:
+    """Check a run to resume, printing what changed, and an episode of its environment. Raises: SettingsError."""
     if settings.run.resume:
         folder = expanded(str(settings.run.run_dir))
         check_can_go_on(folder)
         print("".join(f"{line}\n" for line in check_resume(job, folder)), end="", file=sys.stderr)
+    if env is None or isinstance(env, str | type):  # another object may hold what a forked process cannot share
+        check_first_episode(job)
 
 
 def _algorithm_and_settings(

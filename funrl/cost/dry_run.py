@@ -481,14 +481,10 @@ def estimate(
             phases, episodes, engine = _with_generator(job, parts, phases, work, served, agents)
         elif agents:
             phases = {name: plus(costs, {"weights": agents}) for name, costs in phases.items()}
-        if (
-            isinstance(job, RLJob)
-            and isinstance(built, GeneratingParts)
-            and judge
-            and decoding.writes_verdicts(judge, pool, apart)
-        ):
+        here = judge if judge is not None and decoding.writes_verdicts(judge, pool, apart) else None
+        if isinstance(job, RLJob) and isinstance(built, GeneratingParts) and here is not None:
             resting = served | {"weights": served["weights"] + engine}
-            verdicts = decoding.judging(job, judge, built, tokens, sum(resting.values()), hardware)
+            verdicts = decoding.judging(job, here, built, tokens, sum(resting.values()), hardware)
             axes |= verdicts.axes
             phases = decoding.with_judge_phase(phases, verdicts, resting)
         useful = useful_shares(job, parts, plan)
