@@ -35,6 +35,7 @@ def healthy(steps=80):
                 "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
                 "memory/host_gb": 1.5 + 0.01 * noise,
                 "partial/staleness_mean": 0.7,
+                "rollout/effective_share": 0.66 if step == 2 else 0.95,  # the lowest of a run that learns
             }
         )
     return rows
@@ -59,6 +60,7 @@ ILLS = {
     "running_entropy": lambda n, row: {"actor/entropy": 1.7 * 0.9**n},
     "long_completions": lambda n, row: {"response_length/clip_ratio": 0.95},
     "stale_tokens": lambda n, row: {"partial/staleness_mean": 6.0},
+    "few_effective_tokens": lambda n, row: {"rollout/effective_share": 0.3 if n == 4 else 0.8},
 }
 
 
@@ -69,6 +71,12 @@ def test_a_healthy_run_is_told_nothing():
 def test_a_guard_speaks_as_soon_as_it_has_its_steps():
     rows = [{"step": step, "partial/staleness_mean": 6.0} for step in range(1, guards.WINDOW + 2)]
     assert [(finding.cause, finding.step) for finding in guards.findings(rows)] == [("stale_tokens", guards.WINDOW)]
+
+
+def test_few_effective_tokens_are_reported_at_the_first_such_step():
+    (finding,) = guards.findings(changed(ILLS["few_effective_tokens"]))
+    assert finding.step == 24
+    assert "30%" in finding.text and "--lr" in finding.text and "--algorithm=dppo" in finding.text
 
 
 @pytest.mark.parametrize("cause", ILLS)

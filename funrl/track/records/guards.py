@@ -15,6 +15,7 @@ WINDOW = 5  # steps that are compared with earlier ones
 KEPT_ROWS = 1000  # that a monitor keeps: the first and last of them are consecutive steps
 FIRST_ROWS = 50
 LAST_ROWS = 400
+LEAST_EFFECTIVE = 0.5  # share of the tokens; see docs/troubleshooting.md for runs on both sides
 Row = Mapping[str, object]
 Guard = Callable[[Sequence[Row]], str | None]
 
@@ -89,6 +90,16 @@ def mean_above(metric: str, bound: float, text: str, window: int = WINDOW) -> Gu
         values = _series(rows, metric, least=window)
         now = abs(fmean(values[-window:])) if values else 0.0
         return text.format(now=now) if now > bound else None
+
+    return guard
+
+
+def newest_below(metric: str, bound: float, text: str) -> Guard:
+    """A guard of the size of a metric's newest value, {now} in the message."""
+
+    def guard(rows: Sequence[Row]) -> str | None:
+        values = _series(rows, metric, least=1)
+        return text.format(now=values[-1]) if values and values[-1] < bound else None
 
     return guard
 
@@ -175,6 +186,10 @@ MUCH_ENTROPY = "the entropy has risen from {before:.2g} to {now:.2g} nats a toke
 SKIPPED_UPDATES = (
     "{now:.0f} updates were left out, as they were not finite: a line names the cause, --max_skipped ends the run"
 )
+FEW_EFFECTIVE = (
+    "the newer policy's importance weights leave {now:.0%} of the tokens effective: the rows are too old for it. Lower "
+    "--lr to a third, or take --algorithm=dppo, or a smaller --staleness or larger --new_tokens_per_step"
+)
 CUT_OFF = "{now:.0%} of the completions are cut off: raise --max_new_tokens, or give the reward a price for length"
 MORE_MEMORY = "the host's memory has grown from {before:.1f} to {now:.1f} GB: --reward_workers shows if rewards keep it"
 GUARDS: dict[str, Guard] = {
@@ -207,4 +222,5 @@ GUARDS: dict[str, Guard] = {
         4.0,
         "tokens are trained {now:.1f} steps after their weights: raise --new_tokens_per_step, or weigh by importance",
     ),
+    "few_effective_tokens": newest_below("rollout/effective_share", LEAST_EFFECTIVE, FEW_EFFECTIVE),
 }
