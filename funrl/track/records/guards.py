@@ -15,7 +15,7 @@ WINDOW = 5  # steps that are compared with earlier ones
 KEPT_ROWS = 1000  # that a monitor keeps: the first and last of them are consecutive steps
 FIRST_ROWS = 50
 LAST_ROWS = 400
-LEAST_EFFECTIVE = 0.5  # share of the tokens; see docs/troubleshooting.md for runs on both sides
+FARTHEST_SAMPLER = 0.28  # nats a token in two steps; docs/asynchrony.md has runs on both sides
 Row = Mapping[str, object]
 Guard = Callable[[Sequence[Row]], str | None]
 
@@ -94,16 +94,6 @@ def mean_above(metric: str, bound: float, text: str, window: int = WINDOW) -> Gu
     return guard
 
 
-def newest_below(metric: str, bound: float, text: str) -> Guard:
-    """A guard of the size of a metric's newest value, {now} in the message."""
-
-    def guard(rows: Sequence[Row]) -> str | None:
-        values = _series(rows, metric, least=1)
-        return text.format(now=values[-1]) if values and values[-1] < bound else None
-
-    return guard
-
-
 def drift(metric: str, least: int, drifts: Callable[[float, float], bool], text: str) -> Guard:
     """A guard of a metric that moves away from where it began.
 
@@ -167,6 +157,22 @@ def falling_reward(rows: Sequence[Row]) -> str | None:
     return None
 
 
+def rows_too_old(rows: Sequence[Row]) -> str | None:
+    """The policy is far from the older ones that sampled, in two steps whose rows may be stale.
+
+    The effective sample size alone does not tell: a single token of a large weight makes it small for a step.
+    """
+    effective = _series(rows, "rollout/effective_share", least=2)
+    gaps = _series(rows, "rollout/logprob_gap_mean", least=2)
+    if not effective or not gaps or (far := fmean(gaps[-2:])) <= FARTHEST_SAMPLER:
+        return None
+    return (
+        f"the policy is {far:.2g} nats a token from those that sampled in two steps, and {effective[-1]:.0%} of the "
+        "tokens are effective: its rows are too old for it. Take --algorithm=dppo, lower --lr to a third, or give a "
+        "smaller --staleness or larger --new_tokens_per_step"
+    )
+
+
 def _series(rows: Sequence[Row], name: str, least: int) -> Sequence[float]:
     """The metric's finite values if the newest row has one and there are at least `least`; else none."""
     series = [row.get(name) for row in rows]
@@ -185,10 +191,6 @@ LOST_ENTROPY = "the entropy has fallen from {before:.2g} to {now:.2g} nats a tok
 MUCH_ENTROPY = "the entropy has risen from {before:.2g} to {now:.2g} nats a token: lower --lr or --entropy_coef"
 SKIPPED_UPDATES = (
     "{now:.0f} updates were left out, as they were not finite: a line names the cause, --max_skipped ends the run"
-)
-FEW_EFFECTIVE = (
-    "the newer policy's importance weights leave {now:.0%} of the tokens effective: the rows are too old for it. Lower "
-    "--lr to a third, or take --algorithm=dppo, or a smaller --staleness or larger --new_tokens_per_step"
 )
 CUT_OFF = "{now:.0%} of the completions are cut off: raise --max_new_tokens, or give the reward a price for length"
 MORE_MEMORY = "the host's memory has grown from {before:.1f} to {now:.1f} GB: --reward_workers shows if rewards keep it"
@@ -222,5 +224,5 @@ GUARDS: dict[str, Guard] = {
         4.0,
         "tokens are trained {now:.1f} steps after their weights: raise --new_tokens_per_step, or weigh by importance",
     ),
-    "few_effective_tokens": newest_below("rollout/effective_share", LEAST_EFFECTIVE, FEW_EFFECTIVE),
+    "rows_too_old": rows_too_old,
 }
