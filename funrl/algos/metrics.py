@@ -49,7 +49,29 @@ class Sum(NamedTuple):
     value: Tensor
 
 
-Metric = Mean | Max | Sum
+class EffectiveShare(NamedTuple):
+    """Effective sample size of importance weights w, as a share of the samples: (sum w)^2 / (n sum w^2), at most 1.
+
+    Attributes:
+      total, squares, count: sum w, sum w^2 and n, which are added over micro-batches and ranks.
+
+    Example:
+      >>> EffectiveShare(torch.tensor(4.0), torch.tensor(8.0), torch.tensor(4.0)).value.item()
+      0.5
+    References: Kong, 1992.
+    """
+
+    total: Tensor
+    squares: Tensor
+    count: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """The share; 0 where there is no weight."""
+        return divide(self.total.square(), self.count * self.squares)
+
+
+Metric = Mean | Max | Sum | EffectiveShare
 
 
 def divide(num: Tensor, den: Tensor) -> Tensor:
@@ -67,6 +89,8 @@ def merge(a: Any, b: Any) -> Any:
         raise PieceError(f"a {type(a).__name__} and a {type(b).__name__} cannot be merged into one metric")
     if isinstance(a, Mean):
         return a + b
+    if isinstance(a, EffectiveShare):
+        return EffectiveShare(*map(torch.add, a, b))
     return Max(torch.maximum(a.value, b.value)) if isinstance(a, Max) else Sum(a.value + b.value)
 
 

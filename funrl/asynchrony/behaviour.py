@@ -54,8 +54,8 @@ def _remedy(algorithm: Algorithm) -> str:
     if algorithm.advantage is None:
         return "it has no advantage chain to put a correction into; leave --staleness out"
     return (
-        'add a correction, such as corrected(algorithm, importance_weights("token", high=2.0)), in a '
-        "--algorithm=FILE.py, or use one that has it, such as rollout_is, dppo or m2po; or leave "
+        "use --algorithm=dppo, which stays near the policy that sampled; or add a correction, such as "
+        'corrected(algorithm, importance_weights("token", high=2.0)), in a --algorithm=FILE.py; or leave '
         "--staleness out"
     )
 

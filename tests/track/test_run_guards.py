@@ -35,6 +35,7 @@ def healthy(steps=80):
                 "rollout/logprob_gap_mean": 2e-6 * (1 + 0.1 * noise),
                 "memory/host_gb": 1.5 + 0.01 * noise,
                 "partial/staleness_mean": 0.7,
+                "rollout/effective_share": 0.2 if step == 2 else 0.95,  # one token of a large weight
             }
         )
     return rows
@@ -48,7 +49,7 @@ def changed(change):
 
 ILLS = {
     "host_memory_grows": lambda n, row: {"memory/host_gb": 1.5 + 0.02 * n},
-    "engine_gap_grows": lambda n, row: {"rollout/logprob_gap_mean": 2e-6 * 2.0**n},
+    "engine_gap_grows": lambda n, row: {"rollout/logprob_gap_mean": min(2e-6 * 2.0**n, 0.1)},
     "equal_rewards": lambda n, row: {"reward/min": 0.0, "reward/max": 0.0, "reward/equal_groups": 1.0},
     "groups_without_difference": lambda n, row: {"reward/equal_groups": 0.9},
     "zero_gradient": lambda n, row: {"actor/grad_norm": 0.0},
@@ -59,6 +60,7 @@ ILLS = {
     "running_entropy": lambda n, row: {"actor/entropy": 1.7 * 0.9**n},
     "long_completions": lambda n, row: {"response_length/clip_ratio": 0.95},
     "stale_tokens": lambda n, row: {"partial/staleness_mean": 6.0},
+    "rows_too_old": lambda n, row: {"rollout/logprob_gap_mean": 0.35 if n in {4, 5} else 2e-6},
 }
 
 
@@ -69,6 +71,15 @@ def test_a_healthy_run_is_told_nothing():
 def test_a_guard_speaks_as_soon_as_it_has_its_steps():
     rows = [{"step": step, "partial/staleness_mean": 6.0} for step in range(1, guards.WINDOW + 2)]
     assert [(finding.cause, finding.step) for finding in guards.findings(rows)] == [("stale_tokens", guards.WINDOW)]
+
+
+def test_rows_that_are_too_old_are_reported_at_the_second_such_step():
+    rows = changed(ILLS["rows_too_old"])
+    (finding,) = guards.findings(rows)
+    assert finding.step == 25
+    assert "0.35 nats" in finding.text and "--lr" in finding.text and "--algorithm=dppo" in finding.text
+    fresh = [{name: x for name, x in row.items() if name != "rollout/effective_share"} for row in rows]
+    assert not list(guards.findings(fresh))
 
 
 @pytest.mark.parametrize("cause", ILLS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from small_runs import GRPO, PPO, assert_same, begin, gap, run_steps, scored_bat
 from funrl.mesh.mesh import single
 from funrl.trainer.jobs.job import needs_old_scores
 from funrl.trainer.phases import learn_batch
+from funrl.trainer.steps.advantage_phase import describe
 from funrl.trainer.steps.sync import sync
 
 ALGORITHMS = {
@@ -61,6 +63,27 @@ def test_the_gap_to_the_engine_is_that_of_the_worst_token():
     _, metrics = learn_batch(run, state, rows.with_fields(rollout_logp=batch.rollout_logp + off))
     assert metrics["rollout/logprob_gap_max"] == pytest.approx(0.25, abs=1e-9)
     assert metrics["rollout/logprob_gap_mean"] == pytest.approx(0.25 / batch.mask.sum().item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("score_old", [False, True])
+def test_the_effective_share_of_stale_tokens(score_old):
+    """A fifth of n equal weights becomes 3 times as large: share (n + 2k)^2 / (n (n + 8k))."""
+    job = small_job(GRPO, minibatches=1, samples_per_prompt=3, token_budget=BUDGET)
+    run, state = begin(job, single())
+    rows, state, _ = scored_batch(run, state)
+    batch = rows.batch
+    places = batch.mask.nonzero()[::5].unbind(1)
+    off = torch.zeros_like(batch.rollout_logp)
+    off[places] = math.log(3)
+    stale = off != 0
+    rows = rows.with_fields(rollout_logp=batch.rollout_logp - off, stale=stale)
+    if score_old:
+        rows = rows.with_fields(old_logp=batch.rollout_logp)
+        metrics = describe(rows, rows.batch)
+    else:
+        _, metrics = learn_batch(run, state, rows)
+    n, k = int(batch.mask.sum()), int(stale.sum())
+    assert metrics["rollout/effective_share"] == pytest.approx((n + 2 * k) ** 2 / (n * (n + 8 * k)), rel=1e-6)
 
 
 @pytest.mark.gloo

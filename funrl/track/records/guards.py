@@ -15,6 +15,7 @@ WINDOW = 5  # steps that are compared with earlier ones
 KEPT_ROWS = 1000  # that a monitor keeps: the first and last of them are consecutive steps
 FIRST_ROWS = 50
 LAST_ROWS = 400
+FARTHEST_SAMPLER = 0.28  # nats a token in two steps; docs/asynchrony.md has runs on both sides
 Row = Mapping[str, object]
 Guard = Callable[[Sequence[Row]], str | None]
 
@@ -156,6 +157,22 @@ def falling_reward(rows: Sequence[Row]) -> str | None:
     return None
 
 
+def rows_too_old(rows: Sequence[Row]) -> str | None:
+    """The policy is far from the older ones that sampled, in two steps whose rows may be stale.
+
+    The effective sample size alone does not tell: a single token of a large weight makes it small for a step.
+    """
+    effective = _series(rows, "rollout/effective_share", least=2)
+    gaps = _series(rows, "rollout/logprob_gap_mean", least=2)
+    if not effective or not gaps or (far := fmean(gaps[-2:])) <= FARTHEST_SAMPLER:
+        return None
+    return (
+        f"the policy is {far:.2g} nats a token from those that sampled in two steps, and {effective[-1]:.0%} of the "
+        "tokens are effective: its rows are too old for it. Take --algorithm=dppo, lower --lr to a third, or give a "
+        "smaller --staleness or larger --new_tokens_per_step"
+    )
+
+
 def _series(rows: Sequence[Row], name: str, least: int) -> Sequence[float]:
     """The metric's finite values if the newest row has one and there are at least `least`; else none."""
     series = [row.get(name) for row in rows]
@@ -207,4 +224,5 @@ GUARDS: dict[str, Guard] = {
         4.0,
         "tokens are trained {now:.1f} steps after their weights: raise --new_tokens_per_step, or weigh by importance",
     ),
+    "rows_too_old": rows_too_old,
 }

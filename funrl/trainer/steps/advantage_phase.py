@@ -12,10 +12,10 @@ from funrl.algos.advantages.units import by_unit, units_of, units_of_copies
 from funrl.algos.applying import apply_advantage
 from funrl.algos.core import Advantage
 from funrl.algos.masks import total, where_masked
-from funrl.algos.metrics import Max
+from funrl.algos.metrics import EffectiveShare, Max
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax
-from funrl.trainer.steps.step import engine_gap
+from funrl.trainer.steps.step import EFFECTIVE_SHARE, engine_gap, engine_weights
 from funrl.trainer.steps.step_rows import Rows, mapped, on_cpu, take
 
 
@@ -108,6 +108,10 @@ def describe(rows: Rows, made: Batch, names: Sequence[str] = ()) -> dict[str, fl
             out |= {"critic/vf_explained_var": 1 - unexplained / variance}
     if batch.get("old_logp") is not None:
         out["rollout/logprob_gap_mean"] = total((batch.old_logp - batch.rollout_logp).abs(), mask, batch) / sampled
+        if batch.get("stale") is not None:
+            weight = engine_weights(batch, mask).double()
+            sums = (total(weight, mask, batch), total(weight.square(), mask, batch), sampled)
+            out[EFFECTIVE_SHARE] = EffectiveShare(*sums).value
         largest = {name: metric for name, metric in engine_gap(batch).items() if isinstance(metric, Max)}
         peaks |= {name: (x.value.reshape(1), torch.ones(1, dtype=torch.bool), 1) for name, x in largest.items()}
     return {name: float(value) for name, value in (out | _peaks(peaks, rows)).items()}

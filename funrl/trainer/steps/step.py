@@ -17,8 +17,9 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.algos.core import Loss
+from funrl.algos.losses.ratios import bounded_exp
 from funrl.algos.masks import where_masked
-from funrl.algos.metrics import Max, Metric, token_mean_of, value_of
+from funrl.algos.metrics import EffectiveShare, Max, Metric, token_mean_of, value_of
 from funrl.algos.reading import reads
 from funrl.batch import Batch
 from funrl.mesh.collectives import pmax, psum
@@ -281,14 +282,18 @@ def fields_of(loss: Loss) -> frozenset[str]:
     return read.required | read.optional
 
 
-ENGINE_GAPS = frozenset({"rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/stale_gap_max"})
+EFFECTIVE_SHARE = "rollout/effective_share"
+ENGINE_GAPS = frozenset(
+    {"rollout/logprob_gap_mean", "rollout/logprob_gap_max", "rollout/stale_gap_max", EFFECTIVE_SHARE}
+)
 
 
 def engine_gap(batch: Batch) -> dict[str, Metric]:
     """Distance of the trainer's log-probabilities from those of the engine that sampled, in nats: mean and largest.
 
     The largest is of tokens that the weights which score them sampled, with keys and values that these computed; that
-    of all others is `rollout/stale_gap_max`.
+    of all others is `rollout/stale_gap_max`. Where rows may be stale, `rollout/effective_share` is the effective sample
+    size of the importance weights trainer / engine, as a share of the tokens.
     """
     given = batch.get("demonstration")  # tokens that no engine sampled
     mask_BT = batch.mask if given is None else batch.mask & ~given
@@ -297,10 +302,17 @@ def engine_gap(batch: Batch) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {"rollout/logprob_gap_mean": token_mean_of(gap_BT, mask_BT)}
     if stale_BT is None:
         return metrics | {"rollout/logprob_gap_max": _largest(gap_BT)}
+    weight_BT = engine_weights(batch, mask_BT)
     return metrics | {
         "rollout/logprob_gap_max": _largest(where_masked(gap_BT, ~stale_BT)),
         "rollout/stale_gap_max": _largest(where_masked(gap_BT, stale_BT)),
+        EFFECTIVE_SHARE: EffectiveShare(weight_BT.sum(), weight_BT.square().sum(), mask_BT.count_nonzero().to(gap_BT)),
     }
+
+
+def engine_weights(batch: Batch, mask_BT: Tensor) -> Tensor:
+    """Importance weights trainer / engine [B, T] of the tokens of a mask, 0 elsewhere; the log is clamped to +-20."""
+    return where_masked(bounded_exp(batch.old_logp - batch.rollout_logp), mask_BT)
 
 
 def _largest(x: Tensor) -> Max:
