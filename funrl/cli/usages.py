@@ -35,7 +35,7 @@ COMMANDS = {
     "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "ray": SmallCommand(
         "A run on a Ray cluster",
-        "funrl ray [--nodes=N] [--address=X] [--timeout=MINUTES] [--shutdown_timeout=SECONDS] -- NAME [--flag=value ...]",
+        "funrl ray [--nodes=N] [--address=X] [--timeout=MINUTES] [--shutdown_timeout=SECONDS] -- NAME ...",
     ),
     "replay": SmallCommand(
         "A run repeated, or two compared",

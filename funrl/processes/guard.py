@@ -20,6 +20,7 @@ from funrl.processes.forks import PR_SET_PDEATHSIG
 def main(words: Sequence[str]) -> int:
     """Run a program and forward signals to it; return its exit status, 128 + number if a signal ended it."""
     _terminate_with_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks in its processes
     program = subprocess.Popen(words, preexec_fn=_terminate_with_parent)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: program.send_signal(number))
