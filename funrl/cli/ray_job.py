@@ -28,12 +28,12 @@ from funrl.mesh.text import devices
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import Settings
 
-POLL_S = 0.2  # longest wait of an actor for lines
+LINES_S = 0.2  # longest wait of an actor for lines
 NOTE_S = 5.0  # wait for resources after which a line says so
 FAILURE_S = 150.0  # from the failure of a node to the SIGTERM of the others, which save meanwhile
 READERS_S = 5.0  # wait for the last lines of an agent that has ended
 
-FLAGS = (
+RAY_FLAGS = (
     Flag("nodes", 1, int, optional=False, text="nodes, each with the same number of ranks", bounds=(at_least(1),)),
     Flag("address", "auto", str, optional=False, text="address of the cluster"),
     Flag("timeout", 30, int, optional=False, text="minutes to wait for the devices", bounds=(at_least(0),)),
@@ -48,7 +48,7 @@ FLAGS = (
 )
 
 
-class Request(NamedTuple):
+class DeviceRequest(NamedTuple):
     """Devices that a job asks for.
 
     Attributes:
@@ -69,13 +69,13 @@ class ResourceError(Exception):
     """A cluster without the devices of a job; the message says what is missing."""
 
 
-class Node:
+class NodeActor:
     """Actor on a node of the job: it starts torchrun's agent and hands over what that prints.
 
     Ray runs its methods in the main thread, one at a time.
 
     Example:
-      node = ray.remote(Node).options(num_gpus=8).remote(os.getcwd(), None)
+      node = ray.remote(NodeActor).options(num_gpus=8).remote(os.getcwd(), None)
       host, address, port = ray.get(node.describe.remote())
       node.start.remote(["--nproc-per-node=8", "-m", "funrl", "grpo", "--mesh=dp8"])
       lines, status = ray.get(node.poll.remote())
@@ -122,7 +122,7 @@ class Node:
         lines = []
         if status is None and self.lines.empty():
             try:
-                lines.append(self.lines.get(timeout=POLL_S))
+                lines.append(self.lines.get(timeout=LINES_S))
             except queue.Empty:
                 return [], None
         elif status is not None:
@@ -152,11 +152,11 @@ def ray_command(argv: Sequence[str]) -> int:
     if words[:1] == ["funrl"]:
         words = words[1:]
     usage = COMMANDS["ray"].usage
-    _, line = read_words(FLAGS, argv[:end], usage, least=0, most=0)
+    _, line = read_words(RAY_FLAGS, argv[:end], usage, least=0, most=0)
     if not words:
         raise SettingsError(f"no command after `--`; usage: {usage}")
     command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
-    request = request_of(command.settings, line.values["nodes"])
+    request = device_request(command.settings, line.values["nodes"])
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
@@ -183,7 +183,7 @@ def ray_command(argv: Sequence[str]) -> int:
         ray.shutdown()
 
 
-def request_of(settings: Settings, nodes: int) -> Request:
+def device_request(settings: Settings, nodes: int) -> DeviceRequest:
     """Devices of a run on a number of nodes.
 
     Raises:
@@ -200,10 +200,10 @@ def request_of(settings: Settings, nodes: int) -> Request:
             f"--nodes={nodes}: the run has {ranks} ranks, which are not the same number on each node; "
             f"choose --nodes that divides {ranks}, or another --mesh"
         )
-    return Request(nodes, ranks // nodes, "CPU" if settings.devices.device == "cpu" else "GPU")
+    return DeviceRequest(nodes, ranks // nodes, "CPU" if settings.devices.device == "cpu" else "GPU")
 
 
-def reserve(request: Request, timeout_s: float, signals: Sequence[int]) -> Any:
+def reserve(request: DeviceRequest, timeout_s: float, signals: Sequence[int]) -> Any:
     """A placement group with the devices of a job and nothing else, so that other actors find theirs.
 
     Args:
@@ -213,12 +213,12 @@ def reserve(request: Request, timeout_s: float, signals: Sequence[int]) -> Any:
     Raises:
       ResourceError: they are not free in time.
     """
-    from ray.util import placement_group
-
-    group = placement_group([{request.resource: request.ranks}] * request.nodes, strategy="STRICT_SPREAD")
+    group = importlib.import_module("ray.util").placement_group(
+        [{request.resource: request.ranks}] * request.nodes, strategy="STRICT_SPREAD"
+    )
     begin = time.monotonic()
     noted = False
-    while not group.wait(POLL_S) and not signals:
+    while not group.wait(LINES_S) and not signals:
         waited_s = time.monotonic() - begin
         if waited_s >= timeout_s:
             raise ResourceError(f"waited {timeout_s / 60:g} minutes (--timeout) for {request}: {_shortage(request)}")
@@ -230,9 +230,9 @@ def reserve(request: Request, timeout_s: float, signals: Sequence[int]) -> Any:
     return group
 
 
-def _shortage(request: Request) -> str:
+def _shortage(request: DeviceRequest) -> str:
     """Devices that the cluster has, and how many are free."""
-    import ray
+    ray = importlib.import_module("ray")
 
     name = request.resource
     totals = [f"{node['Resources'].get(name, 0):g} on {node['NodeName']}" for node in ray.nodes() if node["Alive"]]
@@ -241,7 +241,7 @@ def _shortage(request: Request) -> str:
     return f"the cluster has {name}s: {', '.join(totals)}; {free:g} of them are free{other}"
 
 
-def start_nodes(request: Request, group: Any, shutdown_s: int, words: Sequence[str]) -> dict[str, Any]:
+def start_nodes(request: DeviceRequest, group: Any, shutdown_s: int, words: Sequence[str]) -> dict[str, Any]:
     """Start torchrun's agents; actors by the name of their node.
 
     Args:
@@ -249,13 +249,15 @@ def start_nodes(request: Request, group: Any, shutdown_s: int, words: Sequence[s
       shutdown_s: seconds from SIGTERM to SIGKILL of the ranks.
       words: the command and its flags.
     """
-    import ray
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    ray = importlib.import_module("ray")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
 
     amount = {"num_gpus": request.ranks} if request.resource == "GPU" else {"num_cpus": request.ranks}
     actors = [
-        ray.remote(Node)
-        .options(**{"num_cpus": 0} | amount, scheduling_strategy=PlacementGroupSchedulingStrategy(group, index))
+        ray.remote(NodeActor)
+        .options(
+            **{"num_cpus": 0} | amount, scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, index)
+        )
         .remote(os.getcwd(), os.environ.get("OMP_NUM_THREADS"))
         for index in range(request.nodes)
     ]
@@ -278,14 +280,14 @@ def _run(nodes: dict[str, Any], signals: Sequence[int]) -> int:
 
     The first failure leaves the other nodes time to save, then they get SIGTERM. A lost node counts as status 1.
     """
-    import ray
+    ray = importlib.import_module("ray")
 
     running = {actor.poll.remote(): name for name, actor in nodes.items()}
     statuses: dict[str, int] = {}
     forwarded = 0
     deadline = float("inf")
     while running:
-        ready, _ = ray.wait([*running], timeout=POLL_S)
+        ready, _ = ray.wait([*running], timeout=LINES_S)
         for number in signals[forwarded:]:
             for name in running.values():
                 nodes[name].signal.remote(number)
@@ -309,7 +311,7 @@ def _run(nodes: dict[str, Any], signals: Sequence[int]) -> int:
 
 def _relay(reference: Any, prefix: str, name: str) -> int | None:
     """Print the lines of a node; return its exit status, None while it runs, 1 if it is lost."""
-    import ray
+    ray = importlib.import_module("ray")
 
     try:
         lines, status = ray.get(reference)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from funrl.processes.forks import PR_SET_PDEATHSIG
 
 
-def main(words: Sequence[str]) -> int:
+def guard_program(words: Sequence[str]) -> int:
     """Run a program and forward signals to it; return its exit status, 128 + number if a signal ended it."""
     _terminate_with_parent()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which Ray blocks in its processes
@@ -34,4 +34,4 @@ def _terminate_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(guard_program(sys.argv[1:]))
