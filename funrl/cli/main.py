@@ -10,6 +10,7 @@ funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
 funrl join RUN_DIR
+funrl ray --nodes=2 -- grpo --mesh=dp16
 funrl replay RUN_DIR --rows
 funrl replay RUN_DIR OTHER_RUN_DIR
 funrl explain grpo --kl_coef=0.1
@@ -56,6 +57,7 @@ EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flag
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
     "join": "funrl.cli.join:join_command",
+    "ray": "funrl.cli.ray_job:ray_command",
     "replay": "funrl.cli.replay:replay_command",
     "compile": "funrl.cli.compile_ahead:compile_command",
     "doctor": "funrl.cli.doctor:doctor",
@@ -80,6 +82,8 @@ def _main(argv: list[str]) -> int:
         return 2
     try:
         place = 2 if argv[1] in ("doctor", "show") else 1  # index of the experiment
+        if argv[1] == "ray" and "--" in argv:
+            place = argv.index("--") + 1
         if len(argv) > place and argv[place].startswith("-") and flags.flag_name(argv[place]) == "config":
             argv.insert(place, _name_in_config(argv))
         name = argv[1]

@@ -33,6 +33,10 @@ COMMANDS = {
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
     "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
+    "ray": SmallCommand(
+        "A run on a Ray cluster",
+        "funrl ray [--nodes=N] [--address=X] [--timeout=MINUTES] [--shutdown_timeout=SECONDS] -- NAME ...",
+    ),
     "replay": SmallCommand(
         "A run repeated, or two compared",
         "funrl replay RUN_DIR [RUN_DIR] [--rows] [--step=N] [--mesh=MESH] [--tolerance=X]",

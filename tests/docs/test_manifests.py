@@ -80,6 +80,18 @@ def test_the_train_job_has_the_nodes_of_the_recipe():
     assert RECIPE["mesh"] == f"dp{NODES * DEVICES}"
 
 
+def test_the_ray_job_has_the_nodes_of_the_recipe():
+    job = yaml.safe_load(block("yaml", "kind: RayJob"))
+    words = shlex.split(job["spec"]["entrypoint"])
+    end = words.index("--")
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = workers["template"]["spec"]["containers"]
+    assert words[:2] == ["funrl", "ray"] and options_of(words[:end]) == {"nodes": str(NODES)}
+    assert set(options_of(words[end + 1 :])) - {"config"} <= set(settings_flags())
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == NODES
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == DEVICES
+
+
 def test_generators_in_jobs_of_their_own_have_the_other_nodes():
     script = block("sh", "funrl join")
     assert subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True).stderr == ""
