@@ -38,7 +38,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.text import ROW_AXES, devices
 from funrl.models import Model
-from funrl.rollout.ledger import Ledger, Rule
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -368,7 +368,7 @@ class AsyncRun(NamedTuple):
       pieces: updates of a batch, each of which begins as soon as its groups can be consumed.
     """
 
-    rule: Rule
+    rule: LedgerRule
     samples: int
     lengths: LengthLaw
     prompt: int
@@ -654,9 +654,9 @@ class DeviceSplit(NamedTuple):
     scoring: Sequence[tuple[str, int]] = ()
 
 
-def rule_of(settings: Settings) -> Rule:
+def rule_of(settings: Settings) -> LedgerRule:
     """The bounds that the flags give."""
-    return Rule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+    return LedgerRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
 
 
 def lengths_of(settings: Settings, most: int) -> LengthLaw:
@@ -727,7 +727,7 @@ def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, w
     return TracedRanks(UpdateTimes(ranks, step_seconds(mean, work.hardware) / tokens, minibatches=minibatches), full)
 
 
-def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: Rule) -> AsyncRun:
+def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: LedgerRule) -> AsyncRun:
     """The run that trains on a job's mesh and generates on other devices.
 
     Args:
@@ -756,13 +756,13 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
     )
 
 
-def simulate_rule(run: AsyncRun, rule: Rule) -> Simulated:
+def simulate_rule(run: AsyncRun, rule: LedgerRule) -> Simulated:
     """The same run under a rule."""
     return simulate_run(run._replace(rule=rule), steps=SIMULATED_STEPS + 3 + int(rule.staleness))
 
 
 def simulate_splits(
-    job: RLJob, trainer: TracedRanks, work: Workload, rule: Rule
+    job: RLJob, trainer: TracedRanks, work: Workload, rule: LedgerRule
 ) -> tuple[list[DeviceSplit], dict[DeviceSplit, AsyncRun]]:
     """Simulate splits of a job's devices, and the run in which both share all of them.
 
@@ -787,7 +787,7 @@ def simulate_splits(
 
 
 def shared_split(
-    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: Rule
+    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: LedgerRule
 ) -> tuple[DeviceSplit, AsyncRun]:
     """The run in which `count` devices train and generate by turns, simulated. Raises: SettingsError, as in `on`."""
     run = async_run(job, trainer.on(count)[1], count, work, rule._replace(staleness=0, window=1))
@@ -820,10 +820,10 @@ class Schedules(NamedTuple):
       rules: rules at the best split that is not shared, with their results.
     """
 
-    rule: Rule
+    rule: LedgerRule
     lengths: LengthLaw
     splits: Sequence[DeviceSplit]
-    rules: Sequence[tuple[Rule, Simulated]]
+    rules: Sequence[tuple[LedgerRule, Simulated]]
 
 
 def wants_schedules(settings: Settings) -> bool:
@@ -891,7 +891,7 @@ def placed_schedules(
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), rules)
 
 
-def _tried_rules(run: AsyncRun, rule: Rule, result: Simulated) -> list[tuple[Rule, Simulated]]:
+def _tried_rules(run: AsyncRun, rule: LedgerRule, result: Simulated) -> list[tuple[LedgerRule, Simulated]]:
     """A run under other rules than its own too.
 
     Args:

@@ -50,7 +50,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
-from funrl.rollout.ledger import Rule
+from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import new_tokens
@@ -716,7 +716,7 @@ def train_counts(world: int) -> list[int]:
 
 
 def _division(
-    trainer: TracedRanks, counts: tuple[int, int], work: Workload, rule: Rule
+    trainer: TracedRanks, counts: tuple[int, int], work: Workload, rule: LedgerRule
 ) -> tuple[AsyncRun, dict[str, dict[str, int]]]:
     """The run with devices to train and to generate, and the meshes of both.
 

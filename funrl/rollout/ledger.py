@@ -28,7 +28,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class LedgerError(ValueError):
     """A transition that the rule does not allow."""
 
 
-class Rule(NamedTuple):
+class LedgerRule(NamedTuple):
     """Bounds on the places of a run.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rule(NamedTuple):
     prompts: int = 1
     scores: bool = False
 
-    def checked(self) -> Rule:
+    def checked(self) -> LedgerRule:
         """The same rule. Raises: LedgerError if a number is outside its range."""
         if min(self.places, self.window, self.prompts) < 1 or self.staleness < 0:
             raise LedgerError(f"{self}: places, window and prompts are at least 1, staleness is at least 0")
@@ -80,7 +80,7 @@ class Rule(NamedTuple):
         """Version that a runner holds before a place begins, floor(i / P - S); below 0: any.
 
         Example:
-          >>> [Rule(places=2, staleness=1).least_version(i) for i in range(6)]
+          >>> [LedgerRule(places=2, staleness=1).least_version(i) for i in range(6)]
           [-1, -1, 0, 0, 1, 1]
         """
         return (place - self.ahead) // self.places
@@ -90,8 +90,8 @@ class Rule(NamedTuple):
         return (version + 1) * self.places + self.ahead
 
 
-class State(enum.IntEnum):
-    """Where a place is that has begun and is not taken."""
+class PlaceState(enum.IntEnum):
+    """State of a place that is not taken."""
 
     WAITING = 0
     RUNNING = 1
@@ -110,7 +110,7 @@ class Place(NamedTuple):
       parked: whether tokens of an earlier attempt were kept.
     """
 
-    state: State = State.WAITING
+    state: PlaceState = PlaceState.WAITING
     owner: int = -1
     attempt: int = 0
     version: int | None = None
@@ -134,9 +134,11 @@ class Ledger:
       batch: place -> age, of the next batch as far as it is filled.
       refilled: batch -> prompts that have replaced others in its places.
       counts: events since `take_counts`.
+      prompts: prompts that batches have used, refilled ones included.
+      passed: positions of prompts in their order that were not used while later ones were, ascending.
 
     Example:
-      >>> ledger = Ledger(Rule(places=2, staleness=1), until=100)
+      >>> ledger = Ledger(LedgerRule(places=2, staleness=1), until=100)
       >>> ledger.begin(owner=0, numbers=ledger.next_places(version=0, room=3), version=0)
       {0: 1, 1: 1, 2: 1}
       >>> [ledger.deliver(owner=0, number=number, attempt=1) for number in (0, 2, 0)]
@@ -147,7 +149,7 @@ class Ledger:
       (True, {1: 0}, (0, 1))
     """
 
-    rule: Rule
+    rule: LedgerRule
     until: int
     version: int = 0
     fresh: int = 0
@@ -160,9 +162,62 @@ class Ledger:
     batch: dict[int, int] = field(default_factory=dict)
     refilled: Counter[int] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
+    prompts: int = 0
+    passed: list[int] = field(default_factory=list)
+
+    @classmethod
+    def restored(cls, rule: LedgerRule, until: int, version: int, overtaken: Sequence[bool] = ()) -> Ledger:
+        """The ledger of a resumed run: every place that is not taken waits.
+
+        Args:
+          rule, until, version: its attributes.
+          overtaken: what `taken_in_window` gave after the last batch.
+
+        Example:
+          >>> rule = LedgerRule(places=4, staleness=1, window=3)
+          >>> ledger = Ledger.restored(rule, until=20, version=2, overtaken=[True, False])
+          >>> ledger.oldest, ledger.overtaken, ledger.waiting, ledger.fresh
+          (7, {8}, [7], 9)
+        """
+        oldest = version * rule.places - sum(overtaken)
+        taken = {oldest + 1 + index for index, is_taken in enumerate(overtaken) if is_taken}
+        fresh = max(taken, default=oldest - 1) + 1
+        waiting = [number for number in range(oldest, fresh) if number not in taken]
+        places = {number: Place() for number in waiting}
+        return cls(rule, until, version, fresh, oldest, overtaken=taken, places=places, waiting=waiting)
+
+    @property
+    def taken_in_window(self) -> list[bool]:
+        """Flags of the W - 1 places after the oldest one: whether each is taken, between two batches."""
+        return [number in self.overtaken for number in range(self.oldest + 1, self.oldest + self.rule.window)]
+
+    def place_of(self, ticket: int) -> int | None:
+        """Place of a ticket, where runners count tickets from 0 on; None: there are no more."""
+        if ticket < len(self.waiting):
+            return self.waiting[ticket]
+        number = self.fresh + ticket - len(self.waiting)
+        return number if number < self.until else None
+
+    def prompt_of(self, ticket: int) -> int:
+        """Position of the prompt of a ticket: prompts in their order, without those that are used."""
+        return self.passed[ticket] if ticket < len(self.passed) else self.prompts + ticket
+
+    def use_prompts(self, positions: Collection[int]) -> None:
+        """Note the positions of prompts that a batch uses.
+
+        Example:
+          >>> ledger = Ledger(LedgerRule(places=2), until=100, prompts=5, passed=[3])
+          >>> ledger.use_prompts([3, 7, 6, 9])
+          >>> ledger.passed, ledger.prompts, [ledger.prompt_of(ticket) for ticket in range(3)]
+          ([8], 9, [8, 10, 11])
+        """
+        end = self.prompts + len(self.passed)
+        passed = {*self.passed, *range(end, max(positions, default=0) + 1)}
+        self.passed = sorted(passed.difference(positions))
+        self.prompts += len(positions)
 
     def next_places(self, version: int, room: int) -> list[int]:
-        """At most `room` places that a runner may begin at a version: those that wait, then new ones."""
+        """Places that a runner with room for some may begin at a version: those that wait, then new ones."""
         least = self.rule.least_version
         waiting = [number for number in self.waiting[:room] if least(number) <= version]
         end = min(self.until, self.rule.begun_by(version), self.fresh + room - len(waiting))
@@ -182,7 +237,7 @@ class Ledger:
             if self.fresh <= number < self.until:
                 self._pass_over(number)
             place = self.places.get(number)
-            if place is None or place.state != State.WAITING:
+            if place is None or place.state != PlaceState.WAITING:
                 raise LedgerError(f"place {number} is to begin and does not wait")
             if not self.rule.least_version(number) <= version <= self.version:
                 raise LedgerError(
@@ -191,7 +246,7 @@ class Ledger:
                 )
             attempts[number] = place.attempt + 1
             oldest = place.version if place.parked else version
-            self.places[number] = Place(State.RUNNING, owner, place.attempt + 1, oldest, place.parked)
+            self.places[number] = Place(PlaceState.RUNNING, owner, place.attempt + 1, oldest, place.parked)
             _remove(self.waiting, number)
             self.running[owner].add(number)
             self.counts["begun"] += 1
@@ -219,7 +274,7 @@ class Ledger:
         if not self._is_current(owner, number, attempt):
             return False
         self.running[owner].remove(number)
-        self.places[number] = self.places[number]._replace(state=State.WRITTEN)
+        self.places[number] = self.places[number]._replace(state=PlaceState.WRITTEN)
         if number in self.batch:
             self.batch[number] = self._age(number)
         else:
@@ -234,14 +289,14 @@ class Ledger:
         Raises:
           LedgerError: a place is not written, or the rule refills in rounds and the batch is not written.
         """
-        if self.rule.rounds and not (self._is_whole(State.WRITTEN) and self.batch.keys() >= set(numbers)):
+        if self.rule.rounds and not (self._is_whole(PlaceState.WRITTEN) and self.batch.keys() >= set(numbers)):
             raise LedgerError(f"places {sorted(numbers)} are to be refilled before their batch is written")
         waiting = []
         for number in sorted(numbers):
             place = self.places.get(number)
-            if place is None or place.state < State.WRITTEN:
+            if place is None or place.state < PlaceState.WRITTEN:
                 raise LedgerError(f"place {number} is to be refilled and is not written")
-            batch = number // self.rule.places
+            batch = self.version if self.rule.rounds else number // self.rule.places
             if self.refilled[batch] < self.rule.places * (self.rule.prompts - 1):
                 self.refilled[batch] += 1
                 self._wait(number, None)
@@ -252,9 +307,9 @@ class Ledger:
     def score(self, numbers: Iterable[int]) -> None:
         """Note that models have scored written places of the batch. Raises: LedgerError, one is not written."""
         for number in numbers:
-            if number not in self.batch or self.places[number].state != State.WRITTEN:
+            if number not in self.batch or self.places[number].state != PlaceState.WRITTEN:
                 raise LedgerError(f"place {number} is to be scored and is not written, or not of the batch")
-            self.places[number] = self.places[number]._replace(state=State.SCORED)
+            self.places[number] = self.places[number]._replace(state=PlaceState.SCORED)
 
     def fill_batch(self, most: int | None = None) -> dict[int, int]:
         """Let written places join the next batch, lowest first: at most `most`, by default as many as it lacks.
@@ -280,7 +335,7 @@ class Ledger:
 
     def take(self) -> tuple[int, ...] | None:
         """Take the next batch once it is whole: its places in order; None before."""
-        if not self._is_whole(State.SCORED if self.rule.scores else State.WRITTEN):
+        if not self._is_whole(PlaceState.SCORED if self.rule.scores else PlaceState.WRITTEN):
             return None
         for number in self.batch:
             del self.places[number]
@@ -301,7 +356,7 @@ class Ledger:
         for owner in list(self.running):
             self.lost(owner)
         for number, place in self.places.items():
-            if place.state != State.WAITING:
+            if place.state != PlaceState.WAITING:
                 self._wait(number, None)
 
     def take_counts(self) -> dict[str, int]:
@@ -313,7 +368,7 @@ class Ledger:
     def _age(self, number: int) -> int:
         return self.version - (self.places[number].version or 0)
 
-    def _is_whole(self, state: State) -> bool:
+    def _is_whole(self, state: PlaceState) -> bool:
         return len(self.batch) == self.rule.places and all(self.places[n].state >= state for n in self.batch)
 
     def _is_current(self, owner: int, number: int, attempt: int) -> bool:
@@ -330,7 +385,7 @@ class Ledger:
         place = self.places[number]
         self.running.get(place.owner, set()).discard(number)
         _remove(self.written, number)
-        self.places[number] = Place(State.WAITING, -1, place.attempt, version, version is not None)
+        self.places[number] = Place(PlaceState.WAITING, -1, place.attempt, version, version is not None)
         bisect.insort(self.waiting, number)
 
 

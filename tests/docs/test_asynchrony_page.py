@@ -14,7 +14,7 @@ from funrl.cost.search import with_groups
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.parser import read
 from funrl.mesh.plan import RANKS_PER_NODE
-from funrl.rollout.ledger import Rule
+from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.settings.settings import settings_flags, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ class Taken:
 
 def step(staleness, window):
     engine = engine_times(read_model(str(ROOT / "recipes/models/qwen2.5_7b.json")), HARDWARE["h100"])
-    rule = Rule(512, staleness, window)
+    rule = LedgerRule(512, staleness, window)
     run = AsyncRun(rule, 16, LengthLaw(2100, 0.6, 28672), 200, engine, replicas=16, slots=256, update=Taken())
     return simulate_run(run, steps=30)
 

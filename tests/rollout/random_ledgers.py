@@ -54,7 +54,7 @@ class World:
         places = pick.choice([1, 2, 3, 5, 8])
         staleness = pick.choice([0, 0, 1, 2, 0.5])
         window = pick.choice([1, 1, 2, places, 2 * places + 1]) if staleness else 1
-        self.rule = module.Rule(places, staleness, window, pick.choice([1, 2, 3]), pick.random() < 0.3).checked()
+        self.rule = module.LedgerRule(places, staleness, window, pick.choice([1, 2, 3]), pick.random() < 0.3).checked()
         self.rounds = self.rule.scores or staleness == 0
         self.until = places * pick.randint(1, 6)
         self.ledger = module.Ledger(self.rule, self.until)
@@ -210,7 +210,7 @@ class World:
         budget = self.rule.places * (self.rule.prompts - 1)
         refilled = []
         for number in sorted(numbers):
-            batch = number // self.rule.places
+            batch = self.version if self.rounds else number // self.rule.places
             if self.spent.get(batch, 0) < budget:
                 self.spent[batch] = self.spent.get(batch, 0) + 1
                 refilled.append(number)

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from funrl.rollout.ledger import Ledger, LedgerError, Rule
+from funrl.rollout.ledger import Ledger, LedgerError, LedgerRule
 
 
 def started(places=2, staleness=1.0, window=1, until=100, **options):
     """A ledger whose one runner has begun what it may at version 0."""
-    ledger = Ledger(Rule(places, staleness, window, **options), until)
+    ledger = Ledger(LedgerRule(places, staleness, window, **options), until)
     ledger.begin(0, ledger.next_places(version=0, room=until), version=0)
     return ledger
 
@@ -22,7 +22,7 @@ def write(ledger, *numbers):
 
 
 def test_places_begin_by_the_version_of_their_runner():
-    ledger = Ledger(Rule(2, 1.0), until=5)
+    ledger = Ledger(LedgerRule(2, 1.0), until=5)
     assert ledger.next_places(version=-1, room=100) == [0, 1]
     assert ledger.next_places(version=0, room=100) == [0, 1, 2, 3]  # floor(i / 2) - 1 <= 0
     assert ledger.next_places(version=0, room=1) == [0]
@@ -45,7 +45,7 @@ def test_a_window_of_one_keeps_the_order_and_a_larger_one_takes_what_is_written(
 
 
 def test_a_runner_may_report_places_in_any_order():
-    ledger = Ledger(Rule(4), until=8)
+    ledger = Ledger(LedgerRule(4), until=8)
     ledger.begin(0, [2], version=0)
     assert ledger.waiting == [0, 1] and ledger.next_places(version=0, room=100) == [0, 1, 3]
 
@@ -96,7 +96,7 @@ def test_a_resumed_run_begins_first_what_was_overtaken():
 
 @pytest.mark.parametrize("staleness,ahead,most", [(0, 0, 0), (0.25, 1, 1), (0.5, 2, 1), (1, 4, 1), (1.25, 5, 2)])
 def test_a_fraction_of_a_batch_may_be_ahead(staleness, ahead, most):
-    rule = Rule(places=4, staleness=staleness)
+    rule = LedgerRule(places=4, staleness=staleness)
     assert rule.ahead == ahead and rule.most_age == most
     assert rule.begun_by(0) == 4 + ahead
     assert [rule.least_version(i) <= 0 for i in range(12)] == [i < 4 + ahead for i in range(12)]
@@ -104,7 +104,7 @@ def test_a_fraction_of_a_batch_may_be_ahead(staleness, ahead, most):
 
 @pytest.mark.parametrize("places,staleness,window,most", [(4, 2, 1, 2), (4, 2, 2, 3), (4, 2, 5, 3), (4, 2, 6, 4)])
 def test_the_bound_is_the_published_one(places, staleness, window, most):
-    assert Rule(places, staleness, window).most_age == most
+    assert LedgerRule(places, staleness, window).most_age == most
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_the_bound_is_the_published_one(places, staleness, window, most):
         (lambda a: a.begin(0, [4], 1), "place 4 is to begin at version 1; it needs 1, and the trainer is at 0"),
         (lambda a: a.refill([0]), "place 0 is to be refilled and is not written"),
         (lambda a: a.score([0]), "place 0 is to be scored and is not written, or not of the batch"),
-        (lambda a: Rule(0).checked(), "places, window and prompts are at least 1"),
+        (lambda a: LedgerRule(0).checked(), "places, window and prompts are at least 1"),
         (lambda a: started(staleness=0).refill([0]), "places [0] are to be refilled before their batch is written"),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_the_rule_does_not_allow_is_refused(act, message):
 @pytest.mark.parametrize("places,staleness,window", [(1, 1, 1), (4, 1, 1), (4, 2, 3), (4, 2, 5), (4, 2, 6), (3, 4, 9)])
 def test_the_bound_is_reached(places, staleness, window):
     """One place is late until the trainer can take no other: no smaller bound holds."""
-    ledger = Ledger(Rule(places, staleness, window), until=1000)
+    ledger = Ledger(LedgerRule(places, staleness, window), until=1000)
     late = places * (staleness + 1) - 1  # the last that begins at version 0
     ages = {}
     while late not in ages:
@@ -172,7 +172,7 @@ def test_work_grows_with_the_places_of_a_step(window):
     """Calls in the ledger for each place are the same, however many there are: fewer than 80."""
     calls = []
     for places in (256, 4096):
-        ledger = Ledger(Rule(places, 1 if window > 1 else 0, window), until=100 * places)
+        ledger = Ledger(LedgerRule(places, 1 if window > 1 else 0, window), until=100 * places)
         count = 0
 
         def count_call(frame, event, _):

@@ -9,16 +9,16 @@ replacements. A later group that overtakes one of them brings its own to their b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.data.order import take_next
-from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.rollout.group_board import GroupBoard
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
@@ -95,11 +95,11 @@ class GroupPrompts:
       weighed: whether the trainer ranks choose the prompts of each batch, by weights.
     """
 
-    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard) -> None:
+    def __init__(self, rule: LedgerRule, most: int, board: GroupBoard) -> None:
         """Begin before the first group.
 
         Args:
-          rule: of admission.
+          rule: of the ledger.
           most: prompts of a batch for each of its places; 1: none is replaced.
           board: of the run.
         """
@@ -110,16 +110,17 @@ class GroupPrompts:
         self._most = most
         self._board = board
 
-    def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
+    def begin(self, number: int, ledger: Ledger) -> GroupPrompt:
         """The prompt of a new group."""
         if self.replaced:
-            return self._next(plan)
+            return self._next(ledger)
         places = self._rule.places
         if self.weighed:
             batch, place = divmod(number, places)
             position = self._board.prompts_of(batch)[place]
             return GroupPrompt(position, first=position)
-        return GroupPrompt(plan.position + number, plan.position + number // places * places)
+        base = ledger.prompts - ledger.version * places
+        return GroupPrompt(base + number, base + number // places * places)
 
     def leave_to_trainers(self, generation: Generation) -> None:
         """Leave to the trainer ranks the choice of prompts by weights, and a filter where models reward groups."""
@@ -130,14 +131,14 @@ class GroupPrompts:
         """The place of a group that the trainer ranks have dropped, for another prompt; None: there is none."""
         return self._board.take_again() if self.replaced and not self.filters else None
 
-    def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
+    def replace(self, number: int, ledger: Ledger) -> GroupPrompt | None:
         """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
         if self._board.take_replacement(number // self._rule.places) >= self._rule.places * (self._most - 1):
             return None
-        return self._next(plan)
+        return self._next(ledger)
 
-    def _next(self, plan: GroupPlan) -> GroupPrompt:
-        position = plan.position_of(self._board.take_prompt())
+    def _next(self, ledger: Ledger) -> GroupPrompt:
+        position = ledger.prompt_of(self._board.take_prompt())
         return GroupPrompt(position, first=position)
 
 
@@ -172,22 +173,3 @@ class ChosenPrompts(NamedTuple):
             positions = torch.cat([positions, torch.from_numpy(taken.positions)])
             end = taken.end
         return ChosenPrompts(positions, end), memory, metrics
-
-
-def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) -> list[int]:
-    """Positions that were passed over, after a batch.
-
-    Args:
-      left: these positions before the batch.
-      consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
-      used: positions of the prompts of the batch and of the prompts that they have replaced.
-
-    Returns: ascending.
-
-    Example:
-      >>> positions_left([3], consumed=5, used=[3, 7, 6, 9])
-      [8]
-    """
-    end = consumed + len(left)
-    passed = {*left, *range(end, max(used, default=0) + 1)}
-    return sorted(passed.difference(used))
