@@ -73,7 +73,7 @@ class LedgerRule(NamedTuple):
 
     @property
     def rounds(self) -> bool:
-        """Whether refills wait until the batch is written, so that they do not depend on timing."""
+        """True where refills wait until the batch is written, so that they do not depend on timing."""
         return self.scores or not self.staleness
 
     def least_version(self, place: int) -> int:
