@@ -72,6 +72,11 @@ class LedgerRule(NamedTuple):
         return -(-(self.ahead + self.window - 1) // self.places)
 
     @property
+    def refills(self) -> int:
+        """Prompts that may replace others in a batch."""
+        return self.places * (self.prompts - 1)
+
+    @property
     def rounds(self) -> bool:
         """True where refills wait until the batch is written, so that they do not depend on timing."""
         return self.scores or not self.staleness
@@ -84,10 +89,6 @@ class LedgerRule(NamedTuple):
           [-1, -1, 0, 0, 1, 1]
         """
         return (place - self.ahead) // self.places
-
-    def begun_by(self, version: int) -> int:
-        """Number of places that may have begun at a version."""
-        return (version + 1) * self.places + self.ahead
 
 
 class PlaceState(enum.IntEnum):
@@ -133,7 +134,7 @@ class Ledger:
       running: owner -> places.
       batch: place -> age, of the next batch as far as it is filled.
       refilled: batch -> prompts that have replaced others in its places.
-      counts: events since `take_counts`.
+      counts: events of places since the owner of the ledger has read them: begun, parked, lost, refilled, taken.
       prompts: prompts that batches have used, refilled ones included.
       passed: positions of prompts in their order that were not used while later ones were, ascending.
 
@@ -220,7 +221,7 @@ class Ledger:
         """Places that a runner with room for some may begin at a version: those that wait, then new ones."""
         least = self.rule.least_version
         waiting = [number for number in self.waiting[:room] if least(number) <= version]
-        end = min(self.until, self.rule.begun_by(version), self.fresh + room - len(waiting))
+        end = min(self.until, (version + 1) * self.rule.places + self.rule.ahead, self.fresh + room - len(waiting))
         return [*waiting, *range(self.fresh, end)]
 
     def begin(self, owner: int, numbers: Iterable[int], version: int) -> dict[int, int]:
@@ -234,16 +235,14 @@ class Ledger:
         """
         attempts = {}
         for number in numbers:
-            if self.fresh <= number < self.until:
-                self._pass_over(number)
-            place = self.places.get(number)
-            if place is None or place.state != PlaceState.WAITING:
-                raise LedgerError(f"place {number} is to begin and does not wait")
-            if not self.rule.least_version(number) <= version <= self.version:
-                raise LedgerError(
-                    f"place {number} is to begin at version {version}; it needs {self.rule.least_version(number)}, and "
-                    f"the trainer is at {self.version}"
-                )
+            place = Place() if self.fresh <= number < self.until else self.places.get(number)
+            trained = self.rule.least_version(number) <= version <= self.version
+            if place is None or place.state != PlaceState.WAITING or not trained:
+                raise LedgerError(f"place {number} is to begin at version {version} of {self.version}; it is {place}")
+            for passed in range(self.fresh, number + 1):
+                self.places[passed] = Place()
+                self.waiting.append(passed)
+            self.fresh = max(self.fresh, number + 1)
             attempts[number] = place.attempt + 1
             oldest = place.version if place.parked else version
             self.places[number] = Place(PlaceState.RUNNING, owner, place.attempt + 1, oldest, place.parked)
@@ -289,15 +288,14 @@ class Ledger:
         Raises:
           LedgerError: a place is not written, or the rule refills in rounds and the batch is not written.
         """
-        if self.rule.rounds and not (self._is_whole(PlaceState.WRITTEN) and self.batch.keys() >= set(numbers)):
-            raise LedgerError(f"places {sorted(numbers)} are to be refilled before their batch is written")
+        in_batch = self._is_whole(PlaceState.WRITTEN) and self.batch.keys() >= set(numbers)
+        is_written = all(n in self.places and self.places[n].state >= PlaceState.WRITTEN for n in numbers)
+        if not (in_batch if self.rule.rounds else is_written):
+            raise LedgerError(f"places {sorted(numbers)} are to be refilled and are not written, or not their batch")
         waiting = []
         for number in sorted(numbers):
-            place = self.places.get(number)
-            if place is None or place.state < PlaceState.WRITTEN:
-                raise LedgerError(f"place {number} is to be refilled and is not written")
             batch = self.version if self.rule.rounds else number // self.rule.places
-            if self.refilled[batch] < self.rule.places * (self.rule.prompts - 1):
+            if self.refilled[batch] < self.rule.refills:
                 self.refilled[batch] += 1
                 self._wait(number, None)
                 waiting.append(number)
@@ -359,12 +357,6 @@ class Ledger:
             if place.state != PlaceState.WAITING:
                 self._wait(number, None)
 
-    def take_counts(self) -> dict[str, int]:
-        """Numbers of places that were begun, parked, lost, refilled and taken since the last call."""
-        counts = {name: self.counts[name] for name in ("begun", "parked", "lost", "refilled", "taken")}
-        self.counts.clear()
-        return counts
-
     def _age(self, number: int) -> int:
         return self.version - (self.places[number].version or 0)
 
@@ -373,13 +365,6 @@ class Ledger:
 
     def _is_current(self, owner: int, number: int, attempt: int) -> bool:
         return number in self.running.get(owner, ()) and self.places[number].attempt == attempt
-
-    def _pass_over(self, number: int) -> None:
-        """Let all places up to a new one wait."""
-        for passed in range(self.fresh, number + 1):
-            self.places[passed] = Place()
-            self.waiting.append(passed)
-        self.fresh = number + 1
 
     def _wait(self, number: int, version: int | None) -> None:
         place = self.places[number]

@@ -89,7 +89,8 @@ class World:
             self.train()
             if len(self.taken) == self.until:
                 require(sorted(self.taken) == list(range(self.until)), f"places {self.taken} are taken")
-                require(self.ledger.take_counts() == self.events, f"counts {self.events} are {self.ledger.counts}")
+                counts = {name: self.ledger.counts[name] for name in self.events}
+                require(counts == self.events, f"counts {self.events} are {counts}")
                 require(not self.ledger.places and self.ledger.version == self.version, "the ledger is not at its end")
                 return self.batches
         raise ScheduleError(f"deadlock: {len(self.taken)} of {self.until} places are taken; {self.ledger}")
@@ -147,8 +148,7 @@ class World:
                 require(
                     idle and 0 <= number < self.until, f"place {number} begins and runs, is written, or beyond the run"
                 )
-                least = math.floor((number - round(self.rule.staleness * self.rule.places)) / self.rule.places)
-                require(version >= least, f"place {number} begins at version {version}, not {least}")
+                require(self.may_begin(number, version), f"place {number} begins at version {version}")
                 require(attempt > group.attempt, f"place {number} begins attempt {attempt} after {group.attempt}")
                 if group.prompt is None:
                     group.prompt = ("first", number)
@@ -157,17 +157,25 @@ class World:
                 group.left = min(60, 5 * self.random.lognormvariate(0, self.spread))
                 self.events["begun"] += 1
 
+    def may_begin(self, number, version):
+        ahead = round(self.rule.staleness * self.rule.places)
+        return math.floor((number - ahead) / self.rule.places) <= version <= self.version
+
     def refuses_other_places(self, owner, version):
-        """Try to begin a place that does not wait."""
+        """Try to begin a place that does not wait, or needs another version."""
         busy = [number for number, group in self.groups.items() if group.owner is not None or group.written]
-        number = self.random.choice([*busy, self.until])
+        idle = [number for number in range(self.until) if number not in self.taken and number not in busy]
+        early = [number for number in idle if not self.may_begin(number, version)]
+        attempts = [(number, version) for number in (*busy, self.until, *early)]
+        attempts += [(number, self.version + 1) for number in idle]  # a version that is not trained yet
+        number, version = self.random.choice(attempts)
         before = copy.deepcopy(self.ledger)
         try:
             self.ledger.begin(owner, [number], version)
         except self.module.LedgerError:
             require(self.ledger == before, "a refused begin changes the ledger")
             return
-        raise ScheduleError(f"place {number} begins and does not wait")
+        raise ScheduleError(f"place {number} begins at version {version}")
 
     def write(self):
         for number, group in sorted(self.groups.items()):

@@ -87,12 +87,12 @@ def test_what_a_replica_has_refilled_counts_in_the_budget_of_its_batch(generator
     deliver(generators, 1, dropped=dropped)
     generators._read_finished(generators.ledger)
     assert generators.ledger.refilled == {0: 3} and generators.ledger.written == [1]
-    assert generators.ledger.take_counts() == {"begun": 4, "parked": 0, "lost": 0, "refilled": 3, "taken": 0}
+    assert generators.ledger.counts == {"begun": 4, "refilled": 3}
 
 
 def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over(generators):
     """Eight prompts were trained on or dropped: those at positions 0 to 4, 6, 7 and 9."""
-    generators.replaces = True
+    generators._rule = generators._rule._replace(prompts=2)
     state = {"prompts_consumed": 8, "left": torch.tensor([5, 8])}
     assert generators.restored(state) == {"prompts_consumed": 8}
     generators.begin_step(3, 8, 5)
@@ -118,31 +118,30 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
 
 
 def test_replicas_share_the_replacements_of_a_batch(generators):
+    generators._rule = generators._rule._replace(prompts=2)
     generators.begin_step(1, 0, 5)
-    rule, board, ledger = LedgerRule(places=4), GroupBoard(2), generators.ledger
-    replicas = [GroupPrompts(rule, 2, board) for _ in range(2)]
-    begun = [prompts.begin(number, ledger) for number, prompts in enumerate(replicas * 2)]
+    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
+    assert all(prompts.is_open() and prompts.filters for prompts in replicas)
+    begun = [prompts.begin(number) for number, prompts in enumerate(replicas * 2)]
     assert begun == [GroupPrompt(place, place) for place in range(4)]
-    further = [prompts.replace(1, ledger) for prompts in (replicas[0], *replicas * 2)]
+    further = [prompts.replace(1) for prompts in (replicas[0], *replicas * 2)]
     assert further == [*(GroupPrompt(place, place) for place in range(4, 8)), None]
-    assert replicas[0].replace(4, ledger) == GroupPrompt(8, 8), "the next batch has its own"
+    assert replicas[0].replace(4) == GroupPrompt(8, 8), "the next batch has its own"
 
 
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
+    generators._rule = generators._rule._replace(prompts=2, scores=True)
     generators.begin_step(1, 0, 5)
-    ledger = generators.ledger
-    replicas = [GroupPrompts(LedgerRule(places=4), 2, GroupBoard(2)) for _ in range(2)]
-    for prompts in replicas:
-        prompts.filters = False
-    assert [prompts.begin(number, ledger).position for number, prompts in enumerate(replicas)] == [0, 1]
+    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
+    assert all(prompts.is_open() and not prompts.filters for prompts in replicas)
+    assert [prompts.begin(number).position for number, prompts in enumerate(replicas)] == [0, 1]
     assert replicas[0].take_again() is None
     generators._board.ask_again(3)
     generators._board.ask_again(1)
     assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
-    assert replicas[1].begin(3, ledger) == GroupPrompt(2, 2)
-    alone = GroupPrompts(LedgerRule(places=4), 2, GroupBoard(2))  # which filters what it writes
+    assert replicas[1].begin(3) == GroupPrompt(2, 2)
     generators._board.ask_again(2)
-    assert alone.take_again() is None and replicas[1].take_again() == 2
+    assert [prompts.take_again() for prompts in replicas] == [2, None]
 
 
 def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
@@ -152,7 +151,6 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
         group = WrittenGroup(0, written, {4: 10 + position}, [[(0, 4)]], 0.5, prompt=GroupPrompt(position, position))
         return group._replace(dropped=dropped)
 
-    generators.late = True
     generators._rule = generators._rule._replace(prompts=2, scores=True)
     generators.begin_step(1, 0, 5)
     for number in range(4):
@@ -181,11 +179,13 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
     assert generators.ledger.version == 1
 
 
-def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
-    prompts = GroupPrompts(LedgerRule(places=4), 1, GroupBoard(1))
+def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once(generators):
     ledger = Ledger.restored(LedgerRule(places=4), until=24, version=2)
     ledger.prompts = 8
-    prompt = prompts.begin(14, ledger)
+    generators._board.open(ledger)
+    prompts = GroupPrompts(GroupBoard(1))
+    assert prompts.is_open()
+    prompt = prompts.begin(14)
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)

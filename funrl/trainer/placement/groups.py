@@ -37,10 +37,12 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Re
 from funrl.trainer.steps.step_rows import Rows
 
 
-def ledger_rule(job: RLJob) -> LedgerRule:
-    """The rule by which groups of a run are begun and taken."""
+def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
+    """The rule by which groups of a run are begun, refilled and taken; `generation` is of the trainer ranks."""
     given = job.settings
-    return LedgerRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
+    rule = LedgerRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window)
+    prompts = generation.selection.rounds
+    return rule._replace(prompts=prompts, scores=prompts > 1 and generation.rewards.rescore is not None).checked()
 
 
 class GroupGenerators(Generators):
@@ -48,10 +50,8 @@ class GroupGenerators(Generators):
 
     Attributes:
       ledger: of the run; None: before the first step, and on ranks other than the first.
-      replaces: whether other prompts take the places of prompts that the filter drops.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
-      late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
       rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       places: the ledger as the checkpoint has it. "overtaken" [W - 1] bool: which of the places after the oldest one
         that is not taken are taken. "left" [n]: positions of prompts that were passed over.
@@ -76,17 +76,14 @@ class GroupGenerators(Generators):
         """
         super().__init__(engine, show, early=early, staleness=rule.most_age, serve_until=serve_until)
         self._schedule = generation.schedule
-        rescored = generation.rewards.rescore is not None
-        self.replaces = generation.selection.rounds > 1
-        self.late = self.replaces and rescored
-        self.refills = not self.late
-        self._rule = rule._replace(prompts=generation.selection.rounds, scores=self.late)
+        self._rule = rule
+        self.refills = not rule.scores
         self.ledger: Ledger | None = None
         self.places = {"overtaken": torch.zeros(rule.window - 1, dtype=torch.bool), "left": torch.zeros(0).long()}
         self._groups: dict[int, WrittenGroup] = {}  # of the batch, in the order of their rows
         self._newest: tuple[int, ...] = ()  # those that came last
         self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
-        self.rewards_baselines = rescored and generation.greedy_baseline
+        self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
         self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
         self.weighed = self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
@@ -141,7 +138,7 @@ class GroupGenerators(Generators):
     def end_step(self) -> None:
         """Take the batch of a step, on which the filter has decided. Collective."""
         if self.ledger is not None:
-            if self.late:
+            if self._rule.scores:
                 self.ledger.score(self._lost)
             if self.ledger.take() is None:
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
@@ -154,7 +151,7 @@ class GroupGenerators(Generators):
         further: dict[str, trees.Tree] = {"chosen": self.chosen._asdict()} if self.weighed else {}
         if self._rule.window > 1:
             further["overtaken"] = self.places["overtaken"]
-        if self.replaces:
+        if self._rule.prompts > 1:
             further["left"] = self.places["left"]
         return {**state, **further}
 
@@ -176,8 +173,7 @@ class GroupGenerators(Generators):
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
         """Rows of the groups of the next batch, once these have ended; see `RemoteGenerators`. Collective.
 
-        Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
-        dropped ones.
+        Where models score rows, later calls of a step are for the groups that have replaced dropped ones.
 
         Raises:
           RewardError: as `rollout` raises it.
@@ -197,7 +193,7 @@ class GroupGenerators(Generators):
         self._groups = {number: group for number, group in self._groups.items() if number not in groups} | groups
         self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
         positions = [group.prompt.position for group in groups.values() if group.prompt is not None]
-        if self.ledger is not None and self.replaces:
+        if self.ledger is not None and self._rule.prompts > 1:
             self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
         written = [(number, group.generator, group.written, 0) for number, group in groups.items()]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
@@ -216,18 +212,18 @@ class GroupGenerators(Generators):
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
-        return [] if self.late else [prompt for group in self._groups.values() for prompt in group.dropped]
+        return [] if self._rule.scores else [prompt for group in self._groups.values() for prompt in group.dropped]
 
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
         kept = [self._newest[place] for place in prompts.tolist()]
         self._lost += [number for number in self._newest if number not in kept]
-        if self.late and self.ledger is not None:
+        if self._rule.scores and self.ledger is not None:
             self.ledger.score(kept)
 
     def batch_groups(self) -> list[WrittenGroup]:
-        """The groups of the newest batch in its order; with `late` the ones that the filter dropped are last."""
-        lost = self._lost if self.late else []
+        """The groups of the newest batch in its order; what the trainer ranks drop is last."""
+        lost = self._lost if self._rule.scores else []
         kept = [group for number, group in self._groups.items() if number not in lost]
         return [*kept, *(self._groups[number] for number in lost)]
 

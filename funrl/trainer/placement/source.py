@@ -68,7 +68,7 @@ def placed_source(
         generators = Generators(engine, show, early=early, serve_until=serve_until)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        rule = ledger_rule(job)
+        rule = ledger_rule(job, generation)
         generators = GroupGenerators(
             engine, show, rule=rule, generation=generation, early=early, serve_until=serve_until
         )

@@ -27,7 +27,6 @@ from funrl.mesh.pools.transfer import WeightDelivery, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
 from funrl.rollout.group_board import GroupBoard
-from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
@@ -43,6 +42,7 @@ from funrl.trainer.placement.messages import (
     versions_of,
     written_rows,
 )
+from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
@@ -85,7 +85,6 @@ class GroupWriter:
     def __init__(
         self,
         generation: Generation,
-        rule: LedgerRule,
         receiver: WeightReceiver,
         take_weights: Callable[[WeightDelivery], None],
     ) -> None:
@@ -93,7 +92,6 @@ class GroupWriter:
 
         Args:
           generation: as of a source, on the mesh to generate on.
-          rule: of the ledger.
           receiver: of weights.
           take_weights: gives arrived weights to the engine.
         """
@@ -105,14 +103,11 @@ class GroupWriter:
         self._generation = generation._replace(
             engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
         )
-        self._rule = rule
         self._receiver = receiver
         self._take_weights = take_weights
         self._board = GroupBoard(mesh.size(mesh.row_axes))
-        self._ledger: Ledger | None = None  # as the trainer ranks have opened it
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board)
-        self._prompts.leave_to_trainers(generation)
+        self._prompts = GroupPrompts(self._board, weighed=generation.schedule.weighing is not UNWEIGHTED)
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
         self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
@@ -131,13 +126,6 @@ class GroupWriter:
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger as the run began. Raises: RuntimeError, it is not open yet."""
-        if self._ledger is None:
-            raise RuntimeError("the ledger of the groups is not open yet")
-        return self._ledger
 
     @property
     def leader(self) -> ResidentEngine:
@@ -284,9 +272,7 @@ class GroupWriter:
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        if self._ledger is None:
-            self._ledger = self._board.opened()
-        if self._ledger is None or self.resident is None:
+        if self.resident is None or not self._prompts.is_open():
             return
         room = self.resident.room()
         while (room > 0 or not self._tasks) and (number := self._prompts.take_again()) is not None:
@@ -294,7 +280,7 @@ class GroupWriter:
             room -= self._requests
         while room > 0 or not self._tasks:
             if not self._has_next:
-                self._next = self._ledger.place_of(self._board.take_ticket())
+                self._next = self._prompts.ledger.place_of(self._board.take_ticket())
                 self._has_next = True
             if self._next is None or not self._may_begin(self._next):
                 break
@@ -305,12 +291,12 @@ class GroupWriter:
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
-        self._begun[number] = max(self._version or 0, self._rule.least_version(number))
-        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self.ledger)))
+        self._begun[number] = max(self._version or 0, self._prompts.ledger.rule.least_version(number))
+        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number)))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
-        least = self._rule.least_version(number)
+        least = self._prompts.ledger.rule.least_version(number)
         if self._told is not None and (self._version is None or self._version < least):
             self._version = self._board.batch_of_weights(self._told)
         return self._version is not None and self._version >= least
@@ -353,7 +339,7 @@ class GroupWriter:
 
     def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
-        batch, place = divmod(number, self._rule.places)
+        batch, place = divmod(number, self._prompts.ledger.rule.places)
         generation = self._generation
         if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
             return []
@@ -389,7 +375,7 @@ class GroupWriter:
             done, rows = parts[0]
             replacement = None
             if self._prompts.filters and not filter_samples(generation, rows, 1).any():
-                replacement = self._prompts.replace(group, self.ledger)
+                replacement = self._prompts.replace(group)
             if replacement is None:
                 return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
