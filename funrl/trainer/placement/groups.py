@@ -90,6 +90,7 @@ class GroupGenerators(Generators):
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
+        self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._collections = 0
         self._waited_s = 0.0
 
@@ -144,7 +145,10 @@ class GroupGenerators(Generators):
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
-        self.places = from_first_rank(self.places, self.mesh)
+            counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
+            self._counts = counts | {"places/ahead": len(self.ledger.written)}
+            self.ledger.counts.clear()
+        self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
         """The state with the ledger and prompts that weights have chosen; see `Generators`."""
@@ -262,7 +266,7 @@ class GroupGenerators(Generators):
         groups = self.batch_groups()
         waited = sum(group.waited_s for group in groups) / self._board.replicas
         waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
-        return waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
+        return self._counts | waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""
