@@ -288,9 +288,8 @@ class Ledger:
         Raises:
           LedgerError: a place is not written, or the rule refills in rounds and the batch is not written.
         """
-        in_batch = self._is_whole(PlaceState.WRITTEN) and self.batch.keys() >= set(numbers)
-        is_written = all(n in self.places and self.places[n].state >= PlaceState.WRITTEN for n in numbers)
-        if not (in_batch if self.rule.rounds else is_written):
+        is_due = not self.rule.rounds or (self._is_whole(PlaceState.WRITTEN) and self.batch.keys() >= set(numbers))
+        if not is_due or any(self.places.get(n, Place()).state < PlaceState.WRITTEN for n in numbers):
             raise LedgerError(f"places {sorted(numbers)} are to be refilled and are not written, or not their batch")
         waiting = []
         for number in sorted(numbers):

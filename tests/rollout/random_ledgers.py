@@ -60,7 +60,7 @@ class World:
         self.ledger = module.Ledger(self.rule, self.until)
         self.random = random.Random(0 if calm else seed + 1)
         self.kills, self.parks, self.crashes = (
-            (0, 0, 0) if calm else (pick.choice([0, 0.02]), pick.choice([0, 0.1]), pick.choice([0, 0.005]))
+            (0, 0, 0) if calm else (pick.choice([0, 0.02]), pick.choice([0, 0.1]), pick.choice([0, 0.005, 0.03]))
         )
         self.spread = pick.choice([0.2, 1.0, 2.0])
         self.runners = dict.fromkeys(range(1 if calm else pick.randint(1, 4)), 0)  # -> version held
@@ -130,6 +130,9 @@ class World:
                 group.parked = group.born = None
         waiting = [number for number in range(max(self.groups, default=-1) + 1) if number not in self.taken]
         require(self.ledger.waiting == waiting, f"a resumed run waits for {waiting}, not {self.ledger.waiting}")
+        oldest = next(n for n in range(self.until + 1) if n not in self.taken)
+        overtaken = {number for number in self.taken if number > oldest}
+        require(self.ledger.overtaken == overtaken, f"a resumed run has taken {overtaken}, not {self.ledger.overtaken}")
         require(not any(self.ledger.running.values()) and not self.ledger.batch, "a resumed run has runners or a batch")
 
     def begin(self):
@@ -246,8 +249,10 @@ class World:
         oldest = next(n for n in range(self.until + 1) if n not in self.taken and n not in self.joined)
         require(self.ledger.oldest == oldest, f"the oldest place in no batch is {oldest}, not {self.ledger.oldest}")
         whole = len(self.joined) == self.rule.places and all(self.groups[number].written for number in self.joined)
-        if self.rounds and not whole and self.happens(0.2) and self.joined:
-            self.refuses_early_refills()
+        running = [number for number, group in self.groups.items() if group.owner is not None]
+        early = running if not self.rounds else [] if whole else list(self.joined)
+        if early and self.happens(0.2):
+            self.refuses_early_refill(self.random.choice(early))
         if whole and self.rounds:
             self.filter()
             whole = all(self.groups[number].scored for number in self.joined)
@@ -256,14 +261,14 @@ class World:
         if batch is not None:
             self.end_batch(batch)
 
-    def refuses_early_refills(self):
+    def refuses_early_refill(self, number):
         before = copy.deepcopy(self.ledger)
         try:
-            self.ledger.refill(list(self.joined)[:1])
+            self.ledger.refill([number])
         except self.module.LedgerError:
             require(self.ledger == before, "a refused refill changes the ledger")
             return
-        raise ScheduleError("a place is refilled before its batch is written")
+        raise ScheduleError(f"place {number} is refilled before it is written, or its batch")
 
     def filter(self):
         """Score the batch, and refill what the filter drops, as far as the budget lasts."""

@@ -145,8 +145,8 @@ class GroupGenerators(Generators):
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
-            counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
-            self._counts = counts | {"places/ahead": len(self.ledger.written)}
+            self._counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
+            self._counts["places/ahead"] = len(self.ledger.written)
             self.ledger.counts.clear()
         self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
 
@@ -228,8 +228,7 @@ class GroupGenerators(Generators):
     def batch_groups(self) -> list[WrittenGroup]:
         """The groups of the newest batch in its order; what the trainer ranks drop is last."""
         lost = self._lost if self._rule.scores else []
-        kept = [group for number, group in self._groups.items() if number not in lost]
-        return [*kept, *(self._groups[number] for number in lost)]
+        return [self._groups[number] for number in sorted(self._groups, key=lost.__contains__)]
 
     def samples(self) -> dict[int, ShownSample]:
         """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
