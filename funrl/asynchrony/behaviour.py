@@ -33,7 +33,7 @@ def check_behaviour(algorithm: Algorithm, staleness: float) -> None:
     """Check that a policy loss depends on behaviour log-probabilities where rows may be older than the policy.
 
     Args:
-      staleness: versions that a group may be behind, as in `AdmissionRule`.
+      staleness: versions that a group may be behind, as in `LedgerRule`.
 
     Raises:
       StaleLossError: staleness is above 0 and a role that generates has a loss that does not; the message names a

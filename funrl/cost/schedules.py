@@ -1,7 +1,7 @@
 """Simulation of a run whose generators and trainer have devices of their own, or share them.
 
-Generators complete groups, a trainer takes batches, weights go back; `Admission` decides what may begin and what may be
-trained on, as in a run. There is no clock but that of the events: the result depends on the seed alone.
+Generators complete groups, a trainer takes batches, weights go back; the `Ledger` decides what may begin and what may
+be trained on, as in a run. There is no clock but that of the events: the result depends on the seed alone.
 
 Replicas of an engine advance together, as arrays. Between two events a replica has the same rows, and each row gains a
 token an iteration. So n iterations take n (time without context) + (time of a cached token) (n c + b n^2 / 2), for b
@@ -9,7 +9,7 @@ rows that attend to c tokens together when they begin. A row ends when the repli
 count at its beginning plus its length. Lengths of completions have a lognormal law with a greatest length, and each
 group shares a part of it.
 
-A dry run simulates ways to split its devices between training and generation, and rules of admission at the best of
+A dry run simulates ways to split its devices between training and generation, and bounds of the ledger at the best of
 them. Times of a trainer are those of a trace.
 """
 
@@ -28,7 +28,6 @@ import numpy as np
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.cost.dry_run import RankWork, TraceMemo, plain_job, pool_estimate, pool_settings
 from funrl.cost.rows import rows_of_step
 from funrl.cost.tracing.estimate import Estimate, turns_of
@@ -39,6 +38,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement
 from funrl.mesh.text import ROW_AXES, devices
 from funrl.models import Model
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.settings.declaration import SettingsError, parts
 from funrl.trainer.settings.settings import Settings, with_flags
@@ -368,7 +368,7 @@ class AsyncRun(NamedTuple):
       pieces: updates of a batch, each of which begins as soon as its groups can be consumed.
     """
 
-    rule: AdmissionRule
+    rule: LedgerRule
     samples: int
     lengths: LengthLaw
     prompt: int
@@ -392,7 +392,7 @@ class Simulated(NamedTuple):
     Attributes:
       step: mean seconds of a step.
       tokens: tokens that are trained on in a second, prompts included.
-      age_mean, age_max: versions from the submission of a group to its update.
+      age_mean, age_max: versions from the begin of a group to its update.
       trainer_busy, generators_busy: shares of the time.
     """
 
@@ -426,15 +426,16 @@ class _Trainer:
     def version(self) -> int:
         return len(self.ends)
 
-    def take(self, admission: Admission, now: float, lengths: dict[int, np.ndarray]) -> Admission:
-        """Consume what may be, and begin an update if a piece is complete."""
+    def take(self, ledger: Ledger, now: float, lengths: dict[int, np.ndarray]) -> None:
+        """Take what may be taken, and begin an update if a piece is complete."""
         run = self.run
         size = run.rule.places // run.pieces
-        ages, admission = admission.consume(admission.consumable(size - len(self.pending)))
+        ages = ledger.fill_batch(size - len(self.pending))
+        ledger.take()
         self.pending += ages
         self.ages[-1] += ages.values()
         if len(self.pending) < size:
-            return admission
+            return
         rows = np.concatenate([lengths.pop(place) for place in self.pending]) + run.prompt
         self.pending = []
         seconds = run.update.seconds(rows)
@@ -444,7 +445,6 @@ class _Trainer:
             self.tokens.append(0.0)
         self.busy[-1] += seconds
         self.tokens[-1] += float(rows.sum())
-        return admission
 
     def finish(self) -> bool:
         """End the update; True if it was the last one of a batch."""
@@ -496,7 +496,8 @@ class _World:
         self.random = np.random.default_rng(seed)
         self.generators = SimulatedGenerators(run.engine, run.replicas, run.slots, run.prompt)
         self.trainer = _Trainer(run)
-        self.admission = Admission(run.rule.checked()).version_held(0)
+        self.ledger = Ledger(run.rule.checked(), self.until)
+        self.held = 0  # version of the generators
         self.lengths: dict[int, np.ndarray] = {}
         rows = min(run.slots, run.rule.places * run.samples // run.replicas + 1)
         self.grain = run.iteration_seconds(rows) * run.lengths.mean / GRAINS
@@ -507,8 +508,9 @@ class _World:
         self.now = 0.0
 
     def submit(self) -> None:
-        """Give generators all groups that may be submitted."""
-        places, self.admission = self.admission.submit(self.until)
+        """Give generators all groups that may begin."""
+        places = self.ledger.next_places(self.held, self.until)
+        self.ledger.begin(0, places, self.held)
         if places:
             drawn = self.run.lengths.draw(self.random, len(places), self.run.samples)
             for place, row_lengths in zip(places, drawn, strict=True):
@@ -519,7 +521,7 @@ class _World:
     def train(self) -> None:
         """Let a trainer that waits take what it may."""
         if self.trainer.until == np.inf:
-            self.admission = self.trainer.take(self.admission, self.now, self.lengths)
+            self.trainer.take(self.ledger, self.now, self.lengths)
 
     def advance(self) -> None:
         """Go to the next event."""
@@ -529,18 +531,14 @@ class _World:
         for place in self.generators.advance(end - self.now):
             heapq.heappush(self.arrivals, (end + self.run.environment, place))
         self.now = end
-        arrived = []
         while self.arrivals and self.arrivals[0][0] <= end:
-            arrived.append(heapq.heappop(self.arrivals)[1])
-        if arrived:
-            self.admission = self.admission.finish(arrived)
+            self.ledger.deliver(0, heapq.heappop(self.arrivals)[1], attempt=1)
         if self.trainer.until <= end and self.trainer.finish():
             heapq.heappush(self.transfers, (end + self.run.transfer, self.trainer.version))
             if self.trainer.version == self.first:
                 self.busy_before = self.generators.busy
         while self.transfers and self.transfers[0][0] <= end:
-            version = heapq.heappop(self.transfers)[1]
-            self.admission = self.admission.version_held(version)
+            self.held = heapq.heappop(self.transfers)[1]
             self.generators.read_again()
 
     def measured(self) -> Simulated:
@@ -656,9 +654,9 @@ class DeviceSplit(NamedTuple):
     scoring: Sequence[tuple[str, int]] = ()
 
 
-def rule_of(settings: Settings) -> AdmissionRule:
-    """The rule of admission that the flags give."""
-    return AdmissionRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
+def rule_of(settings: Settings) -> LedgerRule:
+    """The bounds that the flags give."""
+    return LedgerRule(settings.run.batch_prompts, settings.asynchrony.staleness, settings.asynchrony.window)
 
 
 def lengths_of(settings: Settings, most: int) -> LengthLaw:
@@ -729,7 +727,7 @@ def traced_ranks(settings: Settings, algorithm: Algorithm, lengths: LengthLaw, w
     return TracedRanks(UpdateTimes(ranks, step_seconds(mean, work.hardware) / tokens, minibatches=minibatches), full)
 
 
-def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: AdmissionRule) -> AsyncRun:
+def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule: LedgerRule) -> AsyncRun:
     """The run that trains on a job's mesh and generates on other devices.
 
     Args:
@@ -737,7 +735,7 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
       update: times of the trainer.
       generate: devices of the generators.
       work: its rows.
-      rule: of admission.
+      rule: bounds of the ledger.
     """
     model = job.models[job.main_role]
     tensor = job.generate_sizes["tensor"]
@@ -758,13 +756,13 @@ def async_run(job: RLJob, update: UpdateLaw, generate: int, work: Workload, rule
     )
 
 
-def simulate_rule(run: AsyncRun, rule: AdmissionRule) -> Simulated:
+def simulate_rule(run: AsyncRun, rule: LedgerRule) -> Simulated:
     """The same run under a rule."""
     return simulate_run(run._replace(rule=rule), steps=SIMULATED_STEPS + 3 + int(rule.staleness))
 
 
 def simulate_splits(
-    job: RLJob, trainer: TracedRanks, work: Workload, rule: AdmissionRule
+    job: RLJob, trainer: TracedRanks, work: Workload, rule: LedgerRule
 ) -> tuple[list[DeviceSplit], dict[DeviceSplit, AsyncRun]]:
     """Simulate splits of a job's devices, and the run in which both share all of them.
 
@@ -772,7 +770,7 @@ def simulate_splits(
       job: on all devices.
       trainer: traced on all devices.
       work: rows of the run.
-      rule: of admission, of the splits; the shared run has staleness 0.
+      rule: bounds of the ledger, of the splits; the shared run has staleness 0.
 
     Returns: the splits, the fastest that fits first, and the run of each.
     """
@@ -789,7 +787,7 @@ def simulate_splits(
 
 
 def shared_split(
-    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: AdmissionRule
+    job: RLJob, trainer: TracedRanks, count: int, work: Workload, rule: LedgerRule
 ) -> tuple[DeviceSplit, AsyncRun]:
     """The run in which `count` devices train and generate by turns, simulated. Raises: SettingsError, as in `on`."""
     run = async_run(job, trainer.on(count)[1], count, work, rule._replace(staleness=0, window=1))
@@ -822,10 +820,10 @@ class Schedules(NamedTuple):
       rules: rules at the best split that is not shared, with their results.
     """
 
-    rule: AdmissionRule
+    rule: LedgerRule
     lengths: LengthLaw
     splits: Sequence[DeviceSplit]
-    rules: Sequence[tuple[AdmissionRule, Simulated]]
+    rules: Sequence[tuple[LedgerRule, Simulated]]
 
 
 def wants_schedules(settings: Settings) -> bool:
@@ -893,7 +891,7 @@ def placed_schedules(
     return Schedules(rule, work.lengths, sorted(splits, key=split_key), rules)
 
 
-def _tried_rules(run: AsyncRun, rule: AdmissionRule, result: Simulated) -> list[tuple[AdmissionRule, Simulated]]:
+def _tried_rules(run: AsyncRun, rule: LedgerRule, result: Simulated) -> list[tuple[LedgerRule, Simulated]]:
     """A run under other rules than its own too.
 
     Args:

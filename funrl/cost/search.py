@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from funrl import trees
 from funrl.algos.core import Algorithm
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.dry_run import (
     TooLargeError,
     TraceMemo,
@@ -51,6 +50,7 @@ from funrl.mesh.plan import RANKS_PER_NODE
 from funrl.mesh.pools.placement import Placement, RankPool
 from funrl.mesh.text import AXES, ROW_AXES, SHORT, TOKEN_AXES, devices
 from funrl.models import Model
+from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.jobs.compatibility import check_meshes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.prepare import new_tokens
@@ -716,7 +716,7 @@ def train_counts(world: int) -> list[int]:
 
 
 def _division(
-    trainer: TracedRanks, counts: tuple[int, int], work: Workload, rule: AdmissionRule
+    trainer: TracedRanks, counts: tuple[int, int], work: Workload, rule: LedgerRule
 ) -> tuple[AsyncRun, dict[str, dict[str, int]]]:
     """The run with devices to train and to generate, and the meshes of both.
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from selection import quick
 
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.schedules import (
     AsyncRun,
     LengthLaw,
@@ -24,6 +23,7 @@ from funrl.cost.schedules import (
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
 from funrl.models.decoder.experts import Experts
+from funrl.rollout.ledger import LedgerRule
 
 COMPLETION_ORDER = 10**9
 H20 = HARDWARE["h200"]._replace(memory=96e9, half=148e12, bandwidth=4e12)  # its data sheet
@@ -55,7 +55,7 @@ VERL_LENGTHS = LengthLaw(median=2100, spread=0.6, most=28672)
 def verl(threshold):
     step, wait, _ = VERL[threshold]
     engine = engine_times(qwen(embed=3584, layers=28, heads=28, kv_heads=4, mlp=18944), H20)
-    rule = AdmissionRule(places=512, staleness=threshold, window=COMPLETION_ORDER)
+    rule = LedgerRule(places=512, staleness=threshold, window=COMPLETION_ORDER)
     update = Taken((step - wait) / 4)  # what the trainer does besides waiting, its syncs included
     return simulate_run(AsyncRun(rule, 16, VERL_LENGTHS, 200, engine, 64, 256, update, pieces=4), steps=10)
 
@@ -79,7 +79,7 @@ def areal(staleness):
     rate = H800.half * H800.efficiency[0]
     pair = 2 * model.abilities.cost.queries / rate  # half of the pairs of a row's tokens are attended to
     update = UpdateTimes(ranks=16, token=4 * engine.row, pair=4 * pair, minibatches=4)
-    rule = AdmissionRule(places=512, staleness=staleness, window=COMPLETION_ORDER)
+    rule = LedgerRule(places=512, staleness=staleness, window=COMPLETION_ORDER)
     slots = rows_together(engine, 256, 300 + AREAL_LENGTHS.mean)
     schedule = AsyncRun(rule, 16, AREAL_LENGTHS, 300, engine, 48, slots, update, transfer=2.0)
     return simulate_run(schedule, steps=8 + staleness)
@@ -117,14 +117,14 @@ def test_a_split_that_loses_is_predicted_as_a_loss():
     )
     prompt = 150
     law = law_of_mean(3158 - prompt, 4096 - prompt)
-    rule = AdmissionRule(places=64)
+    rule = LedgerRule(places=64)
     shared = AsyncRun(rule, 32, law, prompt, engine_times(model, HARDWARE["gb200"]), 16, 256, Taken(1.0))
     generation = simulate_run(shared, steps=10).step - 1.0
     assert 50 < generation < 90  # the rest of the published step is the update's
     rows = law.draw(np.random.default_rng(0), 64, 32).reshape(-1) + prompt
     alone = UpdateTimes(ranks=16, token=1.0)
     update = alone._replace(token=(NEMO_SHARED - generation) / alone.seconds(rows))
-    rule = AdmissionRule(places=64, staleness=1)
+    rule = LedgerRule(places=64, staleness=1)
     split = shared._replace(rule=rule, replicas=8, update=update._replace(ranks=8))
     result = simulate_run(split, steps=12)
     assert result.step > 1.2 * NEMO_SHARED  # half of the devices take twice the time to train

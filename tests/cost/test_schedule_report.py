@@ -9,7 +9,6 @@ from dry_jobs import plain
 from dry_jobs import settings as dry_settings
 
 from funrl.algos.recipes import recipe
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost import dry_run
 from funrl.cost import report as dry_report
 from funrl.cost import schedules as schedule_report
@@ -25,6 +24,7 @@ from funrl.cost.schedules import (
 )
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.cost.verdict import step_seconds
+from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.settings.settings import settings_of
 
@@ -41,7 +41,7 @@ def report(**flags):
 @pytest.mark.slow
 def test_flags_decide_what_is_simulated():
     base = report(staleness=1, lengths=LENGTHS)
-    assert base.rule == AdmissionRule(8, 1, 1)
+    assert base.rule == LedgerRule(8, 1, 1)
     assert [(x.train, x.generate) for x in base.splits if not x.shared] != []
     assert {x.train + x.generate for x in base.splits if not x.shared} == {4}
     assert {x.result.age_max for x in base.splits} == {0, 1}  # shared devices take turns
@@ -99,7 +99,7 @@ def test_a_run_on_its_own_devices_has_the_times_of_traces():
     work = Workload(law_of_mean(12, 24), 10, HARDWARE["cpu"])
     algorithm = recipe("rollout_is")()
     trainer = traced_ranks(dry_settings(**flags), algorithm, work.lengths, work.rank())
-    run = async_run(plain("rollout_is", **flags), trainer.times, 6, work, AdmissionRule(8, 1))
+    run = async_run(plain("rollout_is", **flags), trainer.times, 6, work, LedgerRule(8, 1))
     assert (run.replicas, run.samples, run.update.ranks, run.update.minibatches) == (6, 2, 2, 2)
     rows = np.full(16, 10 + work.lengths.mean)
     traced = dry_run.estimate(plain("rollout_is", **flags | {"max_new_tokens": 12}), 10, work.hardware, "train")
@@ -112,14 +112,14 @@ def test_splits_share_the_traced_trainer_and_fit_by_its_memory():
     settings = dry_settings(mesh="dp4", fsdp=True, dry_run=True)
     trainer = traced_ranks(settings, recipe("rollout_is")(), work.lengths, work.rank())
     assert trainer.nbytes(1) > trainer.nbytes(2) > trainer.nbytes(4)  # shards
-    splits, runs = simulate_splits(job, trainer, work, AdmissionRule(8, 1))
+    splits, runs = simulate_splits(job, trainer, work, LedgerRule(8, 1))
     assert sorted(x.train for x in splits if not x.shared) == [1, 2, 3]
     assert set(runs) == set(splits) and all(x.fits for x in splits)
     assert [x.result.step for x in splits] == sorted(x.result.step for x in splits)
     small = work._replace(hardware=HARDWARE["cpu"]._replace(memory=1e5))
-    splits, _ = simulate_splits(job, trainer, small, AdmissionRule(8, 1))
+    splits, _ = simulate_splits(job, trainer, small, LedgerRule(8, 1))
     assert not any(x.fits for x in splits)
-    schedules = schedule_report.Schedules(AdmissionRule(8, 1), work.lengths, splits, [])
+    schedules = schedule_report.Schedules(LedgerRule(8, 1), work.lengths, splits, [])
     assert "no split fits" in schedule_report.schedules_text(schedules)
 
 

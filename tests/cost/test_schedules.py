@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost.schedules import (
     AsyncRun,
     EngineTimes,
@@ -21,6 +20,7 @@ from funrl.cost.schedules import (
 )
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.models import decoder_config, decoder_model
+from funrl.rollout.ledger import LedgerRule
 
 TIMES = EngineTimes(fixed=1e-3, weights=4e-3, experts=2e-3, idle=0.75, row=5e-4, token=1e-6, read=1e-5, capacity=1e5)
 PROMPT = 50
@@ -176,7 +176,7 @@ class Constant:
 def even(staleness=0, window=1, **changes):
     """8 groups of two rows of 100 tokens, all on one of four replicas at a time: a batch takes the same time always."""
     schedule = AsyncRun(
-        rule=AdmissionRule(8, staleness, window),
+        rule=LedgerRule(8, staleness, window),
         samples=2,
         lengths=LengthLaw(100, 0.0, 500),
         prompt=PROMPT,

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from funrl.algos.recipes import recipe
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.cost import schedules as schedule_report
 from funrl.cost.dry_run import read_model
 from funrl.cost.schedules import AsyncRun, LengthLaw, engine_times, schedules_of, schedules_text, simulate_run
@@ -15,6 +14,7 @@ from funrl.cost.search import with_groups
 from funrl.cost.tracing.hardware import HARDWARE
 from funrl.flags.parser import read
 from funrl.mesh.plan import RANKS_PER_NODE
+from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.settings.settings import settings_flags, settings_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ class Taken:
 
 def step(staleness, window):
     engine = engine_times(read_model(str(ROOT / "recipes/models/qwen2.5_7b.json")), HARDWARE["h100"])
-    rule = AdmissionRule(512, staleness, window)
+    rule = LedgerRule(512, staleness, window)
     run = AsyncRun(rule, 16, LengthLaw(2100, 0.6, 28672), 200, engine, replicas=16, slots=256, update=Taken())
     return simulate_run(run, steps=30)
 

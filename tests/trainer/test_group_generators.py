@@ -8,18 +8,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.batch import Batch
 from funrl.data.prompts import Example
 from funrl.mesh.mesh import single
-from funrl.mesh.pools import channel, groups
-from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.mesh.pools import channel
 from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
+from funrl.rollout import group_board
+from funrl.rollout.group_board import GroupBoard
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts, positions_left
-from funrl.trainer.placement.groups import BatchGroup, GroupGenerators
+from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts
+from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
@@ -27,7 +28,7 @@ from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
-from funrl.trainer.sources.source import Generation
+from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import rows_of
 
 
@@ -35,7 +36,7 @@ def new_generators(schedule=None, window=3):
     weights = SimpleNamespace(mesh=single())
     requests = SimpleNamespace(mesh=single())
     engine = SimpleNamespace(requests=requests, weights=weights, version=4, sender=None)
-    rule = AdmissionRule(places=4, staleness=1, window=window)
+    rule = LedgerRule(places=4, staleness=1, window=window)
     schedule = schedule or PromptSchedule(())
     generation = Generation(cast(Any, None), schedule, Sampling(), PromptEvaluation((), Sampling()))
     return GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
@@ -45,45 +46,62 @@ def new_generators(schedule=None, window=3):
 def generators(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(channel, "run_store", lambda: store)
-    monkeypatch.setattr(groups, "run_store", lambda: store)
+    monkeypatch.setattr(group_board, "run_store", lambda: store)
     return new_generators()
+
+
+def deliver(generators, number, version=0, **fields):
+    """Deliver a group without rows, as a replica does that began it at a version of the ledger."""
+    group = WrittenGroup(0, None, {}, (), 0.0, version=version, **fields)
+    generators._board.deliver(number, group)
 
 
 def test_a_run_begins_with_the_first_group(generators):
     assert generators.saved({"prompts_consumed": 0})["overtaken"].tolist() == [False, False]
     generators.begin_step(1, 0, 5)
-    assert generators.plan == GroupPlan(position=0, count=20, step=1)
-    assert [generators.plan.number_of(ticket) for ticket in (0, 19, 20)] == [0, 19, None]
+    assert [generators.ledger.place_of(ticket) for ticket in (0, 19, 20)] == [0, 19, None]
+    assert generators._board.opened() == generators.ledger
 
 
 def test_a_resumed_run_begins_with_the_group_that_others_overtook(generators):
-    """Eight groups were taken: those at positions 0 to 6, and 8."""
+    """Eight groups were taken: 0 to 6, and 8."""
     state = {"prompts_consumed": 8, "overtaken": torch.tensor([True, False])}
     assert generators.restored(state) == {"prompts_consumed": 8}
     generators.begin_step(3, 8, 5)
-    assert generators.plan == GroupPlan(position=8, count=12, step=3, fresh=1, again=(-1,))
-    assert [generators.plan.number_of(ticket) for ticket in range(13)] == [-1, *range(1, 12), None]
-    generators._board.hold(4)
-    generators._admit()
-    assert sorted(generators._admission.running) == [-1, 1, 2, 3, 4, 5, 6, 7]
-    for number in (-1, 2, 1, 3):
-        generators._admission = generators._admission.finish([number])
-    taken = generators._admission.consumable()
-    assert taken == (-1, 1, 2, 3)
-    assert generators._admission.consume(taken)[1].batch == 1
+    assert [generators.ledger.place_of(ticket) for ticket in range(13)] == [7, *range(9, 20), None]
+    assert [generators.ledger.prompt_of(ticket) for ticket in range(2)] == [8, 9]
     assert generators.saved({})["overtaken"].tolist() == [True, False]  # until the batch has been taken
+    for number in (7, 10, 9, 12):
+        deliver(generators, number, version=2)
+    assert list(generators._awaited(generators.ledger, [], "groups")) == [7, 9, 10, 12]
+    generators.end_step()
+    assert generators.ledger.version == 3 and generators.saved({})["overtaken"].tolist() == [True, False]
+    generators.begin_step(4, 12, 5)
+    assert generators.ledger.oldest == 11
+
+
+def test_what_a_replica_has_refilled_counts_in_the_budget_of_its_batch(generators):
+    generators._rule = generators._rule._replace(prompts=2)
+    generators.begin_step(1, 0, 5)
+    dropped = [DroppedPrompt(position, 0, {}, {}) for position in (1, 4, 5)]
+    deliver(generators, 1, dropped=dropped)
+    generators._read_finished(generators.ledger)
+    assert generators.ledger.refilled == {0: 3} and generators.ledger.written == [1]
+    assert generators.ledger.counts == {"begun": 4, "refilled": 3}
 
 
 def test_a_resumed_run_begins_with_the_prompts_that_were_passed_over(generators):
     """Eight prompts were trained on or dropped: those at positions 0 to 4, 6, 7 and 9."""
-    generators.replaces = True
+    generators._rule = generators._rule._replace(prompts=2)
     state = {"prompts_consumed": 8, "left": torch.tensor([5, 8])}
     assert generators.restored(state) == {"prompts_consumed": 8}
     generators.begin_step(3, 8, 5)
-    assert [generators.plan.position_of(ticket) for ticket in range(4)] == [5, 8, 10, 11]
+    assert [generators.ledger.prompt_of(ticket) for ticket in range(4)] == [5, 8, 10, 11]
     assert generators.saved({"prompts_consumed": 8})["left"].tolist() == [5, 8]
-    assert positions_left([5, 8], consumed=8, used=[5, 12, 10]) == [8, 11]
-    assert positions_left([8, 11], consumed=11, used=[8, 11, 13]) == []
+    generators.ledger.use_prompts([5, 12, 10])
+    assert generators.ledger.passed == [8, 11]
+    generators.ledger.use_prompts([8, 11, 13])
+    assert generators.ledger.passed == [] and generators.ledger.prompts == 14
 
 
 def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_over():
@@ -100,31 +118,30 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
 
 
 def test_replicas_share_the_replacements_of_a_batch(generators):
+    generators._rule = generators._rule._replace(prompts=2)
     generators.begin_step(1, 0, 5)
-    rule, board, plan = AdmissionRule(places=4), GroupBoard(2), generators.plan
-    replicas = [GroupPrompts(rule, 2, board) for _ in range(2)]
-    begun = [prompts.begin(number, plan) for number, prompts in enumerate(replicas * 2)]
+    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
+    assert all(prompts.is_open() and prompts.filters for prompts in replicas)
+    begun = [prompts.begin(number) for number, prompts in enumerate(replicas * 2)]
     assert begun == [GroupPrompt(place, place) for place in range(4)]
-    further = [prompts.replace(1, plan) for prompts in (replicas[0], *replicas * 2)]
+    further = [prompts.replace(1) for prompts in (replicas[0], *replicas * 2)]
     assert further == [*(GroupPrompt(place, place) for place in range(4, 8)), None]
-    assert replicas[0].replace(4, plan) == GroupPrompt(8, 8), "the next batch has its own"
+    assert replicas[0].replace(4) == GroupPrompt(8, 8), "the next batch has its own"
 
 
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
+    generators._rule = generators._rule._replace(prompts=2, scores=True)
     generators.begin_step(1, 0, 5)
-    plan = generators.plan
-    replicas = [GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2)) for _ in range(2)]
-    for prompts in replicas:
-        prompts.filters = False
-    assert [prompts.begin(number, plan).position for number, prompts in enumerate(replicas)] == [0, 1]
+    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
+    assert all(prompts.is_open() and not prompts.filters for prompts in replicas)
+    assert [prompts.begin(number).position for number, prompts in enumerate(replicas)] == [0, 1]
     assert replicas[0].take_again() is None
     generators._board.ask_again(3)
     generators._board.ask_again(1)
     assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
-    assert replicas[1].begin(3, plan) == GroupPrompt(2, 2)
-    alone = GroupPrompts(AdmissionRule(places=4), 2, GroupBoard(2))  # which filters what it writes
+    assert replicas[1].begin(3) == GroupPrompt(2, 2)
     generators._board.ask_again(2)
-    assert alone.take_again() is None and replicas[1].take_again() == 2
+    assert [prompts.take_again() for prompts in replicas] == [2, None]
 
 
 def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
@@ -134,29 +151,43 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
         group = WrittenGroup(0, written, {4: 10 + position}, [[(0, 4)]], 0.5, prompt=GroupPrompt(position, position))
         return group._replace(dropped=dropped)
 
-    generators.late = True
+    generators._rule = generators._rule._replace(prompts=2, scores=True)
     generators.begin_step(1, 0, 5)
-    generators._taken = [BatchGroup(number, taken(number)) for number in range(3)]
-    generators.keep(np.array([1]))
-    assert [number for number, _ in generators._lost] == [0, 2] and generators.dropped() == []
-    for number, group in ((2, taken(4)), (0, taken(3))):
-        generators._written[number] = group
-    generators._taken = generators._awaited(dict(generators._lost), "groups")
-    generators._lost = []
+    for number in range(4):
+        generators._board.deliver(number, taken(number))
+    generators._groups = generators._awaited(generators.ledger, [], "groups")
+    generators._newest = tuple(generators._groups)
+    generators.keep(np.array([1, 3]))
+    assert generators._lost == [0, 2] and generators.dropped() == []
+    for number, group in ((2, taken(5)), (0, taken(4))):
+        generators._board.deliver(number, group)
+    newest = generators._awaited(generators.ledger, generators._lost, "groups")
+    generators._groups = {number: generators._groups[number] for number in (1, 3)} | newest
+    generators._newest, generators._lost = tuple(newest), []
     generators.keep(np.array([0]))
     log = [LoggedGroup(*group) for group in generators.log()]
     assert [(group.position, [prompt.position for prompt in group.dropped]) for group in log] == [
         (1, []),
-        (3, [0]),
-        (4, [2]),
+        (3, []),
+        (4, [0]),
+        (5, [2]),
     ]
-    assert log[1].dropped[0] == (0, 1, {"x": (1.0, 2)}, {})
-    assert generators.metrics()["wait/generator_s"] == 0.5 * 5 and generators.metrics()["age/max"] == 0
+    assert log[2].dropped[0] == (0, 1, {"x": (1.0, 2)}, {})
+    assert generators.metrics()["wait/generator_s"] == 0.5 * 6 and generators.metrics()["age/max"] == 0
+    assert generators._lost == [2] and generators.ledger.take() is None
+    generators.end_step()  # place 2 stays empty
+    assert generators.ledger.version == 1
+    counts = {name: count for name, count in generators.metrics().items() if name.startswith("places/")}
+    assert counts == {"places/begun": 6, "places/refilled": 2, "places/taken": 4, "places/ahead": 0}
 
 
-def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
-    prompts = GroupPrompts(AdmissionRule(places=4), 1, GroupBoard(1))
-    prompt = prompts.begin(6, GroupPlan(position=8, count=12, step=3))
+def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once(generators):
+    ledger = Ledger.restored(LedgerRule(places=4), until=24, version=2)
+    ledger.prompts = 8
+    generators._board.open(ledger)
+    prompts = GroupPrompts(GroupBoard(1))
+    assert prompts.is_open()
+    prompt = prompts.begin(14)
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
@@ -164,9 +195,10 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once():
 
 def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
     """A group of an earlier batch, which shows nothing, stands before those that others overtook it with."""
-    shown = {-1: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
+    shown = {0: [], 1: [ShownSample("1+1=", "2")], 2: [ShownSample("2+2=", "4")], 3: []}
     written = WrittenGroup(0, None, {}, (), 0.0)
-    generators._taken = [BatchGroup(number, written._replace(shown=samples)) for number, samples in shown.items()]
+    generators._groups = {number: written._replace(shown=samples) for number, samples in shown.items()}
+    generators._newest = tuple(shown)
     samples = generators.samples()
     assert {place: sample.text for place, sample in samples.items()} == {1: "2", 2: "4"}
     batch = Batch(score=torch.arange(8.0), scores=torch.arange(16.0).reshape(8, 2))
@@ -183,8 +215,8 @@ def test_ages_are_of_tokens():
 
 
 def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
-    runs = split_origins(np.concatenate([origins_of(-1, 2), origins_of(1, 2), origins_of(1, 1)]))
-    assert [(number, rows.tolist()) for number, rows in runs] == [(-1, [0, 1]), (1, [0, 1, 0])]
+    runs = split_origins(np.concatenate([origins_of(0, 2), origins_of(1, 2), origins_of(1, 1)]))
+    assert [(number, rows.tolist()) for number, rows in runs] == [(0, [0, 1]), (1, [0, 1, 0])]
 
 
 class OneBuffer:

@@ -42,9 +42,9 @@ from funrl.batch import with_rows_spread
 from funrl.cli.main import main
 from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
-from funrl.mesh.pools.groups import GroupBoard
 from funrl.processes.workers import can_fork
 from funrl.rollout.episodes import Episode
+from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
 from funrl.trainer import loop, phases

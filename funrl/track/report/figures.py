@@ -56,6 +56,7 @@ CHARTS = (
     ),
     Chart("Gradient norm", "before clipping", ("actor/grad_norm",)),
     Chart("Who waited", "seconds: a trainer for rows, replicas for it", ("wait/trainer_s", "wait/generator_s")),
+    Chart("Places of the ledger", "of a step; ahead: written, in no batch", ("places/(begun|refilled|taken|ahead)",)),
     Chart("Age of rows", "versions behind, of a step's tokens", ("age/mean", "age/max")),
     Chart("Throughput", "tokens a second", ("perf/tokens_per_s",)),
     Chart("Memory", "GB at its peak", ("memory/peak_gb",)),

@@ -35,7 +35,6 @@ from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.groups import admission_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EpisodesRequest,
@@ -255,7 +254,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
             whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
             receiver = WeightReceiver(generating, form, whole_form, group)
             take_weights = functools.partial(load_arrived, generator)
-            writer = GroupWriter(generation, admission_rule(job), receiver, take_weights)
+            writer = GroupWriter(generation, receiver, take_weights)
             stack.enter_context(receiver.receiving())
             stack.enter_context(contextlib.closing(writer))
             rank = GroupRank(generation, generator, training, show, writer)

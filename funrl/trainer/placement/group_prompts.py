@@ -9,23 +9,23 @@ replacements. A later group that overtakes one of them brings its own to their b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funrl import trees
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.data.order import take_next
-from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.rollout.group_board import GroupBoard
+from funrl.rollout.ledger import Ledger
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.curriculum import UNWEIGHTED, PromptSchedule
+from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.prompts import BASELINE_SEED
-from funrl.trainer.sources.source import DroppedPrompt, Generation
+from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
 
 
@@ -90,54 +90,55 @@ class GroupPrompts:
     """The prompts of a replica's groups.
 
     Attributes:
-      replaced: whether a prompt may be replaced.
-      filters: whether this replica filters what it writes. Else the trainer ranks ask for what replaces a prompt.
       weighed: whether the trainer ranks choose the prompts of each batch, by weights.
     """
 
-    def __init__(self, rule: AdmissionRule, most: int, board: GroupBoard) -> None:
-        """Begin before the first group.
-
-        Args:
-          rule: of admission.
-          most: prompts of a batch for each of its places; 1: none is replaced.
-          board: of the run.
-        """
-        self.replaced = most > 1
-        self.filters = self.replaced
-        self.weighed = False
-        self._rule = rule
-        self._most = most
+    def __init__(self, board: GroupBoard, *, weighed: bool = False) -> None:
+        """Begin before the first group, with the board of the run."""
+        self.weighed = weighed
         self._board = board
+        self._ledger: Ledger | None = None
 
-    def begin(self, number: int, plan: GroupPlan) -> GroupPrompt:
+    def is_open(self) -> bool:
+        """True once the trainer ranks have opened the ledger."""
+        self._ledger = self._ledger or self._board.opened()
+        return self._ledger is not None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger as it was opened. Raises: RuntimeError, it is not open yet."""
+        if self._ledger is None:
+            raise RuntimeError("the ledger of the groups is not open yet")
+        return self._ledger
+
+    @property
+    def filters(self) -> bool:
+        """True if this replica filters what it writes; else the trainer ranks ask for what replaces a prompt."""
+        return self.ledger.rule.prompts > 1 and not self.ledger.rule.scores
+
+    def begin(self, number: int) -> GroupPrompt:
         """The prompt of a new group."""
-        if self.replaced:
-            return self._next(plan)
-        places = self._rule.places
+        rule = self.ledger.rule
+        if rule.prompts > 1:
+            return self._next()
         if self.weighed:
-            batch, place = divmod(number, places)
+            batch, place = divmod(number, rule.places)
             position = self._board.prompts_of(batch)[place]
             return GroupPrompt(position, first=position)
-        return GroupPrompt(plan.position + number, plan.position + number // places * places)
-
-    def leave_to_trainers(self, generation: Generation) -> None:
-        """Leave to the trainer ranks the choice of prompts by weights, and a filter where models reward groups."""
-        self.weighed = generation.schedule.weighing is not UNWEIGHTED
-        self.filters &= generation.rewards.rescore is None
+        base = self.ledger.prompts - self.ledger.version * rule.places
+        return GroupPrompt(base + number, base + number // rule.places * rule.places)
 
     def take_again(self) -> int | None:
         """The place of a group that the trainer ranks have dropped, for another prompt; None: there is none."""
-        return self._board.take_again() if self.replaced and not self.filters else None
+        return self._board.take_again() if self.ledger.rule.scores else None
 
-    def replace(self, number: int, plan: GroupPlan) -> GroupPrompt | None:
+    def replace(self, number: int) -> GroupPrompt | None:
         """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
-        if self._board.take_replacement(number // self._rule.places) >= self._rule.places * (self._most - 1):
-            return None
-        return self._next(plan)
+        rule = self.ledger.rule
+        return self._next() if self._board.take_replacement(number // rule.places) < rule.refills else None
 
-    def _next(self, plan: GroupPlan) -> GroupPrompt:
-        position = plan.position_of(self._board.take_prompt())
+    def _next(self) -> GroupPrompt:
+        position = self.ledger.prompt_of(self._board.take_prompt())
         return GroupPrompt(position, first=position)
 
 
@@ -172,22 +173,3 @@ class ChosenPrompts(NamedTuple):
             positions = torch.cat([positions, torch.from_numpy(taken.positions)])
             end = taken.end
         return ChosenPrompts(positions, end), memory, metrics
-
-
-def positions_left(left: Sequence[int], consumed: int, used: Collection[int]) -> list[int]:
-    """Positions that were passed over, after a batch.
-
-    Args:
-      left: these positions before the batch.
-      consumed: prompts that were trained on or dropped before it, of the positions below consumed + len(left).
-      used: positions of the prompts of the batch and of the prompts that they have replaced.
-
-    Returns: ascending.
-
-    Example:
-      >>> positions_left([3], consumed=5, used=[3, 7, 6, 9])
-      [8]
-    """
-    end = consumed + len(left)
-    passed = {*left, *range(end, max(used, default=0) + 1)}
-    return sorted(passed.difference(used))

@@ -1,30 +1,29 @@
 """Trainer-side client of generator ranks that write groups of rows without a break.
 
-The first rank keeps the state of admission: it learns which groups have ended and which weights all replicas hold, and
-chooses the groups of a batch by their numbers. The others learn its choice through the store.
+The first rank keeps the ledger of the run: it learns from what replicas deliver which groups have begun and ended, and
+takes the groups of a batch. The others learn its choice through the store.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from funrl import trees
-from funrl.asynchrony.admission import Admission, AdmissionRule
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
-from funrl.mesh.pools.groups import GROUPS_KEY, WORK_KEY, GroupBoard, GroupPlan
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
+from funrl.rollout.group_board import GROUPS_KEY, WORK_KEY, GroupBoard
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.generators import Generators, ServeUntil
-from funrl.trainer.placement.group_prompts import ChosenPrompts, positions_left
+from funrl.trainer.placement.group_prompts import ChosenPrompts
 from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
@@ -38,38 +37,24 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Re
 from funrl.trainer.steps.step_rows import Rows
 
 
-class BatchGroup(NamedTuple):
-    """A group of a batch.
-
-    Attributes:
-      number: of it.
-      group: what was delivered.
-    """
-
-    number: int
-    group: WrittenGroup
-
-
-def admission_rule(job: RLJob) -> AdmissionRule:
-    """The rule by which groups of a run are begun and taken."""
+def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
+    """The rule by which groups of a run are begun, refilled and taken; `generation` is of the trainer ranks."""
     given = job.settings
-    return AdmissionRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window).checked()
+    rule = LedgerRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window)
+    prompts = generation.selection.rounds
+    return rule._replace(prompts=prompts, scores=prompts > 1 and generation.rewards.rescore is not None).checked()
 
 
 class GroupGenerators(Generators):
     """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
 
     Attributes:
-      plan: of the groups; None: before the first step.
-      replaces: whether other prompts take the places of prompts that the filter drops.
+      ledger: of the run; None: before the first step, and on ranks other than the first.
       weighed: whether weights choose the prompts of batches; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
-      late: whether these are asked for once models have scored the rows; otherwise replicas filter what they write.
       rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
-      left: [n] positions of prompts that were passed over: others are trained on or dropped already. A resumed run
-        needs them.
-      overtaken_W: [W - 1] bool, which of the groups after the oldest one that was not taken were taken, at the end of
-        a batch. A resumed run needs it.
+      places: the ledger as the checkpoint has it. "overtaken" [W - 1] bool: which of the places after the oldest one
+        that is not taken are taken. "left" [n]: positions of prompts that were passed over.
     """
 
     def __init__(
@@ -77,7 +62,7 @@ class GroupGenerators(Generators):
         engine: RemoteEngine,
         show: Show,
         *,
-        rule: AdmissionRule,
+        rule: LedgerRule,
         generation: Generation,
         early: bool = False,
         serve_until: ServeUntil | None = None,
@@ -86,31 +71,26 @@ class GroupGenerators(Generators):
 
         Args:
           engine, show, early, serve_until: as of `Generators`.
-          rule: of admission.
+          rule: of the ledger.
           generation: of the trainer ranks.
         """
         super().__init__(engine, show, early=early, staleness=rule.most_age, serve_until=serve_until)
-        self.plan: GroupPlan | None = None
         self._schedule = generation.schedule
-        rescored = generation.rewards.rescore is not None
-        self.replaces = generation.selection.rounds > 1
-        self.late = self.replaces and rescored
-        self.refills = not self.late
-        self._kept_groups: list[WrittenGroup] = []  # of the batch, by the filter
-        self._lost: list[BatchGroup] = []  # groups of the batch that it has dropped, and nothing has replaced
-        self.rewards_baselines = rescored and generation.greedy_baseline
+        self._rule = rule
+        self.refills = not rule.scores
+        self.ledger: Ledger | None = None
+        self.places = {"overtaken": torch.zeros(rule.window - 1, dtype=torch.bool), "left": torch.zeros(0).long()}
+        self._groups: dict[int, WrittenGroup] = {}  # of the batch, in the order of their rows
+        self._newest: tuple[int, ...] = ()  # those that came last
+        self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
+        self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
         self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
-        self.left = torch.zeros(0, dtype=torch.int64)
-        self._consumed = 0  # prompts before the batch
         self.weighed = self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
-        self._admission = Admission(rule)
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
         engine.held = self._board.holds
-        self._batch = 0
-        self.overtaken_W = torch.zeros(rule.window - 1, dtype=torch.bool)
-        self._written: dict[int, WrittenGroup] = {}  # that were delivered and are not taken
-        self._taken: list[BatchGroup] = []
+        self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
+        self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._collections = 0
         self._waited_s = 0.0
 
@@ -128,7 +108,7 @@ class GroupGenerators(Generators):
         """
         if not self.weighed:
             return state, {}
-        ahead = int(self._admission.rule.staleness)
+        ahead = int(self._rule.staleness)
         to_come = range(step, min(step + ahead, steps) + 1)
         self.chosen, memory, metrics = self.chosen.extended(self._schedule, state["curriculum"], to_come)
         return {**state, "curriculum": memory}, metrics
@@ -142,79 +122,84 @@ class GroupGenerators(Generators):
           steps: of the run.
         """
         self.step = step
-        self._consumed = position
-        self._taken, self._kept_groups, self._lost = [], [], []
+        self._groups, self._newest, self._lost = {}, (), []
         self._waited_s = 0.0
-        plan = self.plan
-        if plan is None:
-            count = (steps - step + 1) * self._admission.rule.places
-            # Groups that were taken before this batch or an earlier one began, as numbers counted from it.
-            taken = torch.nonzero(self.overtaken_W).flatten().tolist()
-            overtaking = [1 + place - len(taken) for place in taken]
-            again = tuple(n for n in range(-len(overtaking), max(overtaking, default=-1) + 1) if n not in overtaking)
-            fresh = max(overtaking, default=-1) + 1
-            plan = GroupPlan(position, count, step, fresh, again, tuple(self.left.tolist()))
-            self._admission = self._admission._replace(
-                fresh=fresh, oldest=-len(overtaking), overtaken=frozenset(overtaking), again=again
-            )
-        self._batch = step - plan.step
-        if self.mesh.rank == 0:
-            self._board.give_prompts(self._batch, self.chosen.positions.view(-1, self._admission.rule.places).tolist())
-            if self.plan is None:
-                self._board.open(plan)
-            self._board.train(self._batch, self.engine.version or 0)
-        self.plan = plan
+        if self.mesh.rank != 0:
+            return
+        places = self._rule.places
+        self._board.give_prompts(step - 1, self.chosen.positions.view(-1, places).tolist())
+        if self.ledger is None:
+            overtaken = self.places["overtaken"].tolist()
+            self.ledger = Ledger.restored(self._rule, steps * places, version=step - 1, overtaken=overtaken)
+            self.ledger.prompts = position
+            self.ledger.passed = self.places["left"].tolist()
+            self._board.open(self.ledger)
+        self._board.train(step - 1, self.engine.version or 0)
+
+    def end_step(self) -> None:
+        """Take the batch of a step, on which the filter has decided. Collective."""
+        if self.ledger is not None:
+            if self._rule.scores:
+                self.ledger.score(self._lost)
+            if self.ledger.take() is None:
+                raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
+            overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
+            self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
+            self._counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
+            self._counts["places/ahead"] = len(self.ledger.written)
+            self.ledger.counts.clear()
+        self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
-        """The state with groups that have overtaken others and prompts that were passed over; see `Generators`."""
-        further = {"overtaken": self.overtaken_W} if len(self.overtaken_W) else {}
-        further |= {"chosen": self.chosen._asdict()} if self.weighed else {}
-        return {**state, **further, "left": self.left} if self.replaces else {**state, **further}
+        """The state with the ledger and prompts that weights have chosen; see `Generators`."""
+        further: dict[str, trees.Tree] = {"chosen": self.chosen._asdict()} if self.weighed else {}
+        if self._rule.window > 1:
+            further["overtaken"] = self.places["overtaken"]
+        if self._rule.prompts > 1:
+            further["left"] = self.places["left"]
+        return {**state, **further}
 
     def restored(self, state: trees.Tree) -> trees.Tree:
         """The state without them; see `Generators`."""
-        if "overtaken" in state:
-            self.overtaken_W = state["overtaken"].cpu()
-        if "left" in state:
-            self.left = state["left"].cpu()
+        self.places |= {name: state[name].cpu() for name in self.places if name in state}
         if "chosen" in state:
             self.chosen = ChosenPrompts(state["chosen"]["positions"].cpu(), state["chosen"]["end"])
-        return {name: value for name, value in state.items() if name not in ("overtaken", "left", "chosen")}
+        return {name: value for name, value in state.items() if name not in (*self.places, "chosen")}
 
     def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
         """Rows of a step, with metrics of its groups; see `Generators`. Collective."""
         state, chosen = self.choose(self.restored(state), step, steps)
         self.begin_step(step, state["prompts_consumed"], steps)
         rows, state, metrics = next_rows(state, step)
+        self.end_step()
         return rows, self.saved(state), chosen | metrics | self.metrics()
 
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
         """Rows of the groups of the next batch, once these have ended; see `RemoteGenerators`. Collective.
 
-        Where `late`, the first call of a step is for its groups, and each later one for the groups that have replaced
-        dropped ones.
+        Where models score rows, later calls of a step are for the groups that have replaced dropped ones.
 
         Raises:
           RewardError: as `rollout` raises it.
         """
         begin = time.perf_counter()
-        self._taken = self._collected(self._lost[: len(places)])
-        self._lost = self._lost[len(places) :]
+        lost, self._lost = self._lost[: len(places)], self._lost[len(places) :]
+        groups = self._collected(lost)
         self._waited_s += time.perf_counter() - begin
-        for _, group in self._taken:
+        for group in groups.values():
             for note in group.notes:
                 self.show.note(note)
-        for _, group in self._taken:
+        for group in groups.values():
             if group.problem is not None:
                 raise RewardError(group.problem)
-        assert len(self._taken) == len(places)
+        assert len(groups) == len(places)
+        self._newest = tuple(groups)
+        self._groups = {number: group for number, group in self._groups.items() if number not in groups} | groups
         self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
-        positions = [group.prompt.position for _, group in self._taken if group.prompt is not None]
-        if self.replaces:
-            used = [*positions, *(prompt.position for prompt in self.dropped())]
-            self.left = torch.tensor(positions_left(self.left.tolist(), self._consumed, used), dtype=torch.int64)
-            self._consumed += len(used)
-        written = [(number, group.generator, group.written, 0) for number, group in self._taken]
+        positions = [group.prompt.position for group in groups.values() if group.prompt is not None]
+        if self.ledger is not None and self._rule.prompts > 1:
+            self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
+        written = [(number, group.generator, group.written, 0) for number, group in groups.items()]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
         places = self._schedule.numbers_at(np.array(positions))
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
@@ -223,30 +208,31 @@ class GroupGenerators(Generators):
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
         del places
         written = []
-        for number, group in (self._taken[place] for place in groups.tolist()):
+        for number in (self._newest[place] for place in groups.tolist()):
+            group = self._groups[number]
             written.append((number, group.generator, group.baseline, len(group.rows.owner)))
         rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)[1]
         return self.moved_early(rows, len(groups)) if self.rewards_baselines else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
-        return [] if self.late else [prompt for _, group in self._taken for prompt in group.dropped]
+        return [] if self._rule.scores else [prompt for group in self._groups.values() for prompt in group.dropped]
 
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
-        kept = set(prompts.tolist())
-        self._kept_groups += [group for place, (_, group) in enumerate(self._taken) if place in kept]
-        self._lost += [taken for place, taken in enumerate(self._taken) if place not in kept]
+        kept = [self._newest[place] for place in prompts.tolist()]
+        self._lost += [number for number in self._newest if number not in kept]
+        if self._rule.scores and self.ledger is not None:
+            self.ledger.score(kept)
 
     def batch_groups(self) -> list[WrittenGroup]:
-        """The groups of the newest batch in its order; with `late` the ones that the filter dropped are last."""
-        if not self.late:
-            return [group for _, group in self._taken]
-        return [*self._kept_groups, *(group for _, group in self._lost)]
+        """The groups of the newest batch in its order; what the trainer ranks drop is last."""
+        lost = self._lost if self._rule.scores else []
+        return [self._groups[number] for number in sorted(self._groups, key=lost.__contains__)]
 
     def samples(self) -> dict[int, ShownSample]:
         """The first samples of the batch, if its groups have some; see `RemoteGenerators`."""
-        shown = [(place, sample) for place, (_, group) in enumerate(self._taken) for sample in group.shown]
+        shown = [(place, x) for place, number in enumerate(self._newest) for x in self._groups[number].shown]
         return dict(shown[:SHOWN_PROMPTS])
 
     def evaluate(self, step: int, show: Show) -> dict[str, float]:
@@ -260,7 +246,7 @@ class GroupGenerators(Generators):
 
     def log(self) -> list[tuple[object, ...]] | None:
         """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
-        if self.plan is None:
+        if not self._groups:
             return None
         return [
             (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
@@ -270,7 +256,7 @@ class GroupGenerators(Generators):
 
     def episode_groups(self) -> tuple[int, ...]:
         """Groups of the newest batch; see `Generators`."""
-        return tuple(number for number, _ in self._taken)
+        return self._newest
 
     def metrics(self) -> dict[str, float]:
         """Metrics of the newest batch and of the weights that were sent before it."""
@@ -279,7 +265,7 @@ class GroupGenerators(Generators):
         groups = self.batch_groups()
         waited = sum(group.waited_s for group in groups) / self._board.replicas
         waits = {"wait/trainer_s": self._waited_s, "wait/generator_s": waited}
-        return waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
+        return self._counts | waits | age_metrics([group.tokens for group in groups], self.engine.version or 0) | sent
 
     def close(self) -> None:
         """Wait for the last transfer of weights."""
@@ -295,7 +281,7 @@ class GroupGenerators(Generators):
             self._kept = ()
         return SendGroupsRequest(origins, rows.owner, rows.lengths, to, ended)
 
-    def _collected(self, lost: Sequence[BatchGroup]) -> list[BatchGroup]:
+    def _collected(self, lost: Sequence[int]) -> dict[int, WrittenGroup]:
         """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
 
         Collective.
@@ -304,70 +290,57 @@ class GroupGenerators(Generators):
         ready = f"{GROUPS_KEY}/ready"
         key = f"{ready}/{self._collections}"
         entered(name)
-        taken = overtaken_W = None
-        if self.mesh.rank == 0:
-            taken = self._awaited(dict(lost), name)
-            oldest = self._admission.oldest
-            window = range(oldest + 1, oldest + len(self.overtaken_W) + 1)
-            overtaken_W = torch.tensor([number in self._admission.overtaken for number in window], dtype=torch.bool)
+        groups = None
+        if self.ledger is not None:
+            groups = self._awaited(self.ledger, lost, name)
             run_store().set(key, "1")
             run_store().delete_key(f"{ready}/{self._collections - 2}")
         else:
             wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
         self._collections += 1
-        taken, self.overtaken_W = from_first_rank((taken, overtaken_W), self.mesh)
+        groups = from_first_rank(groups, self.mesh)
         left()
-        return taken
+        return groups
 
-    def _awaited(self, lost: Mapping[int, WrittenGroup], waits_for: str) -> list[BatchGroup]:
+    def _awaited(self, ledger: Ledger, lost: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
         """Wait on the first rank for the groups of the batch by number, or for those of other prompts in some places.
 
         Args:
-          lost: groups whose places other prompts take. These places have left the state of admission: a group that
-            begins in one of them now is within its bound.
+          ledger: of the run.
+          lost: groups whose places other prompts refill.
           waits_for: name of the groups.
         """
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        batch = self._admission.batch
-        taken: list[int] = []
-        for number in lost:
+        for number in ledger.refill(lost) if lost else ():
             self._board.ask_again(number)
         while True:
-            if self._read_finished(lost):
+            if self._read_finished(ledger):
                 pauses = Pauses(1)
-            if problems := [BatchGroup(*item) for item in self._written.items() if item[1].problem is not None]:
-                return problems[:1]
-            if lost and lost.keys() <= self._written.keys():
-                return [BatchGroup(number, in_place_of(lost[number], self._written.pop(number))) for number in lost]
-            while not lost and self._admission.batch == batch and (places := self._admission.consumable()):
-                _, self._admission = self._admission.consume(places)
-                taken += places
-            if self._admission.batch > batch:
-                return [BatchGroup(number, self._written.pop(number)) for number in sorted(taken)]
+            if problems := [item for item in self._written.items() if item[1].problem is not None]:
+                return dict(problems[:1])
+            ledger.fill_batch()
+            numbers = lost or (sorted(ledger.batch) if len(ledger.batch) == self._rule.places else ())
+            if numbers and self._written.keys() >= set(numbers):
+                groups = {number: self._written.pop(number) for number in numbers}
+                return {n: in_place_of(self._groups[n], group) if lost else group for n, group in groups.items()}
             pauses.sleep()
             limit.check()
 
-    def _read_finished(self, lost: Collection[int]) -> bool:
-        """Collect groups that were delivered since the last call; returns whether there was one.
-
-        Args:
-          lost: places that have left the state of admission.
-        """
+    def _read_finished(self, ledger: Ledger) -> bool:
+        """Collect groups that were delivered since the last call; returns whether there was one."""
         count = len(self._written)
         while (number := self._board.next_finished()) is not None:
-            self._written[number] = self._board.collect(number)
+            self._written[number] = group = self._board.collect(number)
             beat()
-            if number not in lost:
-                self._admit()  # it may have begun since the last one
-                # A place keeps the version of its first prompt: replacements began later, within the bound.
-                self._admission = self._admission.finish([number])
+            for _ in group.dropped:
+                write_place(ledger, number, group)
+                ledger.refill([number])
+            write_place(ledger, number, group)
         return len(self._written) > count
 
-    def _admit(self) -> None:
-        """Follow the rule by which replicas begin groups."""
-        batch = self._board.batch_of_weights(self.engine.version or 0)
-        held = self._admission.version
-        if self.plan is not None and batch is not None and (held is None or batch > held):
-            self._admission = self._admission.version_held(batch)
-            _, self._admission = self._admission.submit(self.plan.count)
+
+def write_place(ledger: Ledger, number: int, group: WrittenGroup) -> None:
+    """Note that a replica, which reports no begin of its own, has written a group."""
+    attempt = ledger.begin(group.generator, [number], group.version)[number]
+    ledger.deliver(group.generator, number, attempt)

@@ -85,6 +85,7 @@ class WrittenGroup(NamedTuple):
       prompt: of the group; None where there is a problem.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
+      version: of the ledger at which it began.
     """
 
     generator: int
@@ -98,6 +99,7 @@ class WrittenGroup(NamedTuple):
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
+    version: int = 0
 
     @property
     def rows(self) -> WrittenRows:
@@ -257,7 +259,7 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
     There is at least one row.
     """
-    numbers = origins >> 32  # negative of groups that a resumed run begins again
+    numbers = origins >> 32
     begins = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
     parts = np.split(origins & 0xFFFFFFFF, begins[1:])
     return [(int(numbers[begin]), part) for begin, part in zip(begins, parts, strict=True)]

@@ -18,7 +18,7 @@ from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
 from funrl.trainer.placement.generators import Generators
-from funrl.trainer.placement.groups import GroupGenerators, admission_rule
+from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
 from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import scored_in_order
@@ -68,7 +68,7 @@ def placed_source(
         generators = Generators(engine, show, early=early, serve_until=serve_until)
     else:
         engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        rule = admission_rule(job)
+        rule = ledger_rule(job, generation)
         generators = GroupGenerators(
             engine, show, rule=rule, generation=generation, early=early, serve_until=serve_until
         )

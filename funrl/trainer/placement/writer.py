@@ -1,4 +1,4 @@
-"""Groups of rows that a replica writes without a break: begun by the rule of admission, beside its engine's steps.
+"""Groups of rows that a replica writes without a break: begun by the rule of the ledger, beside its engine's steps.
 
 Between two iterations of its engine a replica looks for requests of the trainer ranks, takes weights that have
 arrived, and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from funrl import trees
-from funrl.asynchrony.admission import AdmissionRule
 from funrl.batch import FIELDS, Batch, as_dict
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
@@ -23,11 +22,11 @@ from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
-from funrl.mesh.pools.groups import GroupBoard, GroupPlan
 from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import WeightDelivery, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
+from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
@@ -43,6 +42,7 @@ from funrl.trainer.placement.messages import (
     versions_of,
     written_rows,
 )
+from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
@@ -85,7 +85,6 @@ class GroupWriter:
     def __init__(
         self,
         generation: Generation,
-        rule: AdmissionRule,
         receiver: WeightReceiver,
         take_weights: Callable[[WeightDelivery], None],
     ) -> None:
@@ -93,7 +92,6 @@ class GroupWriter:
 
         Args:
           generation: as of a source, on the mesh to generate on.
-          rule: of admission.
           receiver: of weights.
           take_weights: gives arrived weights to the engine.
         """
@@ -105,14 +103,11 @@ class GroupWriter:
         self._generation = generation._replace(
             engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
         )
-        self._rule = rule
         self._receiver = receiver
         self._take_weights = take_weights
         self._board = GroupBoard(mesh.size(mesh.row_axes))
-        self._plan: GroupPlan | None = None
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        self._prompts = GroupPrompts(rule, generation.selection.rounds, self._board)
-        self._prompts.leave_to_trainers(generation)
+        self._prompts = GroupPrompts(self._board, weighed=generation.schedule.weighing is not UNWEIGHTED)
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
         self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
@@ -123,20 +118,14 @@ class GroupWriter:
         self._sent: tuple[int, ...] = ()  # groups of the newest batch
         self._has_next = False
         self._next: int | None = None  # the group that begins next, if there is one
-        self._admitted = 0  # groups that may have begun
+        self._version: int | None = None  # of the ledger, by the weights that all replicas hold
+        self._begun: dict[int, int] = {}  # group -> version at which it began
         self._told: int | None = None  # the newest version that the others know of
         self._next_look = 0.0
         self._next_sign = 0.0
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
-
-    @property
-    def plan(self) -> GroupPlan:
-        """The plan of the groups. Raises: RuntimeError, it is not open yet."""
-        if self._plan is None:
-            raise RuntimeError("the plan of the groups is not open yet")
-        return self._plan
 
     @property
     def leader(self) -> ResidentEngine:
@@ -283,9 +272,7 @@ class GroupWriter:
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        if self._plan is None:
-            self._plan = self._board.plan()
-        if self._plan is None or self.resident is None:
+        if self.resident is None or not self._prompts.is_open():
             return
         room = self.resident.room()
         while (room > 0 or not self._tasks) and (number := self._prompts.take_again()) is not None:
@@ -293,7 +280,7 @@ class GroupWriter:
             room -= self._requests
         while room > 0 or not self._tasks:
             if not self._has_next:
-                self._next = self._plan.number_of(self._board.take_ticket())
+                self._next = self._prompts.ledger.place_of(self._board.take_ticket())
                 self._has_next = True
             if self._next is None or not self._may_begin(self._next):
                 break
@@ -304,15 +291,15 @@ class GroupWriter:
         self._count_waiting(idle and not (self._has_next and self._next is None))
 
     def _start(self, number: int) -> None:
-        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number, self.plan)))
+        self._begun[number] = max(self._version or 0, self._prompts.ledger.rule.least_version(number))
+        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number)))
 
     def _may_begin(self, number: int) -> bool:
         """True if all replicas hold the version that a group needs."""
-        if number >= self._admitted and self._told is not None:
-            batch = self._board.batch_of_weights(self._told)
-            if batch is not None:
-                self._admitted = self._rule.submitted_by(batch)
-        return number < self._admitted
+        least = self._prompts.ledger.rule.least_version(number)
+        if self._told is not None and (self._version is None or self._version < least):
+            self._version = self._board.batch_of_weights(self._told)
+        return self._version is not None and self._version >= least
 
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
@@ -333,7 +320,7 @@ class GroupWriter:
             try:
                 done, rows, prompt, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(number, self._group(problem=str(error)))
+                self._board.deliver(number, self._group(number, problem=str(error)))
                 continue
             rescored = self._generation.rewards.rescore is not None
             held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
@@ -342,7 +329,7 @@ class GroupWriter:
                 fields = trees.map(lambda x: x.cpu(), fields)
             kept[number] = GroupFields(fields, further_fields(held.batch))
             tokens, switches = versions_of(rows)
-            group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
             if baseline is not None:
                 further = versions_of(baseline[1])[1]
                 group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
@@ -352,9 +339,9 @@ class GroupWriter:
 
     def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
-        batch, place = divmod(number, self._rule.places)
+        batch, place = divmod(number, self._prompts.ledger.rule.places)
         generation = self._generation
-        if place >= SHOWN_PROMPTS or not generation.shows(self.plan.step + batch):
+        if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
             return []
         decode = generation.engine.decode
         samples = generation.sampling.samples
@@ -362,11 +349,12 @@ class GroupWriter:
         names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
         return shown_samples(done, rows, examples, samples, decode=decode, names=names)
 
-    def _group(self, problem: str | None = None) -> WrittenGroup:
+    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
-        return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem)
+        version = self._begun.pop(number)
+        return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem, version=version)
 
     def _example(self, prompt: GroupPrompt) -> Example:
         return self._generation.schedule.examples_at([prompt.position])[0]
@@ -387,7 +375,7 @@ class GroupWriter:
             done, rows = parts[0]
             replacement = None
             if self._prompts.filters and not filter_samples(generation, rows, 1).any():
-                replacement = self._prompts.replace(group, self.plan)
+                replacement = self._prompts.replace(group)
             if replacement is None:
                 return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))

@@ -3,23 +3,26 @@
 import pytest
 import torch.distributed as dist
 
-from funrl.mesh.pools import channel, groups
-from funrl.mesh.pools.groups import GroupBoard, GroupPlan
+from funrl.mesh.pools import channel
+from funrl.rollout import group_board
+from funrl.rollout.group_board import GroupBoard
+from funrl.rollout.ledger import Ledger, LedgerRule
 
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(channel, "run_store", lambda: store)
-    monkeypatch.setattr(groups, "run_store", lambda: store)
+    monkeypatch.setattr(group_board, "run_store", lambda: store)
     return store
 
 
 def test_groups_come_in_the_order_of_their_delivery_and_once():
     writer, reader = GroupBoard(2), GroupBoard(2)
-    assert writer.plan() is None and reader.next_finished() is None
-    reader.open(GroupPlan(position=8, count=4, step=3))
-    assert writer.plan() == GroupPlan(8, 4, 3)
+    assert writer.opened() is None and reader.next_finished() is None
+    ledger = Ledger.restored(LedgerRule(places=4), until=20, version=2)
+    reader.open(ledger)
+    assert writer.opened() == ledger
     assert [writer.take_ticket() for _ in range(3)] == [0, 1, 2]
     for number in (2, 0):
         writer.deliver(number, {"rows": number})
@@ -55,7 +58,7 @@ def test_a_batch_counts_once_every_replica_holds_its_weights():
 
 
 def test_versions_that_nobody_asks_for_leave_the_store(store, monkeypatch):
-    monkeypatch.setattr(groups, "KEPT_VERSIONS", 2)
+    monkeypatch.setattr(group_board, "KEPT_VERSIONS", 2)
     board = GroupBoard(1)
     counts = []
     for version in range(4, 14):

@@ -1,61 +1,28 @@
 """Groups of rows between the rank that trains and replicas that generate, through the store of the run.
 
-Groups are numbered from 0. A replica takes the next number by a shared counter, begins the group when the rule of
-admission allows it, and delivers what every rank needs to know of its rows. Replicas find out for themselves which
-weights all of them hold, so that none waits for the trainer to tell. Nothing here is collective, and nothing grows with
-the number of ranks.
+This is the link between the ledger and runners of other ranks. The trainer publishes its ledger when the run begins. A
+replica takes the next place by a shared counter, begins the group when the ledger's rule allows it, and delivers what
+every rank needs to know of its rows. Replicas find out for themselves which weights all of them hold, so that none
+waits for the trainer, which is busy in its update. Nothing here is collective, and nothing grows with the number of
+ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
+from funrl.rollout.ledger import Ledger
 
 GROUPS_KEY = "funrl/groups"
-PLAN_KEY = f"{GROUPS_KEY}/plan"
+LEDGER_KEY = f"{GROUPS_KEY}/ledger"
 WORK_KEY = f"{GROUPS_KEY}/work"
 FINISHED_KEY = f"{GROUPS_KEY}/finished"
 AGAIN_KEY = f"{GROUPS_KEY}/again"
 CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
 KEPT_CLAIMS = 1000  # of further groups, which the store records once a replica has taken them
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
-
-
-class GroupPlan(NamedTuple):
-    """Groups of a run, or of its rest where it was resumed. Group 0 is the first of the first batch.
-
-    Attributes:
-      position: of group 0's prompt in the order of prompts.
-      count: number of groups from 0 on.
-      step: whose batch the first groups are.
-      fresh: number of the first group that was never begun before the run was resumed.
-      again: numbers below it of groups that were overtaken by others and are not trained on yet.
-      left: positions of prompts that were passed over so far, ascending; where prompts are replaced, they come first.
-    """
-
-    position: int
-    count: int
-    step: int
-    fresh: int = 0
-    again: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
-
-    def number_of(self, ticket: int) -> int | None:
-        """The group of a ticket; None: there are no more."""
-        number = self.fresh + ticket - len(self.again)
-        if ticket < len(self.again):
-            return self.again[ticket]
-        return number if number < self.count else None
-
-    def position_of(self, ticket: int) -> int:
-        """Position of the prompt of a ticket, where any prompt may be replaced by another one.
-
-        Prompts in their order, without those that were trained on or dropped before the run was resumed: there are
-        `position` of them, and all but those `left` are before position + len(left).
-        """
-        return self.left[ticket] if ticket < len(self.left) else self.position + ticket
 
 
 class GroupBoard:
@@ -92,9 +59,9 @@ class GroupBoard:
 
     # the side that trains
 
-    def open(self, plan: GroupPlan) -> None:
-        """Publish the plan, so that replicas begin."""
-        write_value(PLAN_KEY, plan)
+    def open(self, ledger: Ledger) -> None:
+        """Publish the ledger as it is now, so that replicas begin."""
+        write_value(LEDGER_KEY, ledger)
 
     def train(self, batch: int, version: int) -> None:
         """Record the version that a batch is trained with; several batches have it where some had no update."""
@@ -141,12 +108,12 @@ class GroupBoard:
 
     # the side that generates
 
-    def plan(self) -> GroupPlan | None:
-        """The plan, once it is there."""
-        return read_value(PLAN_KEY) if run_store().check([PLAN_KEY]) else None
+    def opened(self) -> Ledger | None:
+        """The ledger at the beginning of the run, once it is there."""
+        return read_value(LEDGER_KEY) if run_store().check([LEDGER_KEY]) else None
 
     def take_ticket(self) -> int:
-        """Number for `GroupPlan.number_of`, which no other replica gets."""
+        """Number for `Ledger.place_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
 
     def take_again(self) -> int | None:
@@ -165,7 +132,7 @@ class GroupBoard:
         return None
 
     def take_prompt(self) -> int:
-        """Number for `GroupPlan.position_of`, which no other replica gets."""
+        """Number for `Ledger.prompt_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/prompts", 1) - 1
 
     def prompts_of(self, batch: int) -> list[int]:
