@@ -249,6 +249,17 @@ def test_only_what_needs_it_asks_for_a_kind_of_gpu():
 def test_no_package_exceeds_the_bounds_of_its_figures():
     bounds = json.loads(measure.BOUNDS.read_text())
     assert measure.over_bounds(measure.by_package(), bounds) == []
+    assert measure.subjects_over_budget(bounds["subjects"]) == []
+
+
+def test_a_subject_over_its_budget_is_found(tmp_path):
+    (tmp_path / "funrl" / "data").mkdir(parents=True)
+    (tmp_path / "funrl" / "a.py").write_text("a = 1\nb = 2\n")
+    (tmp_path / "funrl" / "data" / "b.py").write_text("# no code\nc = 3\n")
+    subjects = {"numbers": {"paths": ["funrl/a.py", "funrl/**/*.py"], "code": 2}}
+    assert measure.subjects_over_budget(subjects, tmp_path) == ["numbers: code is 3, and may be at most 2"]
+    with pytest.raises(ValueError, match="names no file"):
+        measure.subject_lines(["funrl/c.py"], tmp_path)
 
 
 def test_a_figure_over_its_bound_is_found(tmp_path):
