@@ -58,6 +58,7 @@ class EffectiveShare(NamedTuple):
     Example:
       >>> EffectiveShare(torch.tensor(4.0), torch.tensor(8.0), torch.tensor(4.0)).value.item()
       0.5
+
     References: Kong, 1992.
     """
 
