@@ -18,7 +18,7 @@ namespace funrl {
 #ifdef __AVX512F__
 using Native = __m512;
 using NativeDouble = __m512d;
-constexpr int TILE_ROWS = 6, TILE_LANES = 4;  // a tile of sums fills the registers: 24 of 32
+constexpr int REGISTERS = 32, PANEL = 64;
 inline Native native_fma(Native a, Native b, Native c) { return _mm512_fmadd_ps(a, b, c); }
 inline NativeDouble native_fma(NativeDouble a, NativeDouble b, NativeDouble c) { return _mm512_fmadd_pd(a, b, c); }
 inline Native native_splat(float x) { return _mm512_set1_ps(x); }
@@ -29,7 +29,7 @@ inline NativeDouble native_widen(const float* x) { return _mm512_cvtps_pd(_mm256
 #else
 using Native = __m256;
 using NativeDouble = __m256d;
-constexpr int TILE_ROWS = 3, TILE_LANES = 2;  // 12 of 16
+constexpr int REGISTERS = 16, PANEL = 32;
 inline Native native_fma(Native a, Native b, Native c) { return _mm256_fmadd_ps(a, b, c); }
 inline NativeDouble native_fma(NativeDouble a, NativeDouble b, NativeDouble c) { return _mm256_fmadd_pd(a, b, c); }
 inline Native native_splat(float x) { return _mm256_set1_ps(x); }
@@ -40,7 +40,8 @@ inline NativeDouble native_widen(const float* x) { return _mm256_cvtps_pd(_mm_lo
 #endif
 constexpr int LANES = 16;
 constexpr int PARTS = LANES * sizeof(float) / sizeof(Native), WIDTH = LANES / PARTS;  // registers of a vector of float32
-constexpr int PANEL = TILE_LANES * LANES;  // outputs whose weights stand together
+// A panel is the outputs whose weights stand together; of a step's mlp, half of them are gates and half are ups.
+static_assert(PANEL / 2 % LANES == 0, "half of a panel must be whole vectors");
 
 template <class S> struct Register;
 template <> struct Register<float> {
@@ -63,9 +64,6 @@ template <class S> struct VectorOf {
 using Lanes = VectorOf<float>;
 using NativeInt = Lanes::Integers;
 using NativeFloat = Lanes::Native;
-struct LaneInts {
-  NativeInt part[PARTS];
-};
 
 // Before loops over an array of vectors: the compiler must unroll them to keep the array in registers.
 #define UNROLL _Pragma("GCC unroll 8")
@@ -260,44 +258,51 @@ INLINE void store(Bfloat16* to, Lanes x) {
 #endif
 }
 
-// Products of the numbers of one operand with 16 of the other: `terms` numbers of each lane at a time.
+// Products of the numbers of one operand with a register of the other: `terms` numbers of each lane at a time.
 template <class T> struct Product {
-  static constexpr int terms = 1;
-  using Weights = VectorOf<T>;
-  using Factor = VectorOf<T>;
-  static INLINE Weights weights(const T* from) { return load(from); }
-  static INLINE Factor factor(const T* from) { return splat(*from); }
-  static INLINE VectorOf<T> add(VectorOf<T> sum, Weights w, Factor x) { return fma(w, x, sum); }
+  static constexpr int terms = 1, width = VectorOf<T>::width;  // width: sums of a register
+  using Sum = typename VectorOf<T>::Native;
+  using Weights = Sum;
+  using Factor = Sum;
+  static INLINE Weights weights(const T* from) { return (Sum)native_load(from); }
+  static INLINE Factor factor(const T* from) { return (Sum)native_splat(*from); }
+  static INLINE Sum add(Sum sum, Weights w, Factor x) {
+    using I = typename VectorOf<T>::Intrinsic;
+    return (Sum)native_fma((I)w, (I)x, (I)sum);
+  }
 };
 
 template <> struct Product<Bfloat16> {
-  static constexpr int terms = 2;
-  struct Factor {
-    NativeInt pair;
-  };
-  using Weights = LaneInts;  // two numbers of a lane stand side by side
-  static INLINE Weights weights(const Bfloat16* from) {
-    Weights w;
-    EACH_PART w.part[i] = (NativeInt)native_load(from + 2 * i * WIDTH);
-    return w;
-  }
+  static constexpr int terms = 2, width = WIDTH;
+  using Sum = NativeFloat;
+  using Weights = NativeInt;  // two numbers of a lane stand side by side
+  using Factor = NativeInt;
+  static INLINE Weights weights(const Bfloat16* from) { return (Weights)native_load(from); }
   static INLINE Factor factor(const Bfloat16* from) {
     int32_t pair;
     memcpy(&pair, from, 4);
-    return {NativeInt{} + pair};
+    return Factor{} + pair;
   }
-  static INLINE Lanes add(Lanes sum, Weights w, Factor x) {
+  static INLINE Sum add(Sum sum, Weights w, Factor x) {
 #ifdef __AVX512BF16__
-    return {(NativeFloat)_mm512_dpbf16_ps((Native)sum.part[0], (__m512bh)w.part[0], (__m512bh)x.pair)};
+    return (Sum)_mm512_dpbf16_ps((Native)sum, (__m512bh)w, (__m512bh)x);
 #else
     const int32_t upper = (int32_t)0xffff0000;
-    for (int i = 0; i < PARTS; i++) {
-      Native partial = native_fma((Native)(w.part[i] & upper), (Native)(x.pair & upper), (Native)sum.part[i]);
-      sum.part[i] = (NativeFloat)native_fma((Native)(w.part[i] << 16), (Native)(x.pair << 16), partial);
-    }
-    return sum;
+    const Native partial = native_fma((Native)(w & upper), (Native)(x & upper), (Native)sum);
+    return (Sum)native_fma((Native)(w << 16), (Native)(x << 16), partial);
 #endif
   }
 };
+
+// Taking weights of bfloat16 apart costs more than sums that do not fit the 16 registers of AVX2: tiles stay wide.
+template <class T> constexpr bool WIDE_TILES = Product<T>::terms == 2 && REGISTERS == 16;
+template <class T> constexpr int TILE_ROWS = WIDE_TILES<T> ? 3 : 6;
+// Registers that the sums of one row take in a tile of some rows: all sums, a factor and as many weights fit. A single row
+// reads its weights from memory.
+template <class T> constexpr int tile_registers(int rows) {
+  int count = PANEL / Product<T>::width;
+  while (!WIDE_TILES<T> && count > 1 && (rows + (rows > 1)) * count + 1 > REGISTERS) count /= 2;
+  return count;
+}
 
 }  // namespace funrl

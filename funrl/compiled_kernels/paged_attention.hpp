@@ -50,13 +50,22 @@ template <class T> struct AttentionScratch {
   }
 };
 
-// scores[ROWS, TOGETHER * PAGE] = q k^T of some pages; TOGETHER is more than one only so that sums need not wait for one
-// another. Behind the last page it is repeated. These pages' values and the next ones' keys are fetched meanwhile.
+// Registers of the scores of a page.
+template <class T> constexpr int PAGE_SUMS = PAGE / Product<T>::width;
+// Pages that are scored together for some rows, so that sums need not wait for one another.
+template <class T> constexpr int pages_together(int rows) {
+  int pages = MOST_TOGETHER;
+  while (pages > 1 && rows * pages * PAGE_SUMS<T> > (WIDE_TILES<T> ? 16 : 8)) pages /= 2;
+  return pages;
+}
+
+// scores[ROWS, TOGETHER * PAGE] = q k^T of some pages. Behind the last page it is repeated. These pages' values and the
+// next ones' keys are fetched meanwhile.
 template <class T, int ROWS, int TOGETHER>
 void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const QueryRow* rows, Real<T>* scores,
                  int64_t stride) {
   using P = Product<T>;
-  Vector<T> sum[TOGETHER][ROWS];
+  constexpr int SUMS = TOGETHER > 1 ? PAGE_SUMS<T> : std::min(PAGE_SUMS<T>, tile_registers<T>(ROWS));
   const T *keys[TOGETHER], *next_keys[TOGETHER], *values[TOGETHER], *query[ROWS];
   UNROLL for (int i = 0; i < TOGETHER; i++) {
     const int64_t here = page + i < page_end ? page + i : page_end - 1;
@@ -64,21 +73,29 @@ void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const Qu
     next_keys[i] = here + TOGETHER < page_end ? pages.key_page(here + TOGETHER) : pages.ahead[i];
   }
   UNROLL for (int r = 0; r < ROWS; r++) query[r] = (const T*)rows[r].query;
-  UNROLL for (int i = 0; i < TOGETHER; i++)
-    UNROLL for (int r = 0; r < ROWS; r++) sum[i][r] = zeros<Real<T>>();
-  for (int n = 0; n < pages.head; n += P::terms) {
-    typename P::Weights key[TOGETHER];
-    UNROLL for (int i = 0; i < TOGETHER; i++) {
-      key[i] = P::weights(keys[i] + n * PAGE);
-      __builtin_prefetch(next_keys[i] + n * PAGE), __builtin_prefetch(values[i] + n * PAGE, 0, 2);
+  for (int slot = 0; slot < PAGE; slot += SUMS * P::width) {
+    typename P::Sum sum[TOGETHER][ROWS][SUMS];
+    UNROLL for (int i = 0; i < TOGETHER; i++)
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int j = 0; j < SUMS; j++) sum[i][r][j] = typename P::Sum{};
+    for (int n = 0; n < pages.head; n += P::terms) {
+      typename P::Weights key[TOGETHER][SUMS];
+      UNROLL for (int i = 0; i < TOGETHER; i++) {
+        UNROLL for (int j = 0; j < SUMS; j++)
+          key[i][j] = P::weights(keys[i] + n * PAGE + (slot + j * P::width) * P::terms);
+        if (slot == 0) __builtin_prefetch(next_keys[i] + n * PAGE), __builtin_prefetch(values[i] + n * PAGE, 0, 2);
+      }
+      UNROLL for (int r = 0; r < ROWS; r++) {
+        typename P::Factor factor = P::factor(query[r] + n);
+        UNROLL for (int i = 0; i < TOGETHER; i++)
+          UNROLL for (int j = 0; j < SUMS; j++) sum[i][r][j] = P::add(sum[i][r][j], key[i][j], factor);
+      }
     }
-    UNROLL for (int r = 0; r < ROWS; r++) {
-      typename P::Factor factor = P::factor(query[r] + n);
-      UNROLL for (int i = 0; i < TOGETHER; i++) sum[i][r] = P::add(sum[i][r], key[i], factor);
-    }
+    UNROLL for (int i = 0; i < TOGETHER; i++)
+      UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int j = 0; j < SUMS; j++)
+          memcpy(scores + r * stride + i * PAGE + slot + j * P::width, &sum[i][r][j], sizeof sum[i][r][j]);
   }
-  UNROLL for (int i = 0; i < TOGETHER; i++)
-    UNROLL for (int r = 0; r < ROWS; r++) store(scores + r * stride + i * PAGE, sum[i][r]);
 }
 
 // One row's scores of slots 0 .. slots - 1, the first of which is token `base`, to probabilities times their sum.
@@ -108,45 +125,48 @@ Real<T> exponentials(Real<T>* scores, T* probabilities, int64_t slots, int64_t b
   return total;
 }
 
-// out[ROWS, lanes] += probabilities of tokens first .. end - 1 times their values; a token of bfloat16's pairs that
+// out[ROWS, SUMS registers] += probabilities of tokens first .. end - 1 times their values; a token of bfloat16's pairs that
 // stands outside of these is cleared.
-template <class T, int ROWS, int VECTORS>
+template <class T, int ROWS, int SUMS>
 void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities, int64_t stride,
                 int n, Real<T>* const* out) {
   using P = Product<T>;
-  Vector<T> sum[ROWS][VECTORS];
+  typename P::Sum sum[ROWS][SUMS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = load(out[r] + n + j * LANES);
+    UNROLL for (int j = 0; j < SUMS; j++) memcpy(&sum[r][j], out[r] + n + j * P::width, sizeof sum[r][j]);
   for (int64_t token = first / P::terms * P::terms; token < end; token += P::terms) {
     const T* from = pages.value_page(token / PAGE) + (token % PAGE * pages.head + n * P::terms);
-    typename P::Weights value[VECTORS];
-    UNROLL for (int j = 0; j < VECTORS; j++) {
-      value[j] = P::weights(from + j * LANES * P::terms);
+    typename P::Weights value[SUMS];
+    UNROLL for (int j = 0; j < SUMS; j++) {
+      value[j] = P::weights(from + j * P::width * P::terms);
       if constexpr (P::terms == 2) {
-        if (token < first) EACH_PART value[j].part[i] &= (int32_t)0xffff0000;
-        if (token + 1 == end) EACH_PART value[j].part[i] &= 0xffff;
+        if (token < first) value[j] &= (int32_t)0xffff0000;
+        if (token + 1 == end) value[j] &= 0xffff;
       }
     }
     UNROLL for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(probabilities + r * stride + token - base);
-      UNROLL for (int j = 0; j < VECTORS; j++) sum[r][j] = P::add(sum[r][j], value[j], factor);
+      UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = P::add(sum[r][j], value[j], factor);
     }
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < VECTORS; j++) store(out[r] + n + j * LANES, sum[r][j]);
+    UNROLL for (int j = 0; j < SUMS; j++) memcpy(out[r] + n + j * P::width, &sum[r][j], sizeof sum[r][j]);
 }
 
 template <class T, int ROWS>
 void add_all_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end, const T* probabilities,
                     int64_t stride, Real<T>* const* out) {
-  constexpr int VECTORS = ROWS * 4 <= 24 && PARTS == 1 ? 4 : 2;  // sums that fit the registers
+  constexpr int SUMS = tile_registers<T>(ROWS), REST = std::min(SUMS, PAGE_SUMS<T>), WIDTH = Product<T>::width;
   if (first >= end) return;
   int n = 0;
-  for (; n + VECTORS * LANES <= pages.head; n += VECTORS * LANES)
-    add_values<T, ROWS, VECTORS>(pages, base, first, end, probabilities, stride, n, out);
-  for (; n < pages.head; n += LANES)
-    add_values<T, ROWS, 1>(pages, base, first, end, probabilities, stride, n, out);
+  for (; n + SUMS * WIDTH <= pages.head; n += SUMS * WIDTH)
+    add_values<T, ROWS, SUMS>(pages, base, first, end, probabilities, stride, n, out);
+  for (; n < pages.head; n += REST * WIDTH)
+    add_values<T, ROWS, REST>(pages, base, first, end, probabilities, stride, n, out);
 }
+
+// Rows of some that fit a tile: all, or with fewer registers half of 8.
+template <class T> constexpr int share_of(int rows) { return tile_registers<T>(rows) > 1 ? rows : rows / 2; }
 
 // Attention of ROWS query rows of one sequence and key-value head.
 template <class T, int ROWS>
@@ -159,14 +179,15 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, Logits<T> logits, 
   }
   const int64_t page = first / PAGE, page_end = (end + PAGE - 1) / PAGE, base = page * PAGE;
   const int64_t slots = (page_end - page) * PAGE;
-  constexpr int TOGETHER = ROWS <= 2 ? MOST_TOGETHER : ROWS <= 4 ? 2 : 1;
+  constexpr int SHARE = share_of<T>(ROWS), TOGETHER = pages_together<T>(SHARE);
   const int64_t stride = (slots + TOGETHER * PAGE - 1) / (TOGETHER * PAGE) * (TOGETHER * PAGE);  // of a row's numbers
   scratch.reserve(stride, pages.head);
   Real<T> *scores = scratch.scores.data(), *out[ROWS], sum[ROWS];
   T* probabilities = scratch.probabilities.data();
 
   for (int64_t i = page; i < page_end; i += TOGETHER)
-    score_pages<T, ROWS, TOGETHER>(pages, i, page_end, rows, scores + i * PAGE - base, stride);
+    for (int r = 0; r < ROWS; r += SHARE)
+      score_pages<T, SHARE, TOGETHER>(pages, i, page_end, rows + r, scores + r * stride + i * PAGE - base, stride);
 
   // What all rows see is added for all of them together, what only some see row by row, before it and after it.
   constexpr int terms = Product<T>::terms;
@@ -181,7 +202,8 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, Logits<T> logits, 
     add_all_values<T, 1>(pages, base, rows[r].first, until, probabilities + r * stride, stride, out + r);
   }
   if (some_shared) {
-    add_all_values<T, ROWS>(pages, base, shared, shared_end, probabilities, stride, out);
+    for (int r = 0; r < ROWS; r += SHARE)
+      add_all_values<T, SHARE>(pages, base, shared, shared_end, probabilities + r * stride, stride, out + r);
     for (int r = 0; r < ROWS; r++)
       add_all_values<T, 1>(pages, base, shared_end, rows[r].end, probabilities + r * stride, stride, out + r);
   }

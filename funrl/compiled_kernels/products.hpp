@@ -15,8 +15,7 @@ namespace funrl {
 
 constexpr int BLOCK_ROWS = 64;  // rows that meet a panel while it is in the cache
 constexpr int MOST_PARTS = 8, LEVELS = 4;  // sums that are kept at most: of subtrees of 4, 2 and 1 parts, and of a part
-template <class T> constexpr int64_t CHUNK = 256 / sizeof(T);  // a panel's chunk is 16 KiB
-template <class T> constexpr int ROWS_OF_TILE = sizeof(T) == 8 ? TILE_ROWS / 2 : TILE_ROWS;
+template <class T> constexpr int64_t CHUNK = 256 / sizeof(T);  // a panel's chunk is 16 KiB, with AVX2 8 KiB
 
 // The terms of a sum: `count` parts of `size` terms each, a multiple of the terms of a product.
 struct Terms {
@@ -41,45 +40,62 @@ struct TileEnds {
   int pass, passes;      // over the same weights
 };
 
-// y[ROWS, PANEL] (+)= x[ROWS, count] w[count, PANEL]. Meanwhile it fetches its share of the next chunk.
-template <class T, int ROWS>
+// y[ROWS, SUMS registers] (+)= x[ROWS, count] w[count, SUMS registers]: all or some columns of a panel. Meanwhile it
+// fetches its share of the next chunk.
+template <class T, int ROWS, int SUMS>
 void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileEnds ends) {
   using P = Product<T>;
-  Vector<T> sum[ROWS][TILE_LANES];
+  constexpr int LINE = 64;
+  typename P::Sum sum[ROWS][SUMS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = zeros<Real<T>>();
+    UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = typename P::Sum{};
   const T* next = w + (int64_t)count * PANEL;
   for (int k = 0; k < count; k += P::terms, w += PANEL * P::terms) {
-    typename P::Weights weights[TILE_LANES];
-    UNROLL for (int j = 0; j < TILE_LANES; j++) weights[j] = P::weights(w + j * LANES * P::terms);
     if (ends.pass-- == 0) {
       ends.pass = ends.passes - 1;
-      UNROLL for (int j = 0; j < TILE_LANES; j++) __builtin_prefetch(next + k * PANEL + j * LANES * P::terms);
+      UNROLL for (int i = 0; i < SUMS * (int)sizeof(Native); i += LINE)
+        __builtin_prefetch((const char*)(next + k * PANEL) + i);
     }
+    typename P::Weights weights[SUMS];
+    UNROLL for (int j = 0; j < SUMS; j++) weights[j] = P::weights(w + j * P::width * P::terms);
     UNROLL for (int r = 0; r < ROWS; r++) {
       typename P::Factor factor = P::factor(x + r * x_stride + k);
-      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
+      UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = P::add(sum[r][j], weights[j], factor);
     }
   }
   auto add = [&](const Real<T>* other) __attribute__((always_inline)) {
     UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int j = 0; j < TILE_LANES; j++) sum[r][j] = load(other + r * PANEL + j * LANES) + sum[r][j];
+      UNROLL for (int j = 0; j < SUMS; j++) {
+        typename P::Sum before;
+        memcpy(&before, other + r * PANEL + j * P::width, sizeof before);
+        sum[r][j] = before + sum[r][j];
+      }
   };
   if (!ends.first) add(y);
   for (; ends.merges; ends.merges--) add(y -= Sums<T>::LEVEL);
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < TILE_LANES; j++) store(y + r * PANEL + j * LANES, sum[r][j]);
+    UNROLL for (int j = 0; j < SUMS; j++) memcpy(y + r * PANEL + j * P::width, &sum[r][j], sizeof sum[r][j]);
 }
 
-template <class T, int ROWS = ROWS_OF_TILE<T>>
+template <class T, int ROWS = TILE_ROWS<T>>
 INLINE void tile_of(int rows, const T* x, int64_t stride, const T* w, int n, Real<T>* y, TileEnds ends) {
-  if (rows == ROWS) return tile<T, ROWS>(x, stride, w, n, y, ends);
-  if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, ends);
+  constexpr int SUMS = tile_registers<T>(ROWS), COLUMNS = SUMS * Product<T>::width;
+  if (rows == ROWS)
+    for (int column = 0; column < PANEL; column += COLUMNS)
+      tile<T, ROWS, SUMS>(x, stride, w + column * Product<T>::terms, n, y + column, ends);
+  else if constexpr (ROWS > 1) tile_of<T, ROWS - 1>(rows, x, stride, w, n, y, ends);
+}
+
+// Rows of the tiles for some rows: where these are few, and memory takes the time, a tile reads a panel from end to end.
+template <class T> constexpr int rows_of_tile(int rows) {
+  int whole = TILE_ROWS<T>;
+  while (tile_registers<T>(whole) * Product<T>::width < PANEL) whole--;
+  return rows <= 2 * whole ? whole : TILE_ROWS<T>;
 }
 
 // sums[rows, PANEL] = x[rows, K] panel, for up to BLOCK_ROWS rows.
 template <class T> void multiply_panel(const T* x, int64_t stride, int rows, Terms terms, const T* panel, Sums<T>& sums) {
-  const int passes = (rows + ROWS_OF_TILE<T> - 1) / ROWS_OF_TILE<T>;
+  const int most = rows_of_tile<T>(rows), passes = (rows + most - 1) / most;
   for (int part = 0; part < terms.count; part++, x += terms.size, panel += terms.size * PANEL) {
     Real<T>* y = sums.y + Sums<T>::level(part) * Sums<T>::LEVEL;
     for (int64_t k = 0; k < terms.size; k += CHUNK<T>) {
