@@ -43,19 +43,23 @@ template <class T> void pack_groups(const T* w, int64_t groups, int64_t N, int64
 // Softmax of rows [M, N].
 template <class R> void softmax_rows(const R* x, R* out, int64_t M, int64_t N, int threads) {
   in_threads(M, 8 * N, threads, [&](int64_t m) {
-    static thread_local std::vector<R> space;
-    space.assign(padded(N), (R)-INFINITY);
-    std::copy(x + m * N, x + (m + 1) * N, space.begin());
-    VectorOf<R> top = splat((R)-INFINITY), sum = zeros<R>();
-    for (int64_t i = 0; i < N; i += LANES) top = larger(load(space.data() + i), top);
+    const R* row = x + m * N;
+    R* to = out + m * N;
+    const int64_t whole = N / LANES * LANES;
+    const int rest = N - whole;
+    R last[LANES];
+    std::fill(std::copy(row + whole, row + N, last), last + LANES, (R)-INFINITY);
+    VectorOf<R> top = load(last), sum = zeros<R>();
+    for (int64_t i = 0; i < whole; i += LANES) top = larger(load(row + i), top);
     const VectorOf<R> largest = splat(largest_of(top));
-    for (int64_t i = 0; i < N; i += LANES) {
-      const VectorOf<R> e = exponential(load(space.data() + i) - largest);
-      store(space.data() + i, e);
+    for (int64_t i = 0; i < whole; i += LANES) {
+      const VectorOf<R> e = exponential(load(row + i) - largest);
+      store(to + i, e);
       sum = sum + e;
     }
-    const R total = sum_of(sum);
-    for (int64_t i = 0; i < N; i++) out[m * N + i] = space[i] / total;
+    const VectorOf<R> e = rest ? exponential(load(last) - largest) : zeros<R>(), total = splat(sum_of(sum + e));
+    for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(to + i) / total);
+    put(to + whole, rest, e / total);
   });
 }
 
@@ -86,13 +90,13 @@ template <class T> void square_sums(const T* x, Real<T>* out, int64_t M, int64_t
 template <class T>
 void scale_rows(const T* x, const Real<T>* totals, const T* weight, T* out, int64_t M, int64_t D, Real<T> size,
                 Real<T> eps, Real<T> offset, int threads) {
-  WideRow<T> factor(D);
-  factor.read(weight, offset);
+  WideRow<T> wide_weight(D);
+  const Real<T>* factor = wide_weight.read(weight, offset);
   in_threads(M, D, threads, [&](int64_t m) {
     const Real<T> scale = (Real<T>)1 / std::sqrt(totals[m] / size + eps);
     for (int64_t i = 0; i < D; i++) {
       const Real<T> unit = widen(x[m * D + i]) * scale;
-      out[m * D + i] = narrow<T>((offset ? unit : rounded<T>(unit)) * factor.data()[i]);
+      out[m * D + i] = narrow<T>((offset ? unit : rounded<T>(unit)) * factor[i]);
     }
   });
 }

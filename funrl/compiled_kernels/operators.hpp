@@ -5,6 +5,7 @@
 
 #pragma once
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.hpp"
@@ -105,16 +106,27 @@ void normalise(const Real<T>* x, const Real<T>* weight, Out* out, int64_t size, 
   }
 }
 
-// Rows of numbers as the functions above take them.
+// Rows of numbers as the functions above take them: those that stand so already are not copied.
 template <class T> class WideRow {
  public:
   WideRow(int64_t size) : size(size), numbers(padded(size)) {}
-  Real<T>* data() { return numbers.data(); }
-  Real<T>* read(const T* from, Real<T> offset = 0) {
-    for (int64_t i = 0; i < size; i++) numbers[i] = offset ? offset + widen(from[i]) : widen(from[i]);
+  const Real<T>* read(const T* from, Real<T> offset = 0) {
+    if constexpr (std::is_same_v<T, Real<T>>)
+      if (!offset && size % LANES == 0) return from;
+    if (offset)
+      for (int64_t i = 0; i < size; i++) numbers[i] = offset + widen(from[i]);
+    else
+      for (int64_t i = 0; i < size; i++) numbers[i] = widen(from[i]);
+    return numbers.data();
+  }
+  // Where results for `to` are to stand before `write`.
+  Real<T>* space(T* to) {
+    if constexpr (std::is_same_v<T, Real<T>>)
+      if (size % LANES == 0) return to;
     return numbers.data();
   }
   void write(T* to) const {
+    if (std::is_same_v<T, Real<T>> && size % LANES == 0) return;
     for (int64_t i = 0; i < size; i++) to[i] = narrow<T>(numbers[i]);
   }
 
@@ -125,13 +137,13 @@ template <class T> class WideRow {
 
 template <class T>
 void norm_rows(const T* x, const T* weight, T* out, int64_t M, int64_t D, Real<T> eps, Real<T> offset, int threads) {
-  WideRow<T> factor(D);
-  factor.read(weight, offset);
+  WideRow<T> wide_weight(D);
+  const Real<T>* factor = wide_weight.read(weight, offset);
   const int64_t useful = std::min<int64_t>(threads, M * D / (1 << 15) + 1);
   Pool::run((int)useful, [&](Team& team, int thread) {
     WideRow<T> row(D), result(D);
     for (int64_t m = M * thread / team.size; m < M * (thread + 1) / team.size; m++) {
-      normalise<T>(row.read(x + m * D), factor.data(), result.data(), D, eps, offset != 0);
+      normalise<T>(row.read(x + m * D), factor, result.space(out + m * D), D, eps, offset != 0);
       result.write(out + m * D);
     }
   });
@@ -142,21 +154,22 @@ template <class T>
 void norm_gradients(const T* grad, const T* x, const T* weight, T* d_x, T* d_weight, int64_t M, int64_t D, Real<T> eps,
                     Real<T> offset, int threads) {
   using R = Real<T>;
-  WideRow<T> factor(D);
-  factor.read(weight, offset);
+  WideRow<T> wide_weight(D);
+  const R* w = wide_weight.read(weight, offset);
   std::vector<R> scales(M);
   const int64_t useful = std::min<int64_t>(threads, M * D / (1 << 15) + 1);
   Pool::run((int)useful, [&](Team& team, int thread) {
     WideRow<T> row(D), given(D), result(D);
     for (int64_t m = M * thread / team.size; m < M * (thread + 1) / team.size; m++) {
-      const R *u = row.read(x + m * D), *g = given.read(grad + m * D), *w = factor.data();
+      const R *u = row.read(x + m * D), *g = given.read(grad + m * D);
+      R* to = result.space(d_x + m * D);
       const R s = scales[m] = norm_scale(u, D, eps);
       VectorOf<R> along = zeros<R>();
       for (int64_t i = 0; i < D; i += LANES) along = fma(load(g + i) * load(w + i), load(u + i) * splat(s), along);
       const VectorOf<R> mean = splat(sum_of(along) / (R)D);
       for (int64_t i = 0; i < D; i += LANES) {
         const VectorOf<R> part = load(g + i) * load(w + i) - load(u + i) * splat(s) * mean;
-        store(result.data() + i, part * splat(s));
+        store(to + i, part * splat(s));
       }
       result.write(d_x + m * D);
     }
@@ -245,14 +258,15 @@ template <class S> INLINE VectorOf<S> activation_slope(VectorOf<S> x, int kind) 
   return half * (one + t) + half * x * (one - t * t) * inside;
 }
 
-// Calls work(first, count) for vectors of numbers, in threads; the last may have fewer.
+// Calls work(first, count) for vectors of numbers, in threads; the last may have fewer, the count of others is a constant.
 template <class Work> void each_vector(int64_t count, int threads, Work work) {
-  const int64_t vectors = (count + LANES - 1) / LANES;
-  in_threads(vectors, 4 * LANES, threads, [&](int64_t i) {
-    work(i * LANES, (int)std::min<int64_t>(LANES, count - i * LANES));
-  });
+  const int64_t vectors = count / LANES, rest = count % LANES;
+  in_threads(vectors, 4 * LANES, threads, [&](int64_t i) { work(i * LANES, std::integral_constant<int, LANES>()); });
+  if (rest) work(vectors * LANES, (int)rest);
 }
 template <class T> INLINE Vector<T> widened(const T* from, int count) {
+  if constexpr (std::is_same_v<T, Real<T>>)
+    if (count == LANES) return load(from);
   Real<T> lane[LANES] = {};
   if (count == LANES) {
     for (int i = 0; i < LANES; i++) lane[i] = widen(from[i]);
@@ -269,20 +283,31 @@ template <class T> INLINE void put(T* to, int count, Vector<T> x) {
   for (int i = 0; i < count; i++) to[i] = narrow<T>(lane[i]);
 }
 
+// Calls work(kind) with the kind of an activation as a constant.
+template <class Work> void with_activation(int kind, Work work) {
+  if (kind == SILU) work(std::integral_constant<int, SILU>());
+  else if (kind == GELU_TANH) work(std::integral_constant<int, GELU_TANH>());
+  else work(std::integral_constant<int, GELU_ERF>());
+}
+
 template <class T> void gate_numbers(const T* gate, const T* up, T* out, int64_t count, int kind, int threads) {
-  each_vector(count, threads, [&](int64_t i, int some) {
-    const Vector<T> active = rounded<T>(activation(widened(gate + i, some), kind));
-    put(out + i, some, active * widened(up + i, some));
+  with_activation(kind, [&](auto kind) {
+    each_vector(count, threads, [=](int64_t i, auto some) {
+      const Vector<T> active = rounded<T>(activation(widened(gate + i, some), kind));
+      put(out + i, some, active * widened(up + i, some));
+    });
   });
 }
 
 template <class T>
 void gate_gradients(const T* grad, const T* gate, const T* up, T* d_gate, T* d_up, int64_t count, int kind,
                     int threads) {
-  each_vector(count, threads, [&](int64_t i, int some) {
-    const Vector<T> g = widened(grad + i, some), x = widened(gate + i, some);
-    put(d_up + i, some, g * rounded<T>(activation(x, kind)));
-    put(d_gate + i, some, rounded<T>(g * widened(up + i, some)) * activation_slope(x, kind));
+  with_activation(kind, [&](auto kind) {
+    each_vector(count, threads, [=](int64_t i, auto some) {
+      const Vector<T> g = widened(grad + i, some), x = widened(gate + i, some);
+      put(d_up + i, some, g * rounded<T>(activation(x, kind)));
+      put(d_gate + i, some, rounded<T>(g * widened(up + i, some)) * activation_slope(x, kind));
+    });
   });
 }
 

@@ -214,7 +214,7 @@ void attend_rows(const Pages<T>& pages, const QueryRow* rows, Logits<T> logits, 
 
 // Attention of up to QUERY_ROWS rows. The last one is computed twice where no function has just as many rows.
 template <class T>
-void attend_together(const Pages<T>& pages, QueryRow* rows, int count, Logits<T> logits, AttentionScratch<T>& scratch) {
+void attend(const Pages<T>& pages, QueryRow* rows, int count, Logits<T> logits, AttentionScratch<T>& scratch) {
   if (count == 5 || count == 7) rows[count] = rows[count - 1], count++;
   switch (count) {
     case 1: return attend_rows<T, 1>(pages, rows, logits, scratch);
@@ -223,17 +223,6 @@ void attend_together(const Pages<T>& pages, QueryRow* rows, int count, Logits<T>
     case 4: return attend_rows<T, 4>(pages, rows, logits, scratch);
     case 6: return attend_rows<T, 6>(pages, rows, logits, scratch);
     default: return attend_rows<T, 8>(pages, rows, logits, scratch);
-  }
-}
-
-// The same; rows of float64, which need not be fast, are computed one by one.
-template <class T>
-void attend(const Pages<T>& pages, QueryRow* rows, int count, Logits<T> logits, AttentionScratch<T>& scratch) {
-  if constexpr (sizeof(T) == 8) {
-    for (int r = 0; r < count; r++) attend_rows<T, 1>(pages, rows + r, logits, scratch);
-    return;
-  } else {
-    attend_together(pages, rows, count, logits, scratch);
   }
 }
 
