@@ -47,9 +47,13 @@ template <class R> void softmax_rows(const R* x, R* out, int64_t M, int64_t N, i
     R* to = out + m * N;
     const int64_t whole = N / LANES * LANES;
     const int rest = N - whole;
-    R last[LANES];
-    std::fill(std::copy(row + whole, row + N, last), last + LANES, (R)-INFINITY);
-    VectorOf<R> top = load(last), sum = zeros<R>();
+    VectorOf<R> last = splat((R)-INFINITY), sum = zeros<R>();
+    if (rest) {
+      R lane[LANES];
+      std::fill(std::copy(row + whole, row + N, lane), lane + LANES, (R)-INFINITY);
+      last = load(lane);
+    }
+    VectorOf<R> top = last;
     for (int64_t i = 0; i < whole; i += LANES) top = larger(load(row + i), top);
     const VectorOf<R> largest = splat(largest_of(top));
     for (int64_t i = 0; i < whole; i += LANES) {
@@ -57,9 +61,9 @@ template <class R> void softmax_rows(const R* x, R* out, int64_t M, int64_t N, i
       store(to + i, e);
       sum = sum + e;
     }
-    const VectorOf<R> e = rest ? exponential(load(last) - largest) : zeros<R>(), total = splat(sum_of(sum + e));
+    const VectorOf<R> e = rest ? exponential(last - largest) : zeros<R>(), total = splat(sum_of(sum + e));
     for (int64_t i = 0; i < whole; i += LANES) store(to + i, load(to + i) / total);
-    put(to + whole, rest, e / total);
+    if (rest) put(to + whole, rest, e / total);
   });
 }
 

@@ -193,21 +193,27 @@ INLINE Lanes exponential(Lanes x) {
   return where_less(x, lowest, zeros<float>(), p * power);
 }
 // The same within 1 ulp of float64, 0 below -708; a polynomial at Chebyshev's points, with a relative error of 1.6e-17.
+// Register by register, or the numbers between would not fit the registers.
 INLINE VectorOf<double> exponential(VectorOf<double> x) {
   using V = VectorOf<double>;
-  const V lowest = splat(-708.0), rounder = splat(6755399441055744.0);  // 1.5 * 2^52
-  const V safe = where_less(x, lowest, lowest, x), shifted = fma(safe, splat(1.4426950408889634), rounder);
-  const V n = shifted - rounder;
-  V r = fma(n, splat(-0.693147180559663), safe);
-  r = fma(n, splat(-2.8235290563031577e-13), r);
-  V p = splat(2.510038549551032e-08);
-  for (double c : {2.7620088445409746e-07, 2.7557268459997064e-06, 2.4801521295954376e-05, 0.00019841269863053618,
-                   0.0013888888917213717, 0.008333333333330062, 0.04166666666662413, 0.16666666666666669, 0.5})
-    p = fma(p, r, splat(c));
-  p = fma(r * r, p, r) + splat(1.0);
-  V power;  // the last bits of `shifted` are those of n
-  EACH_PART_OF(V) power.part[i] = (V::Native)(((V::Integers)shifted.part[i] + 1023) << 52);
-  return where_less(x, lowest, zeros<double>(), p * power);
+  using N = V::Native;
+  auto fused = [](N a, N b, N c) { return (N)native_fma((NativeDouble)a, (NativeDouble)b, (NativeDouble)c); };
+  auto all = [](double number) { return (N)native_splat(number); };
+  const N lowest = all(-708.0), rounder = all(6755399441055744.0);  // 1.5 * 2^52
+  V y;
+  UNROLL for (int i = 0; i < V::parts; i++) {
+    const N safe = x.part[i] < lowest ? lowest : x.part[i], shifted = fused(safe, all(1.4426950408889634), rounder);
+    const N n = shifted - rounder;
+    N r = fused(n, all(-0.693147180559663), safe), p = all(2.510038549551032e-08);
+    r = fused(n, all(-2.8235290563031577e-13), r);
+    UNROLL for (double c : {2.7620088445409746e-07, 2.7557268459997064e-06, 2.4801521295954376e-05, 0.00019841269863053618,
+                            0.0013888888917213717, 0.008333333333330062, 0.04166666666662413, 0.16666666666666669, 0.5})
+      p = fused(p, r, all(c));
+    p = fused(r * r, p, r) + 1.0;
+    const N power = (N)(((V::Integers)shifted + 1023) << 52);  // the last bits of `shifted` are those of n
+    y.part[i] = x.part[i] < lowest ? N{} : p * power;
+  }
+  return y;
 }
 // tanh x of any x, by e^(-2 |x|).
 template <class S> INLINE VectorOf<S> hyperbolic_tangent(VectorOf<S> x) {

@@ -335,7 +335,9 @@ template <class R>
 void logit_moments(const R* logits, int64_t M, int64_t V, int parts, const R* tops, R temperature, const int64_t* ids,
                    int64_t n, bool more, double* above, double* sums, int threads) {
   in_threads(M, 4 * V, threads, [&](int64_t m) {
-    moment_sums(LogitBlocks<R>(logits + m * V, V, parts), tops[m], temperature, more, sums + 3 * m);
+    const LogitBlocks<R> row(logits + m * V, V, parts);
+    if (more) moment_sums<true>(row, tops[m], temperature, sums + 3 * m);
+    else moment_sums<false>(row, tops[m], temperature, sums + 3 * m);
     for (int64_t i = m * n; i < (m + 1) * n; i++) above[i] = (double)logits[m * V + ids[i]] - tops[m];
   });
 }

@@ -42,7 +42,7 @@ template <class R> class LogitBlocks {
     return std::min(first(block) + SAMPLE_BLOCK, end_of_part);
   }
   // Calls visit(first, count, numbers) for up to LANES neighbouring logits of a block, with -inf behind them.
-  template <class Visit> void each(int64_t block, Visit visit) const {
+  template <class Visit> INLINE void each(int64_t block, Visit visit) const {
     int64_t i = first(block);
     const int64_t stop = end(block);
     for (; i + LANES <= stop; i += LANES) visit(i, LANES, load(logits + i));
@@ -56,7 +56,7 @@ template <class R> class LogitBlocks {
 template <class R> R largest_logit(const LogitBlocks<R>& x) {
   VectorOf<R> top = splat((R)-INFINITY);
   for (int64_t block = 0; block < x.blocks; block++)
-    x.each(block, [&](int64_t, int, VectorOf<R> some) { top = larger(some, top); });
+    x.each(block, [&](int64_t, int, VectorOf<R> some) __attribute__((always_inline)) { top = larger(some, top); });
   return largest_of(top);
 }
 
@@ -79,7 +79,7 @@ double exponential_sums(const LogitBlocks<R>& x, R top, R temperature, R* weight
   double parts[MOST_SAMPLE_PARTS] = {};
   for (int64_t block = 0; block < x.blocks; block++) {
     WideSum sum;
-    x.each(block, [&](int64_t first, int count, VectorOf<R> some) {
+    x.each(block, [&](int64_t first, int count, VectorOf<R> some) __attribute__((always_inline)) {
       const VectorOf<R> e = exponential(shifted(some, top, temperature));
       if (count == LANES) {
         store(weights + first, e);
@@ -95,13 +95,12 @@ double exponential_sums(const LogitBlocks<R>& x, R top, R temperature, R* weight
   return tree_sum(parts, x.blocks / x.blocks_of_part);
 }
 
-// Sums over a row of e^z, z e^z and e^2z of z = (x - top) / temperature, the latter two where they are wanted.
-template <class R>
-void moment_sums(const LogitBlocks<R>& x, R top, R temperature, bool more, double* sums) {
+// Sums over a row of e^z, z e^z and e^2z of z = (x - top) / temperature, the latter two where there is `more`.
+template <bool more, class R> void moment_sums(const LogitBlocks<R>& x, R top, R temperature, double* sums) {
   double parts[3][MOST_SAMPLE_PARTS] = {};
   for (int64_t block = 0; block < x.blocks; block++) {
     WideSum sum[3];
-    x.each(block, [&](int64_t, int count, VectorOf<R> some) {
+    x.each(block, [&](int64_t, int, VectorOf<R> some) __attribute__((always_inline)) {
       const VectorOf<R> z = shifted(some, top, temperature), e = exponential(z);
       sum[0].add(e);
       if (!more) return;
