@@ -76,12 +76,12 @@ using NativeFloat = Lanes::Native;
 template <class S> INLINE VectorOf<S> load(const S* from) {
   using V = VectorOf<S>;
   V y;
-  EACH_PART_OF(V) memcpy(&y.part[i], from + i * V::width, sizeof y.part[i]);
+  EACH_PART_OF(V) y.part[i] = (typename V::Native)native_load(from + i * V::width);
   return y;
 }
 template <class S> INLINE void store(S* to, VectorOf<S> x) {
   using V = VectorOf<S>;
-  EACH_PART_OF(V) memcpy(to + i * V::width, &x.part[i], sizeof x.part[i]);
+  EACH_PART_OF(V) native_store(to + i * V::width, (Native)x.part[i]);
 }
 template <class S> INLINE VectorOf<S> splat(S x) {
   using V = VectorOf<S>;
@@ -139,9 +139,9 @@ template <class S, class Join> INLINE S fold(VectorOf<S> x, Join join) {
     UNROLL for (int i = 0; i < half; i++) x.part[i] = join(x.part[i], x.part[i + half]);
   typename V::Native y = x.part[0];
   UNROLL for (int half = V::width / 2; half; half /= 2) {
-    typename V::Integers other;
-    for (int j = 0; j < V::width; j++) other[j] = j ^ half;
-    y = join(y, (typename V::Native)__builtin_shuffle(y, other));
+    typename V::Native other;
+    UNROLL for (int j = 0; j < V::width; j++) other[j] = y[j ^ half];
+    y = join(y, other);
   }
   return y[0];
 }
@@ -256,17 +256,17 @@ template <> INLINE Bfloat16 narrow<Bfloat16>(float x) {
 template <class T> INLINE Real<T> rounded(Real<T> x) { return widen(narrow<T>(x)); }
 template <class T> INLINE Vector<T> rounded(Vector<T> x) { return x; }
 template <> INLINE Lanes rounded<Bfloat16>(Lanes x) {
+  Lanes y;
 #ifdef __AVX512BF16__
   const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((Native)x.part[0]));
-  return {(NativeFloat)_mm512_slli_epi32(wide, 16)};
+  y.part[0] = (NativeFloat)_mm512_slli_epi32(wide, 16);
 #else
-  Lanes y;
   for (int i = 0; i < PARTS; i++) {
     NativeInt bits = (NativeInt)x.part[i], up = (bits + 0x7fff + ((bits >> 16) & 1)) & (int32_t)0xffff0000;
     y.part[i] = x.part[i] == x.part[i] ? (NativeFloat)up : (NativeFloat)(bits | 0x400000);
   }
-  return y;
 #endif
+  return y;
 }
 INLINE void store(Bfloat16* to, Lanes x) {
 #ifdef __AVX512BF16__

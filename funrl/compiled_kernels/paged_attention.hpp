@@ -94,7 +94,7 @@ void score_pages(const Pages<T>& pages, int64_t page, int64_t page_end, const Qu
     UNROLL for (int i = 0; i < TOGETHER; i++)
       UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int j = 0; j < SUMS; j++)
-          memcpy(scores + r * stride + i * PAGE + slot + j * P::width, &sum[i][r][j], sizeof sum[i][r][j]);
+          native_store(scores + r * stride + i * PAGE + slot + j * P::width, (Native)sum[i][r][j]);
   }
 }
 
@@ -133,7 +133,7 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
   using P = Product<T>;
   typename P::Sum sum[ROWS][SUMS];
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < SUMS; j++) memcpy(&sum[r][j], out[r] + n + j * P::width, sizeof sum[r][j]);
+    UNROLL for (int j = 0; j < SUMS; j++) sum[r][j] = (typename P::Sum)native_load(out[r] + n + j * P::width);
   for (int64_t token = first / P::terms * P::terms; token < end; token += P::terms) {
     const T* from = pages.value_page(token / PAGE) + (token % PAGE * pages.head + n * P::terms);
     typename P::Weights value[SUMS];
@@ -150,7 +150,7 @@ void add_values(const Pages<T>& pages, int64_t base, int64_t first, int64_t end,
     }
   }
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < SUMS; j++) memcpy(out[r] + n + j * P::width, &sum[r][j], sizeof sum[r][j]);
+    UNROLL for (int j = 0; j < SUMS; j++) native_store(out[r] + n + j * P::width, (Native)sum[r][j]);
 }
 
 template <class T, int ROWS>

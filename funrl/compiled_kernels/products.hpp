@@ -65,16 +65,13 @@ void tile(const T* x, int64_t x_stride, const T* w, int count, Real<T>* y, TileE
   }
   auto add = [&](const Real<T>* other) __attribute__((always_inline)) {
     UNROLL for (int r = 0; r < ROWS; r++)
-      UNROLL for (int j = 0; j < SUMS; j++) {
-        typename P::Sum before;
-        memcpy(&before, other + r * PANEL + j * P::width, sizeof before);
-        sum[r][j] = before + sum[r][j];
-      }
+      UNROLL for (int j = 0; j < SUMS; j++)
+        sum[r][j] = (typename P::Sum)native_load(other + r * PANEL + j * P::width) + sum[r][j];
   };
   if (!ends.first) add(y);
   for (; ends.merges; ends.merges--) add(y -= Sums<T>::LEVEL);
   UNROLL for (int r = 0; r < ROWS; r++)
-    UNROLL for (int j = 0; j < SUMS; j++) memcpy(y + r * PANEL + j * P::width, &sum[r][j], sizeof sum[r][j]);
+    UNROLL for (int j = 0; j < SUMS; j++) native_store(y + r * PANEL + j * P::width, (Native)sum[r][j]);
 }
 
 template <class T, int ROWS = TILE_ROWS<T>>

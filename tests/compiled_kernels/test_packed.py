@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from funrl.compiled_kernels.decode_step import packed_decoder
+from funrl.compiled_kernels.exact.router import softmax
 from funrl.compiled_kernels.kernel_library import KernelError, library_problem
 from funrl.compiled_kernels.norm import rms_norm
 from funrl.compiled_kernels.packed import pack_linear, packed_attention, packed_linear, real_of, unpack_panels
@@ -31,6 +32,20 @@ def test_products_of_any_size(M, N, K, dtype):
     expected = x_MK.double() @ w_NK.double().T
     scale = x_MK.double().abs() @ w_NK.double().abs().T
     assert ((y_MN - expected).abs() <= (1e-15 if dtype == torch.float64 else 3e-7) * scale).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N,K", [(31, 33), (97, 130)])
+def test_products_of_few_rows(N, K, dtype):
+    """Tiles of every number of rows, of which a panel has several where registers are few."""
+    x_MK, w_NK = draw(13, K, dtype=dtype), draw(N, K, dtype=dtype)
+    packed = pack_linear(w_NK)
+    rows = torch.cat([packed_linear(row[None], packed) for row in x_MK])
+    expected = x_MK.double() @ w_NK.double().T
+    scale = x_MK.double().abs() @ w_NK.double().abs().T
+    assert ((rows - expected).abs() <= (1e-15 if dtype == torch.float64 else 3e-7) * scale).all()
+    for M in range(2, 14):
+        assert torch.equal(packed_linear(x_MK[:M], packed), rows[:M])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,6 +110,20 @@ def test_a_sequence_depends_on_no_other_one(dtype, window):
             assert torch.equal(alone, out[part])
     prefix = slice(57, 100)  # a token depends on none behind it
     assert torch.equal(packed_attention(q[prefix], k[prefix], v[prefix], torch.tensor([0, 43]), window), out[prefix])
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-6), (torch.float64, 2e-15)])
+@pytest.mark.parametrize("N", [1, 7, 16, 64, 77])
+def test_softmax_of_rows(N, dtype, tolerance):
+    """Also of numbers whose exponentials are tiny or 0, and of one that is NaN."""
+    x_MN = draw(9, N, dtype=dtype) * 20
+    x_MN[1, N // 2] += 40
+    x_MN[2, 0] = -1e4
+    x_MN[3, N - 1] = -torch.inf if N > 1 else 0
+    expected = x_MN.double().softmax(-1)
+    assert ((softmax(x_MN) - expected).abs() <= tolerance * expected * 20 + 1e-37).all()
+    x_MN[4, N // 2] = torch.nan
+    assert softmax(x_MN)[4].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
