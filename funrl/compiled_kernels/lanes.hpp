@@ -132,9 +132,17 @@ template <class S> INLINE VectorOf<S> where_within(VectorOf<S> x, int64_t first,
   }
   return y;
 }
-// All numbers of x, joined by a binary tree: those of the second half to those of the first.
+// All numbers of x, joined by a binary tree: those of the second half to those of the first. Shuffles of AVX2 are faster
+// than memory, those of AVX-512 are not.
 template <class S, class Join> INLINE S fold(VectorOf<S> x, Join join) {
   using V = VectorOf<S>;
+  if constexpr (REGISTERS == 32) {
+    S lane[LANES];
+    store(lane, x);
+    for (int half = LANES / 2; half; half /= 2)
+      for (int i = 0; i < half; i++) lane[i] = join(lane[i], lane[i + half]);
+    return lane[0];
+  }
   UNROLL for (int half = V::parts / 2; half; half /= 2)
     UNROLL for (int i = 0; i < half; i++) x.part[i] = join(x.part[i], x.part[i + half]);
   typename V::Native y = x.part[0];
