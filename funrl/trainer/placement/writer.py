@@ -17,8 +17,6 @@ from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import PROGRESS_S, Answers
@@ -43,8 +41,8 @@ from funrl.trainer.placement.messages import (
     written_rows,
 )
 from funrl.trainer.sources.curriculum import UNWEIGHTED
-from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples
@@ -53,7 +51,6 @@ from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of,
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
-REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
 class ReplicaStep(NamedTuple):
@@ -113,7 +110,6 @@ class GroupWriter:
         self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
-        self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
         self._sent: tuple[int, ...] = ()  # groups of the newest batch
         self._has_next = False
@@ -366,18 +362,19 @@ class GroupWriter:
           RewardError, RunEndingError: the run ends.
         """
         generation = self._generation
-        write = self._completed if generation.episodes is None else self._episodes
         dropped: list[DroppedPrompt] = []
         while True:
-            self._logged.pop(group, None)
             example = self._example(prompt)
-            parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
-            done, rows = parts[0]
+            writing = (write_group(generation, self.leader, example, *part) for part in self._parts(prompt))
+            parts = await asyncio.gather(*writing)
+            self._logged[group] = [episode for part in parts for episode in part.episodes]
+            done, rows, _ = parts[0]
             replacement = None
             if self._prompts.filters and not filter_samples(generation, rows, 1).any():
                 replacement = self._prompts.replace(group)
             if replacement is None:
-                return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
+                baseline = (parts[1].done, parts[1].rows) if len(parts) > 1 else None
+                return GroupResult(done, rows, prompt, dropped, baseline)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
             prompt = replacement
 
@@ -389,32 +386,6 @@ class GroupWriter:
         if generation.greedy_baseline:
             parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed]))
         return parts
-
-    async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        del group
-        generation = self._generation
-        sampling, seeds = part
-        owned = joined_lines([example.owned])
-        pending = pending_rewards(generation.engine, [example], sampling.samples)
-        requests = [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(seeds)]
-        begin = time.perf_counter()
-        completions = await self.leader.ask_all(requests, None if pending is None else pending.add)
-        while pending is not None and not pending.ready():
-            await asyncio.sleep(REWARDS_S)
-        done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
-        rows = to_rows([example], done, sampling, generation.form)
-        return done, rows
-
-    async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        setup = self._generation.setup
-        runner = EpisodeRunner(setup.environment, policy_setup(setup, part.sampling), setup.limits)
-        runner.resident = self.leader
-        episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
-        costs = [runner.costs[number] for number, _ in episodes]
-        if self._logs_episodes:
-            logged = [LoggedEpisode(number, part.seeds[number], episode) for number, episode in episodes]
-            self._logged.setdefault(group, []).extend(logged)
-        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], part.sampling, costs=costs)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
