@@ -65,7 +65,10 @@ def connect(mesh: Mesh) -> tuple[Any, Any]:
         ) from error
     exchange = None
     if mesh.rank == 0:
-        exchange = ray.remote(Exchange).options(name=NAME, num_cpus=0).remote()
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        node = ray.get_runtime_context().get_node_id()  # so that it is lost with this process alone
+        here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        exchange = ray.remote(Exchange).options(name=NAME, num_cpus=0, scheduling_strategy=here).remote()
         ray.get(exchange.drop.remote([]))  # it is there, and has the name
     gather_objects(None, mesh)
     return ray, exchange or ray.get_actor(NAME)
