@@ -22,7 +22,7 @@ from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster, import_ray
 from funrl.rollout.remote.digests import EngineDigests
 
-TICK_S = 0.2  # between two turns of the thread without an event
+TURN_S = 0.2  # between two turns of the thread without an event
 SHORT_S = 10.0  # with fewer generators than the run waits for, after which a line says so
 PING_S = 10.0  # between two pings of a generator
 
@@ -56,7 +56,7 @@ class ActorRequest(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class GeneratorCall:
     """A call of a generator, which writes a place of the ledger, or something with one version of the weights.
 
     Attributes:
@@ -78,7 +78,7 @@ class Call:
 class WorkBoard(Protocol):
     """The works of places."""
 
-    def take(self, place: int) -> Call | None:
+    def take(self, place: int) -> GeneratorCall | None:
         """The call that writes a place which may begin; None: nobody has asked for it yet."""
         ...
 
@@ -88,7 +88,7 @@ class WorkBoard(Protocol):
 
 
 @dataclass(slots=True)
-class Generator:
+class RunningGenerator:
     """An actor, as the link sees it.
 
     Attributes:
@@ -104,7 +104,7 @@ class Generator:
     facts: GeneratorFacts | None = None
     version: int | None = None
     loading: int | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[GeneratorCall] = field(default_factory=list)
     pinged: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
@@ -149,10 +149,10 @@ class GeneratorLink:
         self._request = request
         self._exchange = exchange
         self._note = note
-        self._generators: dict[int, Generator] = {}
+        self._generators: dict[int, RunningGenerator] = {}
         self._count = 0
         self._versions: list[int] = []  # in the exchange, ascending
-        self._calls: deque[Call] = deque()  # of one version each
+        self._calls: deque[GeneratorCall] = deque()  # of one version each
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._short_since: float | None = time.monotonic()
@@ -170,7 +170,7 @@ class GeneratorLink:
             self._versions.append(version)
         self.wake()
 
-    def begin(self, calls: Sequence[Call]) -> None:
+    def begin(self, calls: Sequence[GeneratorCall]) -> None:
         """Begin calls for the newest version. Until they have ended no newer one is loaded."""
         with self.changed:
             for call in calls:
@@ -183,7 +183,7 @@ class GeneratorLink:
         self._events.put(lambda: None)
 
     def check(self) -> None:
-        """Raise the error that ends the run, if there is one. Call it under the lock."""
+        """Raise the error that ends the run, if there is one. GeneratorCall it under the lock."""
         if self._fault is not None:
             raise self._fault
 
@@ -211,7 +211,7 @@ class GeneratorLink:
     def _waited(self) -> Iterator[Callable[[], None]]:
         """Events that have come, or that come soon."""
         try:
-            yield self._events.get(timeout=TICK_S)
+            yield self._events.get(timeout=TURN_S)
             while True:
                 yield self._events.get_nowait()
         except queue.Empty:
@@ -246,7 +246,7 @@ class GeneratorLink:
         owner = self._count
         self._count += 1
         actor = self._request.start()
-        self._generators[owner] = Generator(actor)
+        self._generators[owner] = RunningGenerator(actor)
         self._call(owner, actor.describe.remote(), lambda facts: self._started(owner, facts))
 
     def _started(self, owner: int, facts: GeneratorFacts) -> None:
@@ -254,7 +254,7 @@ class GeneratorLink:
         count = sum(generator.facts is not None for generator in self._generators.values())
         self._note(f"generator {facts.name} has started; {count} of {self._request.bounds.most} are there")
 
-    def _load(self, owner: int, generator: Generator, version: int) -> None:
+    def _load(self, owner: int, generator: RunningGenerator, version: int) -> None:
         generator.loading = version
 
         def loaded(digests: EngineDigests | None) -> None:
@@ -271,14 +271,14 @@ class GeneratorLink:
 
         self._call(owner, generator.actor.load.remote(self._exchange, version), loaded)
 
-    def _give_call(self, owner: int, generator: Generator) -> bool:
+    def _give_call(self, owner: int, generator: RunningGenerator) -> bool:
         """Give a generator a call that waits; False: there is none for it."""
         if not self._calls or self._calls[0].version != generator.version:
             return False
         self._give(owner, generator, self._calls.popleft())
         return True
 
-    def _give_place(self, owner: int, generator: Generator, generators: int) -> bool:
+    def _give_place(self, owner: int, generator: RunningGenerator, generators: int) -> bool:
         """Give a generator the next place that its version allows; False: there is none."""
         ledger, board = self.ledger, self.board
         version = None if generator.version is None else self.batches.get(generator.version)
@@ -294,7 +294,7 @@ class GeneratorLink:
         self._give(owner, generator, call)
         return True
 
-    def _give(self, owner: int, generator: Generator, call: Call) -> None:
+    def _give(self, owner: int, generator: RunningGenerator, call: GeneratorCall) -> None:
         generator.calls.append(call)
         method = getattr(generator.actor, call.method).options(num_returns=1 + call.objects)
         returned = method.remote(*call.arguments)
@@ -308,7 +308,7 @@ class GeneratorLink:
 
         self._call(owner, value, ended)
 
-    def _ping(self, owner: int, generator: Generator) -> None:
+    def _ping(self, owner: int, generator: RunningGenerator) -> None:
         """Ask a generator for a sign of life now and then; one without is ended."""
         now = time.monotonic()
         if generator.facts is None or now < generator.pinged + PING_S:
@@ -321,12 +321,12 @@ class GeneratorLink:
         self._call(owner, generator.actor.ping.remote(), lambda _: None)
 
     def _call(self, owner: int, reference: Any, then: Callable[[Any], None]) -> None:
-        """Call `then` with an object of a generator once it is there, unless the generator is lost."""
+        """GeneratorCall `then` with an object of a generator once it is there, unless the generator is lost."""
         future: Future[Any] = reference.future()
         future.add_done_callback(lambda done: self._events.put(lambda: self._end_call(owner, done, then)))
 
     def _end_call(self, owner: int, done: Future[Any], then: Callable[[Any], None]) -> None:
-
+        errors = import_ray().exceptions
         if owner not in self._generators:
             return
         self._generators[owner].heard = time.monotonic()
@@ -379,6 +379,4 @@ class GeneratorLink:
 
 def _kill(actor: Any) -> None:
     """End an actor, if it is there."""
-    import ray
-
-    ray.kill(actor)
+    import_ray().kill(actor)

@@ -23,7 +23,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.ray.engine import Bucket, pull_weights
+from funrl.rollout.ray.engine import WeightBucket, pull_weights
 from funrl.rollout.ray.link import GeneratorFacts
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.resident import ResidentEngine
@@ -41,7 +41,7 @@ from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
-IDLE_S = 0.2  # that the engine rests at most while there is nothing to do
+REST_S = 0.2  # that the engine rests at most while there is nothing to do
 
 _T = TypeVar("_T")
 WrittenHeldout = tuple[Rollout, GroupFields] | str  # completions of a prompt and their rows; or the run's problem
@@ -87,7 +87,7 @@ class GeneratorActor:
         """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
         ray = importlib.import_module("ray")
         spec = self._engine.weights
-        buckets: list[Bucket] = await exchange.take.remote(version)
+        buckets: list[WeightBucket] = await exchange.take.remote(version)
         tree = await asyncio.to_thread(pull_weights, ray, buckets, spec)
         self._engine.load(spec.named(tree), version)
         self._stepping = self._stepping or asyncio.create_task(self._step())
@@ -101,6 +101,7 @@ class GeneratorActor:
         """
         generation = self._generation
         samples = generation.sampling.samples
+        assert work.prompt is not None
         example = self._example(work.prompt)
         seed = generation.schedule.seed
         parts = parts_of(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
@@ -111,7 +112,8 @@ class GeneratorActor:
             group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
             return (group, True), [], *[None] * samples
         facts = self._facts(work, written)
-        keeps = generation.selection.filter is None or bool(filter_samples(generation, written[0].rows, 1).any())
+        filters = work.place is not None and generation.selection.filter is not None
+        keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
         return (facts, keeps), episodes, *rows_by_sample(written[0].rows, samples)
 
@@ -138,7 +140,7 @@ class GeneratorActor:
     async def _step(self) -> None:
         """Step the engine for ever."""
         while True:
-            await self._resident.iterate(self._mesh, IDLE_S)
+            await self._resident.iterate(self._mesh, REST_S)
 
     async def _beside(self, program: Awaitable[_T]) -> _T:
         """The result of a program beside the engine. Raises: what the program or the engine raises."""
@@ -164,7 +166,7 @@ class GeneratorActor:
     def _shown(self, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
         generation = self._generation
-        if work.place is None:
+        if work.place is None or work.prompt is None:
             return []
         batch, place = divmod(work.place, self._job.settings.run.batch_prompts)
         if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
@@ -174,11 +176,10 @@ class GeneratorActor:
         samples = generation.sampling.samples
         return shown_samples(done, rows, examples, samples, decode=generation.engine.decode, names=names)
 
-    def _example(self, prompt: GroupPrompt | AskedPrompt | None) -> Example:
+    def _example(self, prompt: GroupPrompt | AskedPrompt) -> Example:
         schedule = self._generation.schedule
         if isinstance(prompt, AskedPrompt):
             return schedule.prompts[prompt.place]
-        assert prompt is not None
         return schedule.examples_at([prompt.position])[0]
 
 

@@ -31,7 +31,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.ray.engine import RayEngine
-from funrl.rollout.ray.link import ActorRequest, Call, GeneratorLink
+from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
@@ -50,7 +50,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, rows_of, take, with_stale
 
-LOOK_S = 5.0  # between two signs of the first rank to the others, while it waits
+SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
 ROWS = "rows"  # topic of the exchange
 
 
@@ -61,7 +61,7 @@ class RayBoard:
 
     Attributes:
       replicas: number of replicas by which metrics divide; generators come and go.
-      deliver: receives a group that has ended, as `Call.then`.
+      deliver: receives a group that has ended, as `GeneratorCall.then`.
 
     Example:
       board.open(ledger)
@@ -116,7 +116,7 @@ class RayBoard:
             self._waiting |= {work.place: work for work in works if work.place is not None}
         self._link.begin([self._call_of(work) for work in works if work.place is None])
 
-    def take(self, place: int) -> Call | None:
+    def take(self, place: int) -> GeneratorCall | None:
         """The call that writes a place; see `WorkBoard`."""
         work = self._waiting.pop(place, None)
         if work is None and self._rule.staleness:
@@ -134,13 +134,13 @@ class RayBoard:
         """Give a place that waits again another prompt."""
         self._waiting[place] = GroupWork(place, place, prompt=self._prompt(place))
 
-    def _call_of(self, work: GroupWork) -> Call:
+    def _call_of(self, work: GroupWork) -> GeneratorCall:
         def ended(value: Any, references: Sequence[Any], objects: Sequence[Any]) -> None:
             if work.place is not None:
                 del self._running[work.place]
             self.deliver(work, value, references, objects)
 
-        return Call("write", (work,), ended, objects=1 + self._samples)
+        return GeneratorCall("write", (work,), ended, objects=1 + self._samples)
 
     def _prompt(self, number: int) -> GroupPrompt:
         ledger = self._opened
@@ -176,7 +176,6 @@ class RayGenerators(GroupGenerators):
         """
         rule = ledger_rule(job, generation)
         super().__init__(engine, show, rule=rule, generation=generation, early=needs_tokens(job, generation))
-        self.generating = generation.engine.mesh
         self.episodes: list[LoggedEpisode] = []
         self._generation = generation
         self._ray = engine.ray
@@ -189,7 +188,7 @@ class RayGenerators(GroupGenerators):
         self._board = RayBoard(self._link, rule, weighed=self.weighed, samples=self._samples)
         self._board.deliver = self._keep
         self._link.board = self._board
-        engine.greedy = self._greedy
+        engine.complete = self._greedy
         engine.wait_for_digests = self._wait_for_digests
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
@@ -280,7 +279,7 @@ class RayGenerators(GroupGenerators):
         return result
 
     def _look(self, look: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + LOOK_S
+        deadline = time.monotonic() + SIGN_S
         while True:
             self._link.check()
             result = look()
@@ -338,8 +337,8 @@ class RayGenerators(GroupGenerators):
         """
         values: dict[int, Any] = {}
 
-        def call(number: int, own: tuple[object, ...]) -> Call:
-            return Call(method, own, lambda value, references, objects: values.update({number: value}))
+        def call(number: int, own: tuple[object, ...]) -> GeneratorCall:
+            return GeneratorCall(method, own, lambda value, references, objects: values.update({number: value}))
 
         if self.mesh.rank == 0:
             self._link.begin([call(number, own) for number, own in enumerate(arguments)])
