@@ -194,7 +194,10 @@ def test_without_staleness_groups_begin_when_they_are_asked_for(generators):
     again = generators._ask([AskedPrompt(8, 6, 0), AskedPrompt(2, 6, 1)], [1, 2])
     assert again == (4, 5) and first.next_group(4) == GroupWork(4, 1, 2, 0, AskedPrompt(8, 6, 0))
     greedy = generators._ask([AskedPrompt(7, 1, 0, greedy=True)], [None])
-    assert [first.next_group(4).number, first.next_group(4)] == [5, GroupWork(*greedy, None, prompt=AskedPrompt(7, 1, 0, True))]
+    assert [first.next_group(4).number, first.next_group(4)] == [
+        5,
+        GroupWork(*greedy, None, prompt=AskedPrompt(7, 1, 0, True)),
+    ]
 
 
 def test_fixed_groups_are_for_one_replica_each(generators):
