@@ -132,7 +132,7 @@ class GroupWriter:
         self._measured = False
         self._next_look = 0.0
         self._next_sign = 0.0
-        self._rest_s = WRITER_IDLE_S  # that the next rest may take, longer the longer there is nothing to write
+        self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
@@ -163,6 +163,8 @@ class GroupWriter:
             self.take()
         if turn.ended:
             self.evaluates = False
+        if turn.request:
+            self._rest_s = 0.0
         return turn
 
     def step(self) -> None:
@@ -170,8 +172,13 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        self._rest_s = WRITER_IDLE_S if self._tasks or self.evaluates else min(LONGEST_S, 1.1 * self._rest_s)
-        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s))
+        if self._tasks or self.evaluates:
+            self._rest_s = 0.0
+        else:
+            if not self._rest_s:
+                heartbeat.entered("a request of the trainer ranks")
+            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
 
     def take(self) -> None:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
@@ -292,6 +299,8 @@ class GroupWriter:
             self._tasks[work] = self._loop.create_task(self._write(work))
             begun.append(work)
             room -= self._requests
+            if work.place is not None:
+                heartbeat.at_step(work.place // self._link.rule.places + 1)
         self._link.begin(begun)
         self._count_waiting(not self._tasks and not self.evaluates and not self._link.is_over)
 
