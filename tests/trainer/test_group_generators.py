@@ -19,10 +19,10 @@ from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupPrompt, GroupWork, parts_of
+from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupPrompt, GroupWork, group_parts
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
-from funrl.trainer.placement.link import StoreLink
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
@@ -136,7 +136,7 @@ def test_a_delivery_of_an_attempt_that_another_has_replaced_changes_nothing(gene
 
 def new_links(generators, count=2, **flags):
     """Links of replicas that hold the weights of the first batch."""
-    links = [StoreLink(GroupBoard(1), owner, **flags) for owner in range(count)]
+    links = [BoardLink(GroupBoard(1), owner, **flags) for owner in range(count)]
     generators._board.replicas = 1
     links[0].hold(4)
     assert all(link.is_open() for link in links)
@@ -265,16 +265,16 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once(generators):
     ledger = Ledger.restored(LedgerRule(places=4), until=24, version=2)
     ledger.prompts = 8
     generators._board.open(ledger)
-    link = StoreLink(GroupBoard(1))
+    link = BoardLink(GroupBoard(1))
     assert link.is_open()
     prompt = link._prompt(14)
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
     asked = AskedPrompt(7, derived_seed(5, 12), 2)
-    ((_, seeds),) = parts_of(asked, 5, Sampling(samples=3), baseline=True)
+    ((_, seeds),) = group_parts(asked, 5, Sampling(samples=3), baseline=True)
     assert seeds == prompt.seeds(seed=5, samples=3)
-    ((sampling, (seed,)),) = parts_of(asked._replace(greedy=True), 5, Sampling(samples=3), baseline=True)
+    ((sampling, (seed,)),) = group_parts(asked._replace(greedy=True), 5, Sampling(samples=3), baseline=True)
     assert sampling.greedy and sampling.samples == 1 and seed == request_seed(asked.seed, 2)
 
 

@@ -31,7 +31,7 @@ from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.link import StoreLink
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -184,7 +184,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
-    link = StoreLink(
+    link = BoardLink(
         GroupBoard(generating.size(generating.row_axes)),
         int(generating.index(generating.row_axes)),
         weighed=generation.schedule.weighing is not UNWEIGHTED,

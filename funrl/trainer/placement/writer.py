@@ -29,7 +29,7 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.ahead.heldout import WrittenPart
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, parts_of
+from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, group_parts
 from funrl.trainer.placement.link import GroupLink
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -390,7 +390,7 @@ class GroupWriter:
             prompt = work.prompt
             assert prompt is not None
             example = self._example(prompt)
-            split = parts_of(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+            split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
             parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
             self._logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]
