@@ -413,7 +413,18 @@ class GroupGenerators:
           RewardError: one has failed.
         """
         begin = time.perf_counter()
-        name = f"the generators' rows of step {self.step}"
+        groups = self._gathered(numbers, f"the generators' rows of step {self.step}")
+        self._waited_s += time.perf_counter() - begin
+        for group in groups.values():
+            for note in group.notes:
+                self.show.note(note)
+        for group in groups.values():
+            if group.problem is not None:
+                raise RewardError(group.problem)
+        return groups
+
+    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
+        """Some groups that have ended, or else those of the next batch, by number. Collective."""
         ready = f"{GROUPS_KEY}/ready"
         key = f"{ready}/{self._collections}"
         entered(name)
@@ -427,13 +438,6 @@ class GroupGenerators:
         self._collections += 1
         groups = from_first_rank(groups, self.mesh)
         left()
-        self._waited_s += time.perf_counter() - begin
-        for group in groups.values():
-            for note in group.notes:
-                self.show.note(note)
-        for group in groups.values():
-            if group.problem is not None:
-                raise RewardError(group.problem)
         return groups
 
     def _awaited(self, ledger: Ledger, awaited: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
@@ -452,15 +456,23 @@ class GroupGenerators:
         while True:
             if self._read_reports(ledger):
                 pauses = Pauses(1)
-            if problems := [item for item in self._written.items() if item[1].problem is not None]:
-                return dict(problems[:1])
-            ledger.fill_batch()
-            numbers = awaited or (sorted(ledger.batch) if len(ledger.batch) == self._rule.places else ())
-            if numbers and self._written.keys() >= set(numbers):
-                groups = {number: self._written.pop(number) for number in numbers}
-                return {n: in_place_of(self._groups[n], x) if n in self._groups else x for n, x in groups.items()}
+            if (groups := self._complete(awaited)) is not None:
+                return groups
             pauses.sleep()
             limit.check()
+
+    def _complete(self, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
+        """The groups that `_awaited` waits for, or one that ends the run; None: some are not written."""
+        if problems := [item for item in self._written.items() if item[1].problem is not None]:
+            return dict(problems[:1])
+        if self.ledger is None:
+            return None
+        self.ledger.fill_batch()
+        numbers = awaited or (sorted(self.ledger.batch) if len(self.ledger.batch) == self._rule.places else ())
+        if not numbers or not self._written.keys() >= set(numbers):
+            return None
+        groups = {number: self._written.pop(number) for number in numbers}
+        return {n: in_place_of(self._groups[n], x) if n in self._groups else x for n, x in groups.items()}
 
     def _read_reports(self, ledger: Ledger) -> bool:
         """Tell the ledger what replicas have begun and delivered since the last call; True: there was something."""
