@@ -32,7 +32,6 @@ from funrl.rollout.joined.generator import Counts, NotJoinedError
 from funrl.rollout.joined.lease_server import PROGRAM_REQUESTS, LeaseServer
 from funrl.trainer import phases
 from funrl.trainer.ahead import rows as rows_ahead
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
 from funrl.trainer.jobs import engines
 from funrl.trainer.placement import joined as placement_joined
@@ -41,6 +40,7 @@ from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.sources.heldout import HeldoutWriter
 
 pytestmark = pytest.mark.gloo
 OWN = ("memory/", "sync/bytes")  # metrics of the ranks

@@ -14,11 +14,11 @@ from funrl.rollout.joined.engine import JoinedEngine
 from funrl.rollout.resident import run_beside
 from funrl.seeds import derived_seed
 from funrl.trainer.ahead.episodes import EpisodesAhead
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.ahead.side_thread import SideThread
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import filter_of, make_source, remarked_generation, source_of_generation
 from funrl.trainer.sources.generation import request_groups
+from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, Source, StepRows
 from funrl.trainer.steps.clock import Clock

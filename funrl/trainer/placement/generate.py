@@ -30,7 +30,6 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -52,8 +51,10 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.group_rows import first_samples
+from funrl.trainer.sources.heldout import HeldoutWriter, evaluate_heldout
 from funrl.trainer.sources.observing import ShownSample
-from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
+from funrl.trainer.sources.prompts import rewarded_rows
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator

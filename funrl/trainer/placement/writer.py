@@ -28,7 +28,6 @@ from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import WrittenPart
 from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -43,6 +42,7 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import write_group
+from funrl.trainer.sources.heldout import WrittenPart
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples

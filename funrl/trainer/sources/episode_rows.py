@@ -148,7 +148,7 @@ def rewarded_episodes(
       RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
     """
     groups = episode_groups(examples, sampling.samples, seed)
-    run = EpisodeRun([], 0.0, 0.0, (), 0)
+    run = EpisodeRun([], ())
     problem = None
     try:
         policy = policy_setup(setup, sampling)

@@ -7,10 +7,11 @@ that every rank filters the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -177,7 +178,7 @@ def run_requests(
     callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
     if engine.proof is not None:
         callbacks = callbacks._replace(iterated=engine.proof.iterated)
-    try:
+    with settle_proof(engine.proof):
         if engine.queue == "tickets":
             completions = complete_shared(
                 engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own
@@ -186,13 +187,26 @@ def run_requests(
             share = own_range(len(groups), mesh, mesh.row_axes)
             requests = [request for group in groups[share.start : share.stop] for request in group]
             completions = complete(engine.engine, [*own, *requests], callbacks)
-    except FloatingPointError:
-        if engine.proof is not None:
-            engine.proof.settle()  # wrong weights explain logits that are not finite
-        raise
-    if engine.proof is not None:
-        engine.proof.settle()
     return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+
+
+@contextlib.contextmanager
+def settle_proof(proof: SyncProof | None) -> Iterator[None]:
+    """Settle the proof of an engine's weights after the context, also where the engine's logits are not finite.
+
+    Wrong weights explain them.
+
+    Raises:
+      SyncError: the engine does not hold the trainer's weights.
+    """
+    try:
+        yield
+    except FloatingPointError:
+        if proof is not None:
+            proof.settle()
+        raise
+    if proof is not None:
+        proof.settle()
 
 
 def collected_rollout(
