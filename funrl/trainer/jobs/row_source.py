@@ -278,7 +278,7 @@ def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedE
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),
         weights=job.task.weights[: max(len(rewards), job.task.environment is not None)],
-        queue="fixed" if job.settings.devices.joined else job.settings.engines.queue,
+        queue=job.settings.engines.queue,
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,

@@ -31,7 +31,6 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.joined_groups import age_metrics, join_groups
 from funrl.trainer.placement.messages import switches_of
-from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.episode_rows import rollout_of_episodes
 from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
@@ -95,13 +94,11 @@ class LoggedGroups(NamedTuple):
     Attributes:
       by_step: those of each step's batch.
       episodes: by their seeds, of a run with an environment.
-      joined: whether generators of other jobs wrote them. A step then also has the groups that its filter drops.
       weights: metrics of the weights that chose prompts, by step; the choice is not made again.
     """
 
     by_step: Mapping[int, Sequence[LoggedGroup]]
     episodes: Mapping[int, LoggedEpisode] = {}
-    joined: bool = False
     weights: Mapping[int, dict[str, float]] = {}
 
 
@@ -152,7 +149,7 @@ class LoggedWriter:
         self.generation = generation
         self.versions = versions
         self.log = log
-        self.refills = not log.joined
+        self.refills = True
         self._left: Sequence[LoggedGroup] = ()  # of the step
         self._batch: Sequence[LoggedGroup] = ()
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
@@ -219,10 +216,8 @@ class LoggedWriter:
     def _repeated_episodes(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
         """Episodes of some groups, and their rows; the arguments are those of `_completions`. Collective.
 
-        Rows are made of each group by itself, or of all together, as in the run: sums have the same bits then.
+        Rows are made of each group by itself, as in the run: sums have the same bits then.
         """
-        if self.log.joined:
-            return self._repeated_together(groups, sampling, first)
         parts = [self._repeated_together([group], sampling, first) for group in groups]
         facts = [done._asdict() for done, _ in parts]
         mesh = self.generation.engine.mesh
@@ -341,11 +336,6 @@ def logged_source(
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
     generation = generation._replace(episodes=setup)
-    if log.joined and generation.greedy_baseline:
-        raise SettingsError(
-            "greedy episodes that generators that join have written cannot be generated again; --rows repeats the "
-            "training on saved rows"
-        )
     generator = parts.generator
 
     def versions() -> dict[str, int]:

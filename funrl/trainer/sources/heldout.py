@@ -117,6 +117,14 @@ def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int
     return writer.evaluate(part, show, clock)
 
 
+def for_heldout(generation: Generation) -> Generation:
+    """The settings whose episodes are not logged, and counted by the sources of the held-out prompts."""
+    if generation.episodes is None:
+        return generation
+    sources = source_of(generation.evaluation.heldout)
+    return generation._replace(episodes=generation.episodes._replace(log=None, source_of=sources))
+
+
 def heldout_metrics(generation: Generation, done: Rollout, rows: Rows, show: Show, step: int) -> dict[str, float]:
     """Metrics of completions or episodes of the held-out prompts, of which some are shown. Collective."""
     heldout, sampling, solved, _, table_prompts = generation.evaluation

@@ -1,0 +1,214 @@
+"""A generator as a Ray actor: on its event loop each group is a coroutine beside a resident engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import os
+import pickle
+import socket
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from funrl import trees
+from funrl.batch import FIELDS, Batch, as_dict
+from funrl.environments.run import episode_groups
+from funrl.mesh.mesh import Mesh, single
+from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import greedy_of, greedy_requests
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.ray.engine import Bucket, pull_weights
+from funrl.rollout.ray.link import GeneratorFacts
+from funrl.rollout.remote.digests import EngineDigests, engine_digests
+from funrl.rollout.resident import ResidentEngine
+from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import generation_of, open_rewards
+from funrl.trainer.placement.generate import ShowBuffer
+from funrl.trainer.placement.group_prompts import GroupPrompt
+from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields, versions_of, written_rows
+from funrl.trainer.sources.generation import Rollout, request_groups
+from funrl.trainer.sources.group_rows import WrittenSamples, write_group
+from funrl.trainer.sources.heldout import for_heldout
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
+from funrl.trainer.sources.prompts import baseline_sampling
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows, rows_of, take
+
+IDLE_S = 0.2  # that the engine rests at most while there is nothing to do
+
+_T = TypeVar("_T")
+WrittenHeldout = tuple[Rollout, GroupFields] | str  # completions of a prompt and their rows; or the run's problem
+
+
+class GeneratorActor:
+    """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
+
+    Example:
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(generator_job(job)))
+      name, room = ray.get(actor.describe.remote())
+      digests = ray.get(actor.load.remote(exchange, version))
+      facts, episodes, *samples = actor.write.options(num_returns=4).remote(0, GroupPrompt(position=0, first=0))
+    """
+
+    def __init__(self, job: RLJob) -> None:
+        self._job = job
+        self._notes = ShowBuffer()
+        self._workers = contextlib.ExitStack()  # of rewards; they end with this process
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def describe(self) -> GeneratorFacts:
+        """Make the engine, without weights."""
+        job = self._job
+        pool = self._workers.enter_context(open_rewards(job, 0))
+        self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
+        parts = build(job, self._mesh, self._notes.note)
+        generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        parts = dataclasses.replace(parts, generator=generator, pool=pool)
+        self._engine = generator.engine
+        generation = generation_of(job, parts, {}, Clock(), self._notes)
+        engine = generation.engine._replace(proof=None, note=self._notes.note)
+        self._generation = generation._replace(engine=engine)
+        self._resident = ResidentEngine(self._engine)
+        requests = generation.sampling.samples + generation.greedy_baseline
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        return GeneratorFacts(name, max(1, job.settings.engines.decode_rows // requests))
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    async def load(self, exchange: Any, version: int) -> EngineDigests | None:
+        """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
+        ray = importlib.import_module("ray")
+        spec = self._engine.weights
+        buckets: list[Bucket] = await exchange.take.remote(version)
+        tree = await asyncio.to_thread(pull_weights, ray, buckets, spec)
+        self._engine.load(spec.named(tree), version)
+        self._stepping = self._stepping or asyncio.create_task(self._step())
+        return engine_digests(self._engine) if self._job.settings.engines.verify_sync else None
+
+    async def write(self, number: int, prompt: GroupPrompt) -> tuple[object, ...]:
+        """Write and reward a group.
+
+        Args:
+          number: of its place.
+          prompt: of the group.
+
+        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; and the rows of
+          each sample, pickled `GroupFields`, or None where there are none.
+        """
+        generation = self._generation
+        samples = generation.sampling.samples
+        parts = [(generation.sampling, prompt.seeds(generation.schedule.seed, samples))]
+        if generation.greedy_baseline:
+            parts.append((baseline_sampling(generation.sampling), [prompt.baseline_seed]))
+        example = generation.schedule.examples_at([prompt.position])[0]
+        writing = (write_group(generation, self._resident, example, *part) for part in parts)
+        try:
+            written = await self._beside(asyncio.gather(*writing))
+        except (RewardError, RunEndingError) as error:
+            group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
+            return (group, True), [], *[None] * samples
+        facts = self._facts(number, prompt, written)
+        keeps = generation.selection.filter is None or bool(filter_samples(generation, written[0].rows, 1).any())
+        episodes = [episode for part in written for episode in part.episodes]
+        return (facts, keeps), episodes, *rows_by_sample(written[0].rows, samples)
+
+    async def write_heldout(self, place: int) -> WrittenHeldout:
+        """Write and reward the samples of a held-out prompt."""
+        generation = for_heldout(self._generation)
+        heldout, sampling, _, seed, _ = generation.evaluation
+        if generation.episodes is None:
+            seeds = [request.seed for request in request_groups(heldout, sampling, seed)[place]]
+        else:
+            seeds = episode_groups(heldout, sampling.samples, seed)[place].seeds
+        writing = write_group(generation, self._resident, heldout[place], sampling, seeds)
+        try:
+            done, rows, _ = await self._beside(writing)
+        except (RewardError, RunEndingError) as error:
+            return str(error)
+        return done, _fields(rows)
+
+    async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Complete prompts greedily."""
+        done = await self._beside(self._resident.ask_all(greedy_requests(prompts, new_tokens)))
+        return greedy_of(done, self._mesh.device)
+
+    async def _step(self) -> None:
+        """Step the engine for ever."""
+        while True:
+            await self._resident.iterate(self._mesh, IDLE_S)
+
+    async def _beside(self, program: Awaitable[_T]) -> _T:
+        """The result of a program beside the engine. Raises: what the program or the engine raises."""
+        assert self._stepping is not None
+        task = asyncio.ensure_future(program)
+        await asyncio.wait({task, self._stepping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._stepping.result()
+        return task.result()
+
+    def _facts(self, number: int, prompt: GroupPrompt, written: Sequence[WrittenSamples]) -> WrittenGroup:
+        done, rows, _ = written[0]
+        tokens, switches = versions_of(rows) if self._job.settings.asynchrony.staleness else ({}, [])
+        baseline = None
+        if len(written) > 1:
+            baseline = written_rows(written[1].done, written[1].rows)
+            switches = [*switches, *versions_of(written[1].rows)[1]] if switches else switches
+        shown = self._shown(number, prompt, done, rows)
+        notes = self._notes.take().notes
+        own = written_rows(done, rows)
+        return WrittenGroup(0, own, tokens, switches, 0.0, shown=shown, notes=notes, prompt=prompt, baseline=baseline)
+
+    def _shown(self, number: int, prompt: GroupPrompt, done: Rollout, rows: Rows) -> list[ShownSample]:
+        """The first sample of a group, if its step shows samples and it is among the first."""
+        generation = self._generation
+        batch, place = divmod(number, self._job.settings.run.batch_prompts)
+        if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
+            return []
+        names = generation.rewards.names[: done.scores.shape[1]]
+        examples = generation.schedule.examples_at([prompt.position])
+        samples = generation.sampling.samples
+        return shown_samples(done, rows, examples, samples, decode=generation.engine.decode, names=names)
+
+
+def generator_job(job: RLJob) -> RLJob:
+    """The job of a run as a generator has it, on one device."""
+    devices = dataclasses.replace(job.settings.devices, place=None, mesh="dp1")
+    settings = dataclasses.replace(job.settings, devices=devices)
+    sizes = dict.fromkeys(job.sizes, 1)
+    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
+
+
+def samples_of(fields: Any, rows: int) -> np.ndarray:
+    """[B] sample of each row of a group, from fields that all ranks know."""
+    episode_B = fields.get("episode")
+    return np.arange(rows) if episode_B is None else episode_B.cpu().numpy()
+
+
+def rows_by_sample(rows: Rows, samples: int) -> list[np.ndarray | None]:
+    """Bytes of the rows of each sample of a group; None where it has no row."""
+    sample_B = samples_of(as_dict(rows.batch), len(rows.owner))
+    numbers = [np.flatnonzero(sample_B == sample) for sample in range(samples)]
+    return [
+        np.frombuffer(pickle.dumps(_fields(take(rows, own)), pickle.HIGHEST_PROTOCOL), np.uint8) if len(own) else None
+        for own in numbers
+    ]
+
+
+def rows_of_fields(fields: GroupFields, mesh: Mesh) -> Rows:
+    """The rows of `GroupFields`, on one rank."""
+    batch = Batch(FIELDS | fields.further if fields.further else FIELDS, **fields.fields)
+    batch = batch._replace(**trees.map(lambda x: x.to(mesh.device), as_dict(batch)))
+    return rows_of(batch, mesh=mesh)
+
+
+def _fields(rows: Rows) -> GroupFields:
+    return GroupFields(trees.map(lambda x: x.cpu(), as_dict(rows.batch)), further_fields(rows.batch))
