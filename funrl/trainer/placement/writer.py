@@ -41,8 +41,7 @@ from funrl.trainer.placement.messages import (
 )
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import write_group
-from funrl.trainer.sources.heldout import WrittenPart
+from funrl.trainer.sources.group_rows import Share, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples
@@ -107,7 +106,7 @@ class GroupWriter:
         self._prompts = GroupPrompts(self._board, weighed=generation.schedule.weighing is not UNWEIGHTED)
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
-        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
+        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
@@ -182,13 +181,13 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, Share]]) -> None:
         """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
         self.evaluates = True
         if self.resident is not None:
             self._evaluation = self._loop.create_task(write(self.resident))
 
-    def end_evaluation(self) -> WrittenPart | None:
+    def end_evaluation(self) -> Share | None:
         """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
         while self.evaluates:
             self.turn(None)

@@ -28,19 +28,14 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
 from funrl.environments.run import (
     EpisodeLimits,
-    EpisodeRun,
     EpisodeSpending,
     PolicySetup,
-    episode_groups,
-    run_episodes,
 )
 from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node
-from funrl.rollout.policy import RunEndingError
-from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.sources.episode_totals import (
@@ -57,7 +52,6 @@ from funrl.trainer.sources.generation import (
     RowForm,
     Span,
     first_problem,
-    raise_everywhere,
     share_table,
     token_fields,
 )
@@ -108,40 +102,6 @@ class Transcript(NamedTuple):
     pictures: PictureForm | None = None
 
 
-def rewarded_episodes(
-    setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
-) -> tuple[Rollout, Rows]:
-    """Run `sampling.samples` episodes of each example. Collective.
-
-    Args:
-      setup: how episodes are made.
-      engine: the engine on its mesh; its reward functions are not called.
-      examples: prompts, the same on every rank.
-      sampling: of the policy's replies.
-      seed: of their noise.
-
-    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent
-      that is trained; and the rows that can be trained on, without those of unscored agents and of groups in which an
-      episode failed.
-
-    Raises:
-      RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
-    """
-    groups = episode_groups(examples, sampling.samples, seed)
-    run = EpisodeRun([], ())
-    problem = None
-    try:
-        policy = policy_setup(setup, sampling)
-        run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
-    except (RunEndingError, FirstRankError) as error:
-        problem = str(error)
-    raise_everywhere(problem, (), engine.mesh)
-    if setup.log is not None:
-        seeds = [seed for group in groups for seed in group.seeds]
-        setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
-
-
 def rollout_of_episodes(
     setup: EpisodeSetup,
     engine: RewardedEngine,
@@ -151,7 +111,7 @@ def rollout_of_episodes(
     *,
     costs: Sequence[EpisodeSpending] = (),
 ) -> tuple[Rollout, Rows]:
-    """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
+    """The episodes of some prompts as a rollout, and their rows. Collective.
 
     Args:
       setup: how episodes were made.
@@ -160,6 +120,9 @@ def rollout_of_episodes(
       examples: prompts of all ranks.
       sampling: of the policy's replies.
       costs: of each of the episodes; none: they are not known.
+
+    Returns: a rollout, whose completions are transcripts and whose score is that of the first agent that is trained;
+      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
     """
     if engine.proof is not None:
         engine.proof.settle()

@@ -17,10 +17,9 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.episode_rows import rewarded_episodes
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
-from funrl.trainer.sources.group_rows import first_samples, rescored
+from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
 from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
@@ -231,7 +230,8 @@ def rewarded_rows(
     """
     with clock.phase("generate"):
         if generation.episodes is not None:
-            return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
+            writer = SampleWriter(generation, examples, sampling, seed, alone=True)
+            return writer.join(writer.run())
         groups = request_groups(examples, sampling, seed)
         done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
         rows = to_rows(examples, done, sampling, generation.form)
