@@ -26,7 +26,6 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
@@ -44,6 +43,7 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock

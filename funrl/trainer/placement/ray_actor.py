@@ -35,8 +35,8 @@ from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, Grou
 from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields, versions_of, written_rows
 from funrl.trainer.sources.generation import Rollout, request_groups
 from funrl.trainer.sources.group_rows import WrittenSamples, write_group
+from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.prompts import for_heldout
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, rows_of, take

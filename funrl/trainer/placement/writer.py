@@ -28,7 +28,6 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import WrittenPart
 from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, group_parts
 from funrl.trainer.placement.link import GroupLink
 from funrl.trainer.placement.messages import (
@@ -42,7 +41,7 @@ from funrl.trainer.placement.messages import (
     written_rows,
 )
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import write_group
+from funrl.trainer.sources.group_rows import Share, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -124,7 +123,7 @@ class GroupWriter:
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
-        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
+        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
@@ -206,13 +205,13 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, Share]]) -> None:
         """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
         self.evaluates = True
         if self.resident is not None:
             self._evaluation = self._loop.create_task(write(self.resident))
 
-    def end_evaluation(self) -> WrittenPart | None:
+    def end_evaluation(self) -> Share | None:
         """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
         while self.evaluates:
             self.turn(None)
