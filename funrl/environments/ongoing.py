@@ -25,7 +25,7 @@ from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock
 from funrl.environments.environment import Environment
 from funrl.environments.resumable import PARKED, CallHooks, ResumablePolicy
-from funrl.environments.run import TAKE_EVERY_S, EpisodeGroup, EpisodeRunner, Tickets, tickets_of
+from funrl.environments.run import EpisodeGroup, EpisodeRunner, tickets_of
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
 from funrl.rollout.engine import Engine
@@ -35,6 +35,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
+from funrl.rollout.tickets import TAKE_EVERY_S, Tickets
 
 LOOK_EVERY_S = 1.0  # whether episodes that wait for something unknown have waited long enough
 SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run

@@ -80,7 +80,8 @@ def test_what_was_read_leaves_the_store(store):
     before = store.num_keys()
     for number in range(5):
         writer.deliver(number, "rows")
-        reader.collect(reader.next_event())
+        assert reader.next_event() == number
+        reader.collect(number)
     assert store.num_keys() == before + 1  # the count of all groups
 
 

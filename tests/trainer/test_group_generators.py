@@ -19,10 +19,10 @@ from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupPrompt, GroupWork, parts_of
+from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupPrompt, GroupWork, group_parts
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
-from funrl.trainer.placement.link import StoreLink
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
@@ -136,11 +136,18 @@ def test_a_delivery_of_an_attempt_that_another_has_replaced_changes_nothing(gene
 
 def new_links(generators, count=2, **flags):
     """Links of replicas that hold the weights of the first batch."""
-    links = [StoreLink(GroupBoard(1), owner, **flags) for owner in range(count)]
+    links = [BoardLink(GroupBoard(1), owner, **flags) for owner in range(count)]
     generators._board.replicas = 1
     links[0].hold(4)
     assert all(link.is_open() for link in links)
     return links
+
+
+def begin(link):
+    """The group that a replica begins."""
+    work = link.next_group(4)
+    assert work is not None
+    return work
 
 
 def test_replicas_share_the_replacements_of_a_batch(generators):
@@ -148,14 +155,15 @@ def test_replicas_share_the_replacements_of_a_batch(generators):
     generators.begin_step(1, 0, 5)
     replicas = new_links(generators)
     assert all(link.filters for link in replicas)
-    begun = [link.next_group(4) for link in replicas * 2]
+    begun = [begin(link) for link in replicas * 2]
     assert begun == [GroupWork(place, place, prompt=GroupPrompt(place, place)) for place in range(4)]
     further = [link.replace(begun[1]) for link in (replicas[0], *replicas * 2)]
-    again = [GroupWork(1, 1, attempt=2, prompt=GroupPrompt(place, place)) for place in range(4, 8)]
-    assert further == [*again, None]
-    next_batch = replicas[0].next_group(4)
+    others = [GroupWork(1, 1, attempt=2, prompt=GroupPrompt(place, place)) for place in range(4, 8)]
+    assert further == [*others, None]
+    next_batch = begin(replicas[0])
     assert next_batch.place == 4
-    assert replicas[0].replace(next_batch).prompt == GroupPrompt(9, 9), "the next batch has its own"
+    again = replicas[0].replace(next_batch)
+    assert again is not None and again.prompt == GroupPrompt(9, 9), "the next batch has its own"
 
 
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
@@ -163,12 +171,12 @@ def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators.begin_step(1, 0, 5)
     replicas = new_links(generators)
     assert not any(link.filters for link in replicas)
-    assert [link.next_group(4).prompt.position for link in replicas] == [0, 1]
+    assert [begin(link).prompt for link in replicas] == [GroupPrompt(0, 0), GroupPrompt(1, 1)]
     generators._board.ask([GroupWork(3, 3, attempt=2), GroupWork(1, 1, attempt=2)])
-    asked = [link.next_group(4) for link in replicas]
+    asked = [begin(link) for link in replicas]
     assert asked == [GroupWork(3, 3, 2, 0, GroupPrompt(2, 2)), GroupWork(1, 1, 2, 0, GroupPrompt(3, 3))]
     generators._board.ask([GroupWork(0, 0, attempt=2)])
-    assert [link.next_group(4).place for link in replicas] == [0, 2]
+    assert [begin(link).place for link in replicas] == [0, 2]
 
 
 def test_without_staleness_groups_begin_when_they_are_asked_for(generators):
@@ -180,7 +188,7 @@ def test_without_staleness_groups_begin_when_they_are_asked_for(generators):
     prompts = [AskedPrompt(place, 5, number) for number, place in enumerate((7, 3, 9, 1))]
     numbers = generators._ask(prompts, range(4))
     assert numbers == (0, 1, 2, 3)
-    works = [link.next_group(4) for link in (first, second, second, first)]
+    works = [begin(link) for link in (first, second, second, first)]
     assert works == [GroupWork(n, n, prompt=prompt) for n, prompt in enumerate(prompts)]
     assert first.next_group(4) is None, "there is no further group"
     for work, link in zip(works, (first, second, second, first), strict=True):
@@ -192,11 +200,11 @@ def test_without_staleness_groups_begin_when_they_are_asked_for(generators):
     generators.keep(np.array([0, 3]))
     assert generators._refilled(generators._lost) == [1, 2]
     again = generators._ask([AskedPrompt(8, 6, 0), AskedPrompt(2, 6, 1)], [1, 2])
-    assert again == (4, 5) and first.next_group(4) == GroupWork(4, 1, 2, 0, AskedPrompt(8, 6, 0))
+    assert again == (4, 5) and begin(first) == GroupWork(4, 1, 2, 0, AskedPrompt(8, 6, 0))
     greedy = generators._ask([AskedPrompt(7, 1, 0, greedy=True)], [None])
-    assert [first.next_group(4).number, first.next_group(4)] == [
+    assert [begin(first).number, begin(first)] == [
         5,
-        GroupWork(*greedy, None, prompt=AskedPrompt(7, 1, 0, True)),
+        GroupWork(greedy[0], None, prompt=AskedPrompt(7, 1, 0, greedy=True)),
     ]
 
 
@@ -257,16 +265,16 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once(generators):
     ledger = Ledger.restored(LedgerRule(places=4), until=24, version=2)
     ledger.prompts = 8
     generators._board.open(ledger)
-    link = StoreLink(GroupBoard(1))
+    link = BoardLink(GroupBoard(1))
     assert link.is_open()
     prompt = link._prompt(14)
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
     asked = AskedPrompt(7, derived_seed(5, 12), 2)
-    ((_, seeds),) = parts_of(asked, 5, Sampling(samples=3), baseline=True)
+    ((_, seeds),) = group_parts(asked, 5, Sampling(samples=3), baseline=True)
     assert seeds == prompt.seeds(seed=5, samples=3)
-    ((sampling, (seed,)),) = parts_of(asked._replace(greedy=True), 5, Sampling(samples=3), baseline=True)
+    ((sampling, (seed,)),) = group_parts(asked._replace(greedy=True), 5, Sampling(samples=3), baseline=True)
     assert sampling.greedy and sampling.samples == 1 and seed == request_seed(asked.seed, 2)
 
 

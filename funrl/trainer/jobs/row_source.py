@@ -48,9 +48,9 @@ from funrl.trainer.sources.completion_scores import (
     with_step_scores,
 )
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
-from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
+from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
-from funrl.trainer.sources.generation import CompletionForm, RewardedEngine
+from funrl.trainer.sources.generation import RewardedEngine, RowForm
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
@@ -225,10 +225,10 @@ def generation_of(
         rewards=ScoreColumns(job.reward_names, rescoring(job, parts, frozen, clock, show)),
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
-        form=CompletionForm(
-            job.pad,
-            settings.asynchrony.staleness > 0,
-            job.model.abilities.choices if settings.routers.router_replay else 0,
+        form=RowForm(
+            pad=job.pad,
+            versions=settings.asynchrony.staleness > 0,
+            choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
     )

@@ -32,9 +32,10 @@ from funrl.trainer.partial_rollouts.completions import CompletionWriter, first_r
 from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.sources.group_rows import first_samples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
-from funrl.trainer.sources.prompts import first_samples, one_step_of, prompt_source
+from funrl.trainer.sources.prompts import one_step_of, prompt_source
 from funrl.trainer.sources.selection import (
     Chosen,
     chosen_rows,

@@ -26,12 +26,11 @@ from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.link import StoreLink
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -44,6 +43,7 @@ from funrl.trainer.placement.messages import (
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.sources.observing import ShownSample
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
@@ -184,7 +184,7 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
-    link = StoreLink(
+    link = BoardLink(
         GroupBoard(generating.size(generating.row_axes)),
         int(generating.index(generating.row_axes)),
         weighed=generation.schedule.weighing is not UNWEIGHTED,

@@ -97,7 +97,7 @@ def baseline_of(number: int) -> int:
     return number + (1 << 30)  # above the places of any run
 
 
-def parts_of(prompt: GroupPrompt | AskedPrompt, seed: int, sampling: Sampling, *, baseline: bool) -> list[GroupPart]:
+def group_parts(prompt: GroupPrompt | AskedPrompt, seed: int, sampling: Sampling, *, baseline: bool) -> list[GroupPart]:
     """Completions or episodes of a group, each part rewarded by itself.
 
     Args:

@@ -9,7 +9,7 @@
     hold(version)                   --> weights of this replica ---> when later groups may begin
 
 `GroupLink` has the calls of the writer, all of them on the first tensor rank of a replica, between two iterations of
-its engine. None is collective and none waits for the trainer ranks. `StoreLink` is the one of ranks of the same run.
+its engine. None is collective and none waits for the trainer ranks. `BoardLink` is the one of ranks of the same run.
 
 Tokens are not delivered: the rows of a group, [b, T], stay with the writer under the group's number until the trainer
 ranks ask for them (`SendGroupsRequest`). Requests come by `Answers`, and weights by a `WeightReceiver`.
@@ -78,7 +78,7 @@ class GroupLink(Protocol):
         ...
 
 
-class StoreLink:
+class BoardLink:
     """A `GroupLink` through the store of the run.
 
     Where the rule has no staleness, the trainer ranks ask for each group of a batch, and then for the groups that

@@ -31,12 +31,12 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, parts_of
+from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, group_parts
 from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields, versions_of, written_rows
 from funrl.trainer.sources.generation import Rollout, request_groups
 from funrl.trainer.sources.group_rows import WrittenSamples, write_group
+from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.prompts import for_heldout
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
@@ -104,7 +104,7 @@ class GeneratorActor:
         assert work.prompt is not None
         example = self._example(work.prompt)
         seed = generation.schedule.seed
-        parts = parts_of(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+        parts = group_parts(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
         try:
             written = await self._beside(asyncio.gather(*writing))

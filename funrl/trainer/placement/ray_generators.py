@@ -42,9 +42,10 @@ from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_ori
 from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
 from funrl.trainer.placement.source import needs_tokens, timed_evaluation
 from funrl.trainer.sources.curriculum import as_chosen
+from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.prompts import for_heldout, heldout_metrics, prompt_source
+from funrl.trainer.sources.prompts import prompt_source
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts

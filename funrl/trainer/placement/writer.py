@@ -28,8 +28,7 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import WrittenPart
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, parts_of
+from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, group_parts
 from funrl.trainer.placement.link import GroupLink
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -42,7 +41,7 @@ from funrl.trainer.placement.messages import (
     written_rows,
 )
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import write_group
+from funrl.trainer.sources.group_rows import Share, write_group
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -124,7 +123,7 @@ class GroupWriter:
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
-        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
+        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
@@ -132,7 +131,7 @@ class GroupWriter:
         self._measured = False
         self._next_look = 0.0
         self._next_sign = 0.0
-        self._rest_s = WRITER_IDLE_S  # that the next rest may take, longer the longer there is nothing to write
+        self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
@@ -163,6 +162,8 @@ class GroupWriter:
             self.take()
         if turn.ended:
             self.evaluates = False
+        if turn.request:
+            self._rest_s = 0.0
         return turn
 
     def step(self) -> None:
@@ -170,8 +171,13 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        self._rest_s = WRITER_IDLE_S if self._tasks or self.evaluates else min(LONGEST_S, 1.1 * self._rest_s)
-        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s))
+        if self._tasks or self.evaluates:
+            self._rest_s = 0.0
+        else:
+            if not self._rest_s:
+                heartbeat.entered("a request of the trainer ranks")
+            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
 
     def take(self) -> None:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
@@ -199,13 +205,13 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, Share]]) -> None:
         """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
         self.evaluates = True
         if self.resident is not None:
             self._evaluation = self._loop.create_task(write(self.resident))
 
-    def end_evaluation(self) -> WrittenPart | None:
+    def end_evaluation(self) -> Share | None:
         """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
         while self.evaluates:
             self.turn(None)
@@ -292,6 +298,8 @@ class GroupWriter:
             self._tasks[work] = self._loop.create_task(self._write(work))
             begun.append(work)
             room -= self._requests
+            if work.place is not None:
+                heartbeat.at_step(work.place // self._link.rule.places + 1)
         self._link.begin(begun)
         self._count_waiting(not self._tasks and not self.evaluates and not self._link.is_over)
 
@@ -381,7 +389,7 @@ class GroupWriter:
             prompt = work.prompt
             assert prompt is not None
             example = self._example(prompt)
-            split = parts_of(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+            split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
             parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
             self._logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]

@@ -18,7 +18,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation
-from funrl.trainer.sources.generation import CompletionForm, RewardedEngine, Rollout
+from funrl.trainer.sources.generation import PLAIN_FORM, RewardedEngine, Rollout, RowForm
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.roles import RoleState
@@ -226,7 +226,7 @@ class Generation(NamedTuple):
     rewards: ScoreColumns = ScoreColumns()
     greedy_baseline: bool = False
     shows: Callable[[int], bool] = lambda step: False
-    form: CompletionForm = CompletionForm()
+    form: RowForm = PLAIN_FORM
     episodes: EpisodeSetup | None = None
     remote: RemoteGenerators | None = None
 
