@@ -260,14 +260,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        (
-            {"engine": "vllm", "place": "generate:join"},
-            "generators that join have the native engine",
-        ),
-        (
-            {"router_replay": True, "place": "generate:join"},
-            "--router_replay with --place=generate:join: generators that join have the policy's weights alone",
-        ),
         ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (
