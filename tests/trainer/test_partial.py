@@ -208,7 +208,7 @@ def test_the_saved_form_of_what_is_begun_continues_with_the_same_bits():
     run, state = begin(small_job(**PARTIAL | {"compose": filtered}), single())
     _, state, _ = draw_batch(run, state)
     stored = run.source.stored
-    again = state._replace(source=stored.restored(stored.saved(state.source)))
+    again = state._replace(source=stored.restored(stored.saved(state.source, int)))
     rows, after, metrics = draw_batch(run, state)
     others, _, same = draw_batch(run, again)
     for name, x in as_dict(rows.batch).items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar, get_args
 
@@ -190,11 +190,10 @@ class PartialWriter(abc.ABC, Generic[RecordT]):
         none = np.zeros(0, np.int64)
         return BegunGroups(none, np.zeros((0, self.samples), np.int64), none, none, steps=none, records={}, columns={})
 
-    def saved(self, held: BegunGroups[RecordT]) -> dict[str, trees.Tree]:
-        """Begun groups as a checkpoint stores them, with records of one width on all ranks."""
+    def saved(self, held: BegunGroups[RecordT], largest: Callable[[int], int]) -> dict[str, trees.Tree]:
+        """Begun groups as a checkpoint stores them, with records of one width on all ranks; see `StoredState`."""
         records = [self.encode(record) for record in held.own]
-        longest = torch.tensor(max(map(len, records), default=0), device=self.mesh.device)
-        width = int(collectives.pmax(longest, self.mesh, self.mesh.row_axes)) if len(held.places) else 0
+        width = largest(max(map(len, records), default=0))
         tensors = {name: torch.from_numpy(getattr(held, name)) for name in GROUP_COLUMNS}
         stored = torch.zeros(len(records), width, dtype=self.encode(None).dtype)
         for row, record in zip(stored, records, strict=True):

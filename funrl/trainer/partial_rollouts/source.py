@@ -13,7 +13,7 @@ episodes; each trajectory samples a limited number of new tokens, and a rank hol
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -27,8 +27,8 @@ from funrl.trainer.partial_rollouts.groups import (
     CompletionWriter,
     EpisodeWriter,
     Examined,
-    PartialWriter,
     NewPrompts,
+    PartialWriter,
     RecordT,
     empty_rollout,
     sample_numbers,
@@ -116,9 +116,9 @@ def source_of_writer(writer: PartialWriter[RecordT]) -> Source:
             show.samples(step, _shown(generation, chosen, rows))
         return rows, {**state, "begun": held}, metrics
 
-    def saved(state: trees.Tree) -> trees.Tree:
+    def saved(state: trees.Tree, largest: Callable[[int], int]) -> trees.Tree:
         begun = state["begun"]
-        return {**state, "begun": writer.saved(begun) if isinstance(begun, BegunGroups) else begun}
+        return {**state, "begun": writer.saved(begun, largest) if isinstance(begun, BegunGroups) else begun}
 
     def rows(state: trees.Tree) -> HeldRows:
         held = writer.rows(state["begun"])
@@ -129,7 +129,7 @@ def source_of_writer(writer: PartialWriter[RecordT]) -> Source:
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
         return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
-    first = {**whole.init(), "begun": writer.saved(writer.nothing())}
+    first = {**whole.init(), "begun": writer.saved(writer.nothing(), lambda width: width)}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
