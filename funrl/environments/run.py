@@ -136,7 +136,6 @@ class EpisodeRunner:
       setup: how the policy samples and renders.
       limits: of each episode.
       resident: the engine, from `run` on.
-      costs: of each episode, by its number.
     """
 
     resident: ResidentEngine
@@ -144,7 +143,7 @@ class EpisodeRunner:
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
         self.limits = limits
         self.setup = setup
-        self.costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
+        self._costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
         self._environment = environment
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
@@ -153,8 +152,16 @@ class EpisodeRunner:
         """Run all groups that this replica takes."""
         self.resident = resident
         groups = await run_groups(resident, tickets, self._room, self._begin)
-        episodes = sorted((pair for group in groups for pair in group), key=lambda pair: pair[0])
-        return EpisodeRun(episodes, [self.costs[number] for number, _ in episodes])
+        return self._run_of([pair for group in groups for pair in group])
+
+    async def run_alone(self, resident: ResidentEngine, group: EpisodeGroup) -> EpisodeRun:
+        """Run one group."""
+        self.resident = resident
+        return self._run_of(await self.run_group(group))
+
+    def _run_of(self, episodes: Sequence[tuple[int, Episode]]) -> EpisodeRun:
+        ascending = sorted(episodes, key=lambda pair: pair[0])
+        return EpisodeRun(ascending, [self._costs[number] for number, _ in ascending])
 
     def _room(self) -> int:
         """Further episodes that may begin now: whose first requests the engine could begin, and within the limit."""
@@ -206,9 +213,9 @@ class EpisodeRunner:
         return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
 
     def _add_cost(self, number: int, cost: EpisodeSpending) -> None:
-        before = self.costs[number]
+        before = self._costs[number]
         recomputed = before.recomputed + cost.recomputed
-        self.costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
+        self._costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
 
     async def _complete(
         self,

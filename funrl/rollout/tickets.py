@@ -21,7 +21,7 @@ from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, check_running
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine
 
-_Group = TypeVar("_Group")
+_Group = TypeVar("_Group", covariant=True)
 _Result = TypeVar("_Result")
 TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
 
@@ -54,11 +54,17 @@ class Tickets(Generic[_Group]):
         """False once all groups have been taken."""
         return self.next_group < len(self.groups)
 
-    def take(self, room: int) -> Sequence[_Group]:
-        """Take the next groups; `room` is the number of requests that would begin at once, at least 1."""
+    def take(self, room: int, mesh: Mesh = SINGLE) -> Sequence[_Group]:
+        """Take the next groups. Collective over "tensor".
+
+        Args:
+          room: requests that would begin at once, at least 1.
+          mesh: whose first tensor rank takes for all of its tensor ranks.
+        """
         most = -(-(len(self.groups) - self.next_group) // self._shares)
         count = max(1, min(most, -(-room // self._size)))
-        begin = self._take(count)
+        begin = self._take(count) if mesh.index("tensor") == 0 else 0
+        begin = int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor"))
         self.next_group = begin + count
         return self.groups[begin : begin + count]
 
@@ -115,8 +121,7 @@ async def run_groups(
 
 def complete_shared(
     engine: Engine,
-    groups: Sequence[Sequence[Request]],
-    take: Callable[[int], int],
+    tickets: Tickets[Sequence[Request]],
     mesh: Mesh,
     callbacks: Callbacks = NO_CALLBACKS,
     own: Sequence[Request] = (),
@@ -125,9 +130,8 @@ def complete_shared(
 
     Args:
       engine: this replica's engine, without unfinished requests.
-      groups: groups of all replicas; the requests of a group stay together.
-      take: a counter that the replicas share; see `mesh.counter.shared_counter`.
-      mesh: of the engines; its row axes are the replicas.
+      tickets: of groups of requests; those of a group stay together.
+      mesh: of the engines. All tensor ranks of a replica make this call, and its first one takes tickets.
       callbacks: receives what happens.
       own: requests of this replica alone, such as parked ones; they come first.
 
@@ -136,21 +140,13 @@ def complete_shared(
     Raises:
       ValueError, RuntimeError, FloatingPointError: as the engine raises them.
     """
-    first = mesh.index("tensor") == 0
-
-    def take_once(count: int) -> int:  # one rank of the replica takes for all
-        begin = torch.tensor(take(count) if first else 0, device=mesh.device)
-        return int(collectives.psum(begin, mesh, "tensor"))
-
-    size = len(groups[0]) if len(groups) else 1
-    tickets = Tickets(groups, take_once, mesh.size(mesh.row_axes), size=size)
     completions: list[Completion] = []
     begun = [own]
     engine.submit(own)
     try:
         while tickets.left or engine.unfinished():
             if tickets.left and (room := engine.room()):
-                taken = tickets.take(room)
+                taken = tickets.take(room, mesh)
                 begun += taken
                 engine.submit([request for group in taken for request in group])
             check_running(engine)

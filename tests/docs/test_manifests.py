@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from funrl.mesh.pools.joining import generators_join, training_sizes
 from test_scale_out import finished, forks, free_port, shared, start, steps_of  # noqa: F401  (fixtures)
 
 from funrl.cli.usages import COMMANDS
-from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.text import devices
 from funrl.processes.environment import FIRST_PORT, PORTS
 from funrl.trainer.settings.settings import settings_flags

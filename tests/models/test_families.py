@@ -1,6 +1,8 @@
 """Every family that is a switch of the decoder, against transformers: three random configurations each."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from funrl.models import Inputs, ModelError, flat_fields, place
 from funrl.models.decoder.compiled_step import step_sizes
 from funrl.models.decoder.layers import Rope
 from funrl.models.huggingface import directories as hf
-from funrl.models.huggingface.config import config_from_hf, config_to_hf
+from funrl.models.huggingface.config import check_config, config_from_hf, config_to_hf
+from funrl.models.huggingface.configs.hf_family import fields_as_written, fields_with_defaults
 
 CAPS = {"attn_logit_softcapping": 0.7, "final_logit_softcapping": 1.5}
 GEMMA = {"head_dim": 8, "sliding_window": 7, "hidden_activation": "gelu_pytorch_tanh"}
@@ -115,6 +118,47 @@ def test_config_round_trip_through_transformers(name):
     assert config_from_hf(config_to_hf(config)) == config
     theirs = transformers.AutoConfig.for_model(**SMALL | CONFIGS[name]).to_dict()  # every field, as transformers 5 does
     assert config_from_hf(theirs) == config
+
+
+ROPE_KINDS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+@pytest.mark.parametrize("further", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+def test_a_llama_is_written_as_transformers_reads_it_without_its_defaults(kind, further):
+    rope = {"rope_scaling": {"rope_type": kind, **ROPE_KINDS[kind]}} if ROPE_KINDS[kind] else {}
+    config = config_from_hf(SMALL | {"model_type": "llama", "rope_theta": 500.0} | rope | further)
+    raw = config_to_hf(config)
+    assert config_from_hf(raw, fields_as_written) == config_from_hf(raw, fields_with_defaults) == config
+    assert config_from_hf(raw) == config
+
+
+@pytest.mark.parametrize("change", [{"tie_word_embeddings": "false"}, {"hidden_act": 3}, {"rms_norm_eps": "small"}])
+def test_a_config_as_it_is_written_but_for_a_wrong_type_is_refused(change):
+    raw = config_to_hf(config_from_hf(SMALL | {"model_type": "llama"})) | change
+    with pytest.raises(ModelError, match=next(iter(change))):
+        check_config(raw)
+
+
+def test_a_run_of_the_embedded_task_loads_no_models_of_transformers():
+    program = (
+        "import sys; from funrl.tasks import arithmetic; from funrl.models.huggingface import config\n"
+        "raw = config.config_to_hf(arithmetic.model_config()); config.check_config(raw); config.config_from_hf(raw)\n"
+        "print([name for name in sys.modules if name == 'transformers'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "[]\n"
 
 
 YARN = {"beta_slow": 1.0, "beta_fast": 32.0, "truncate": True}  # fields that vLLM's gpt_oss cannot do without

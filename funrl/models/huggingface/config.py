@@ -5,8 +5,9 @@ What is peculiar to a family is in `families.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from funrl.models.huggingface.configs.hf_family import (
     HFFamily,
     VisionFamily,
     class_name,
+    fields_as_written,
     fields_with_defaults,
 )
 from funrl.models.huggingface.families import FAMILIES
@@ -38,6 +40,7 @@ from funrl.models.huggingface.fp8_files import fp8_blocks
 from funrl.models.model import ModelConfig, check_sizes
 from funrl.models.vision.config import tower_in, with_tower
 
+WithDefaults = Callable[[ConfigFields], dict[str, Any]]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 GIVEN_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 LARGEST_NUMBER = 1e300
@@ -88,7 +91,9 @@ def architecture(config: ModelConfig) -> str:
     family = config.source.family
     if isinstance(config, ModuleConfig):
         return (json.loads(config.raw).get("architectures") or [family])[0]
-    return class_name(family, "CAUSAL_LM" if FAMILIES[family].vision is None else "IMAGE_TEXT_TO_TEXT") or family
+    own = FAMILIES[family]
+    kind = "CAUSAL_LM" if own.vision is None else "IMAGE_TEXT_TO_TEXT"
+    return own.causal_lm or class_name(family, kind) or family
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def check_config(raw: ConfigFields) -> None:
     for part in (raw, raw.get("text_config")):
         if isinstance(part, Mapping):
             _check_written(part)
-    fields = fields_with_defaults(raw)
+    fields = _complete(raw)
     fields = fields.get("text_config", fields)
     rope = fields.get("rope_parameters") or {}
     where = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -148,8 +153,26 @@ def _check_written(raw: ConfigFields) -> None:
         raise ModelError("rope_theta is None, it must be a number above 0")
 
 
-def config_from_hf(raw: ConfigFields) -> Config:
+def _complete(raw: ConfigFields) -> dict[str, Any]:
+    """The fields of a config.json, and those that it lacks; one that `config_to_hf` writes the same lacks none.
+
+    Raises:
+      ModelError: as `transformers_config`.
+    """
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is not None and family.causal_lm:
+        with contextlib.suppress(Exception):  # the reader with defaults names what is wrong
+            if config_to_hf(config_from_hf(raw, fields_as_written)) == raw:
+                return fields_as_written(raw)
+    return fields_with_defaults(raw)
+
+
+def config_from_hf(raw: ConfigFields, with_defaults: WithDefaults = _complete) -> Config:
     """The record of a parsed config.json, written by transformers 4 or 5; of `TEXT_PARTS`, that of the text part.
+
+    Args:
+      raw: the fields of the file.
+      with_defaults: adds the fields that the file lacks.
 
     Raises:
       ModelError: a field has a value that is not supported, or is missing.
@@ -163,7 +186,7 @@ def config_from_hf(raw: ConfigFields) -> Config:
     family = FAMILIES[name]
     vision = family.vision
     fp8_blocks(raw)  # weights that are quantized in another way cannot be read
-    outer = _fields(family, raw)
+    outer = _fields(family, raw, with_defaults)
     got = outer if vision is None else _text_fields(family, outer)
     _refuse(family, got)
     embed, layers, heads = (whole_size(got, k) for k in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
@@ -208,7 +231,7 @@ def config_from_hf(raw: ConfigFields) -> Config:
     return with_fields(config, attention_scale=config.attention.head**-0.5 * config.rope.scaling.sharpness)
 
 
-def _fields(family: HFFamily, raw: ConfigFields) -> dict[str, Any]:
+def _fields(family: HFFamily, raw: ConfigFields, with_defaults: WithDefaults) -> dict[str, Any]:
     """The fields of a config.json with all defaults. Raises: ModelError, one is missing that has none here."""
     if family.vision is None:
         missing = [name for name in GIVEN_SIZES if raw.get(name, family.defaults.get(name)) is None]
@@ -216,7 +239,7 @@ def _fields(family: HFFamily, raw: ConfigFields) -> dict[str, Any]:
             raise ModelError(f"{missing[0]} is missing, it must be a whole number of at least 1")
     elif not isinstance(raw.get("vision_config"), Mapping):
         raise ModelError(f"vision_config is {raw.get('vision_config')!r}, it must be the sizes of the vision tower")
-    return fields_with_defaults({**family.defaults, **raw})
+    return with_defaults({**family.defaults, **raw})
 
 
 def _text_fields(family: HFFamily, outer: ConfigFields) -> dict[str, Any]:
@@ -276,7 +299,8 @@ def _decoder_to_hf(config: Config) -> dict[str, Any]:
         raw["rope_parameters"][FULL] |= raw["rope_scaling"]
     if family.vision is not None:
         raw = _nested(raw, config, family.vision)
-    written = with_fields(config_from_hf(raw), generation=config.source.generation)  # which has a file of its own
+    written = config_from_hf(raw, fields_as_written if family.causal_lm else fields_with_defaults)
+    written = with_fields(written, generation=config.source.generation)  # which has a file of its own
     if written != config:
         kept = flat_fields(written)
         lost = ", ".join(f"{name}={value}" for name, value in flat_fields(config).items() if value != kept[name])

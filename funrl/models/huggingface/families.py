@@ -75,7 +75,7 @@ _ERNIE4_5 = HFFamily(
     values={"rotary_pairs": True},
 )
 FAMILIES: Mapping[str, HFFamily] = {
-    "llama": HFFamily(supported=_BIASED_MLP, fields=BIASES),
+    "llama": HFFamily(supported=_BIASED_MLP, fields=BIASES, causal_lm="LlamaForCausalLM"),
     "qwen2": _QWEN2,
     "qwen2_5_vl": _QWEN2._replace(
         read=qwen_vl.read_qwen2_5_vl,

@@ -11,20 +11,20 @@ from typing import Any
 from funrl.mesh.collectives import from_first_rank, gather_objects
 from funrl.mesh.mesh import Mesh
 
-NAME = "exchange"  # of the actor, in the namespace of a run
+EXCHANGE_NAME = "exchange"  # of the actor, in the namespace of a run
 
 
 class ClusterError(RuntimeError):
     """There is no Ray, or no cluster, or it lacks what a run needs; the message says what is missing."""
 
 
-class Exchange:
+class ReferenceExchange:
     """Actor that hands references of objects to processes other than the ones that have put them.
 
     An object stays in the store of its node as long as a reference is here.
 
     Example:
-      exchange = ray.remote(Exchange).remote()
+      exchange = ray.remote(ReferenceExchange).remote()
       ray.get(exchange.post.remote("weights", {0: [ray.put(shard)]}))
       [reference] = ray.get(exchange.take.remote("weights", [0]))[0]
     """
@@ -47,10 +47,10 @@ class Exchange:
             self._topics.pop(topic, None)
 
 
-def connect(mesh: Mesh) -> tuple[Any, Any]:
+def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
     """Connect every rank of a mesh to the cluster that RAY_ADDRESS names, or to the one of this machine. Collective.
 
-    Returns: the module `ray`, and the `Exchange` of the run.
+    Returns: the module `ray`, and the `ReferenceExchange` of the run.
 
     Raises:
       ClusterError: Ray is not installed, or no cluster answers.
@@ -65,10 +65,14 @@ def connect(mesh: Mesh) -> tuple[Any, Any]:
         ) from error
     exchange = None
     if mesh.rank == 0:
-        exchange = ray.remote(Exchange).options(name=NAME, num_cpus=0).remote()
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        node = ray.get_runtime_context().get_node_id()  # so that it is lost with this process alone
+        here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(ReferenceExchange)
+        exchange = actor.options(name=EXCHANGE_NAME, num_cpus=0, scheduling_strategy=here).remote()
         ray.get(exchange.drop.remote([]))  # it is there, and has the name
     gather_objects(None, mesh)
-    return ray, exchange or ray.get_actor(NAME)
+    return ray, exchange or ray.get_actor(EXCHANGE_NAME)
 
 
 def import_ray() -> Any:

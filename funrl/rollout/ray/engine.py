@@ -17,6 +17,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.mesh.collectives import from_first_rank, gather_objects
+from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Box, shape, slices, volume
 from funrl.mesh.pools.channel import Requests
 from funrl.models.deployed import DeviceWeights
@@ -24,13 +25,14 @@ from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import first_copy
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.ray.cluster import connect
+from funrl.rollout.ray.cluster import connect_ranks
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
+from funrl.rollout.remote.engine import RemoteEngine
 
-BUCKET_BYTES = 256 << 20  # of parts of weights in one object, unless one part has more
+OBJECT_BYTES = 256 << 20  # of parts of weights in one object, unless one part has more
 
 
-class Bucket(NamedTuple):
+class WeightBucket(NamedTuple):
     """Parts of weights in one object.
 
     Attributes:
@@ -42,38 +44,34 @@ class Bucket(NamedTuple):
     reference: Any
 
 
-class RayEngine:
+class RayEngine(RemoteEngine):
     """The engine of generators on Ray, as the trainer ranks see it; an `OfOtherRanks`.
 
     Attributes:
-      weights: as they are laid out on the trainer ranks.
-      version: of the weights that were put last; None: none were.
       mesh: of the trainer ranks.
-      ray, exchange: of `connect`.
+      ray, exchange: of `connect_ranks`.
       publish: (version) -> None; called on the first rank once all ranks have put a version.
       digests_of: version -> digests of a generator that holds it; called on the first rank. None: no one holds it yet.
       wait_for_digests: version -> these digests. Collective.
-      greedy: as of `OfOtherRanks`, of a generator with the newest weights.
+      complete: (prompts, new tokens) -> greedy completions of a generator with the newest weights. Collective.
     """
 
-    def __init__(self, weights: WeightSpec, form: WeightSpec) -> None:
+    def __init__(self, weights: WeightSpec, stored: trees.Tree, mesh: Mesh) -> None:
         """Connect to the cluster. Collective.
 
         Args:
-          weights: laid out as on the trainer ranks.
-          form: in which a generator has the weights.
+          weights: the form in which a generator has the weights.
+          stored: their layouts on the trainer ranks.
+          mesh: of these.
         """
-        self.weights = weights
-        self.mesh = weights.mesh
-        self.version: int | None = None
-        self.ray, self.exchange = connect(self.mesh)
+        super().__init__(weights, Requests(mesh))
+        self.mesh = mesh
+        self.ray, self.exchange = connect_ranks(mesh)
         self.publish: Callable[[int], None] = lambda version: None
         self.digests_of: Callable[[int], EngineDigests | None] = lambda version: None
         self.wait_for_digests: Callable[[int], EngineDigests] = _no_generators
-        self.greedy: Callable[[Sequence[Sequence[int]], int], Greedy] = _no_generators
-        self._form = form
-        self.requests = Requests(self.mesh)  # of `Generators`; nothing is asked by them
-        self.sender = None
+        self.complete: Callable[[Sequence[Sequence[int]], int], Greedy] = _no_generators
+        self._stored = dict(trees.named(stored))
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Put this rank's parts of all weights in the object store; no generator is waited for. Collective.
@@ -83,25 +81,24 @@ class RayEngine:
           version: of the weights.
         """
         names = {there: name for name, (there, _) in self.weights.names.items()}
-        layouts = dict(trees.named(self.weights.layouts))
-        buckets: dict[object, Bucket] = {}
+        buckets: dict[object, WeightBucket] = {}
         boxes: list[tuple[str, Box]] = []
         parts: list[np.ndarray] = []
 
         def put() -> None:
             if parts:
-                buckets[self.mesh.rank, len(buckets)] = Bucket(list(boxes), self.ray.put(list(parts)))
+                buckets[self.mesh.rank, len(buckets)] = WeightBucket(list(boxes), self.ray.put(list(parts)))
             boxes.clear()
             parts.clear()
 
         for there, x in named_weights:
             name = names[there]
-            if not first_copy(layouts[name], self.mesh):
+            if not first_copy(self._stored[name], self.mesh):
                 continue
             part = as_bytes(x.detach().to("cpu", weight_dtype(name, self.weights.dtype)))
-            if sum(other.nbytes for other in parts) + part.nbytes > BUCKET_BYTES:
+            if sum(other.nbytes for other in parts) + part.nbytes > OBJECT_BYTES:
                 put()
-            boxes.append((name, layouts[name].box(self.mesh.rank)))
+            boxes.append((name, self._stored[name].box(self.mesh.rank)))
             parts.append(part)
         put()
         self.ray.get(self.exchange.post.remote(version, buckets))
@@ -122,19 +119,17 @@ class RayEngine:
             first = self.mesh.rank == 0
             return from_first_rank(first and self.digests_of(version) is not None, self.mesh)
 
-        own = trained_digests(source, self._form)
+        own = trained_digests(source, self.weights)
         mesh = source.mesh
         theirs = functools.partial(self.wait_for_digests, version)
-        return RemoteDigests(version, mesh, source.stored, self._form, own_N2=own, engine=theirs, held=held)
+        return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
 
-    def resume(self) -> None:
-        """Do nothing: generators have their caches to themselves."""
-
-    def pause(self) -> None:
-        """Do nothing; see `resume`."""
+    def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Greedy completions of a generator. Collective over the trainer ranks."""
+        return self.complete(prompts, new_tokens)
 
 
-def pull_weights(ray: Any, buckets: Sequence[Bucket], spec: WeightSpec) -> trees.Tree:
+def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) -> trees.Tree:
     """Weights of a version in a generator's layouts, from the object store.
 
     Raises:

@@ -11,18 +11,18 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from funrl.mesh.pools.ray_pool import GeneratorBounds
 from funrl.rollout.certificate import SyncError
 from funrl.rollout.ledger import Ledger
-from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster
+from funrl.rollout.ray.cluster import ClusterError, devices_of_cluster, import_ray
 from funrl.rollout.remote.digests import EngineDigests
 
-TICK_S = 0.2  # between two turns of the thread without an event
+TURN_S = 0.2  # between two turns of the thread without an event
 SHORT_S = 10.0  # with fewer generators than the run waits for, after which a line says so
 PING_S = 10.0  # between two pings of a generator
 
@@ -55,8 +55,40 @@ class ActorRequest(NamedTuple):
     limit_s: float
 
 
+@dataclass(slots=True, eq=False)
+class GeneratorCall:
+    """A call of a generator, which writes a place of the ledger, or something with one version of the weights.
+
+    Attributes:
+      method, arguments: of the actor.
+      then: receives what it returns: a value, and references of objects with these objects.
+      objects: number of these.
+      place: of the ledger, with its attempt; None: it belongs to no place.
+      version: of the weights, which generators keep until it has ended; None: any that the ledger allows.
+    """
+
+    method: str
+    arguments: tuple[object, ...]
+    then: Callable[[Any, Sequence[Any], Sequence[Any]], None]
+    objects: int = 0
+    place: tuple[int, int] | None = None
+    version: int | None = None
+
+
+class WorkBoard(Protocol):
+    """The works of places."""
+
+    def take(self, place: int) -> GeneratorCall | None:
+        """The call that writes a place which may begin; None: nobody has asked for it yet."""
+        ...
+
+    def put_back(self, places: Sequence[int]) -> None:
+        """Keep places for another generator."""
+        ...
+
+
 @dataclass(slots=True)
-class Generator:
+class RunningGenerator:
     """An actor, as the link sees it.
 
     Attributes:
@@ -64,8 +96,7 @@ class Generator:
       facts: None until it has started.
       version: of its weights; None: it has none yet.
       loading: version that it loads; None: none.
-      places: that it works on.
-      calls: that it works on for one version alone.
+      calls: that it works on.
       pinged, heard: when it was asked for a sign of life, and when it gave one; by the monotonic clock.
     """
 
@@ -73,31 +104,14 @@ class Generator:
     facts: GeneratorFacts | None = None
     version: int | None = None
     loading: int | None = None
-    places: set[int] = field(default_factory=set)
-    calls: list[PinnedCall] = field(default_factory=list)
+    calls: list[GeneratorCall] = field(default_factory=list)
     pinged: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
     @property
     def load(self) -> float:
         """Share of its room that is in use."""
-        return (len(self.places) + len(self.calls)) / (self.facts.room if self.facts else 1)
-
-
-@dataclass(slots=True, eq=False)
-class PinnedCall:
-    """A call of any generator that holds a version, such as for one prompt of an evaluation.
-
-    Attributes:
-      version: of the weights.
-      method, arguments: of the actor.
-      result: None: it has not ended.
-    """
-
-    version: int
-    method: str
-    arguments: tuple[object, ...]
-    result: Any = None
+        return len(self.calls) / (self.facts.room if self.facts else 1)
 
 
 class GeneratorLink:
@@ -111,7 +125,8 @@ class GeneratorLink:
 
     Example:
       link = GeneratorLink(request, exchange, note)
-      link.work, link.deliver = work_of_place, keep_rows
+      link.board = board
+      link.start()
       link.publish(0)  # weights
       with link.changed:
         link.changed.wait_for(is_complete, timeout=1.0)
@@ -130,16 +145,14 @@ class GeneratorLink:
         self.ledger: Ledger | None = None
         self.batches: dict[int, int] = {}
         self.digests: EngineDigests | None = None
-        self.work: Callable[[int], tuple[object, ...]] = lambda number: (number,)
-        self.deliver: Callable[[int, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
-        self.objects = 1  # that `write` of an actor returns
+        self.board: WorkBoard | None = None
         self._request = request
         self._exchange = exchange
         self._note = note
-        self._generators: dict[int, Generator] = {}
+        self._generators: dict[int, RunningGenerator] = {}
         self._count = 0
         self._versions: list[int] = []  # in the exchange, ascending
-        self._calls: deque[PinnedCall] = deque()
+        self._calls: deque[GeneratorCall] = deque()  # of one version each
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._fault: BaseException | None = None
         self._short_since: float | None = time.monotonic()
@@ -155,25 +168,29 @@ class GeneratorLink:
         """Have generators load a version, which is in the exchange."""
         with self.changed:
             self._versions.append(version)
-        self._events.put(lambda: None)
+        self.wake()
 
-    def begin(self, version: int, method: str, arguments: Sequence[tuple[object, ...]]) -> list[PinnedCall]:
-        """Begin calls of generators that hold a version. Until they have ended no newer one is loaded."""
-        calls = [PinnedCall(version, method, own) for own in arguments]
+    def begin(self, calls: Sequence[GeneratorCall]) -> None:
+        """Begin calls for the newest version. Until they have ended no newer one is loaded."""
         with self.changed:
+            for call in calls:
+                call.version = self._versions[-1]
             self._calls.extend(calls)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look for work soon."""
         self._events.put(lambda: None)
-        return calls
 
     def check(self) -> None:
-        """Raise the error that ends the run, if there is one. Call it under the lock."""
+        """Raise the error that ends the run, if there is one. GeneratorCall it under the lock."""
         if self._fault is not None:
             raise self._fault
 
     def close(self) -> None:
         """End all generators, and the thread."""
         self._closed = True
-        self._events.put(lambda: None)
+        self.wake()
         if self._thread.is_alive():
             self._thread.join()
         for generator in self._generators.values():
@@ -194,7 +211,7 @@ class GeneratorLink:
     def _waited(self) -> Iterator[Callable[[], None]]:
         """Events that have come, or that come soon."""
         try:
-            yield self._events.get(timeout=TICK_S)
+            yield self._events.get(timeout=TURN_S)
             while True:
                 yield self._events.get_nowait()
         except queue.Empty:
@@ -221,15 +238,15 @@ class GeneratorLink:
     @property
     def _target(self) -> int | None:
         """The version that generators are to hold: the newest, or that of calls which have not ended."""
-        running = [call.version for generator in self._generators.values() for call in generator.calls]
-        pinned = [call.version for call in self._calls] + running
+        calls = [*self._calls, *(call for generator in self._generators.values() for call in generator.calls)]
+        pinned = [call.version for call in calls if call.version is not None]
         return min(pinned) if pinned else self._versions[-1] if self._versions else None
 
     def _start_one(self) -> None:
         owner = self._count
         self._count += 1
         actor = self._request.start()
-        self._generators[owner] = Generator(actor)
+        self._generators[owner] = RunningGenerator(actor)
         self._call(owner, actor.describe.remote(), lambda facts: self._started(owner, facts))
 
     def _started(self, owner: int, facts: GeneratorFacts) -> None:
@@ -237,7 +254,7 @@ class GeneratorLink:
         count = sum(generator.facts is not None for generator in self._generators.values())
         self._note(f"generator {facts.name} has started; {count} of {self._request.bounds.most} are there")
 
-    def _load(self, owner: int, generator: Generator, version: int) -> None:
+    def _load(self, owner: int, generator: RunningGenerator, version: int) -> None:
         generator.loading = version
 
         def loaded(digests: EngineDigests | None) -> None:
@@ -254,44 +271,44 @@ class GeneratorLink:
 
         self._call(owner, generator.actor.load.remote(self._exchange, version), loaded)
 
-    def _give_call(self, owner: int, generator: Generator) -> bool:
+    def _give_call(self, owner: int, generator: RunningGenerator) -> bool:
         """Give a generator a call that waits; False: there is none for it."""
         if not self._calls or self._calls[0].version != generator.version:
             return False
-        call = self._calls.popleft()
-        generator.calls.append(call)
-
-        def ended(result: Any) -> None:
-            generator.calls.remove(call)
-            call.result = result
-
-        self._call(owner, getattr(generator.actor, call.method).remote(*call.arguments), ended)
+        self._give(owner, generator, self._calls.popleft())
         return True
 
-    def _give_place(self, owner: int, generator: Generator, generators: int) -> bool:
+    def _give_place(self, owner: int, generator: RunningGenerator, generators: int) -> bool:
         """Give a generator the next place that its version allows; False: there is none."""
-        import ray
-
-        ledger = self.ledger
+        ledger, board = self.ledger, self.board
         version = None if generator.version is None else self.batches.get(generator.version)
-        if ledger is None or version is None:
+        if ledger is None or board is None or version is None:
             return False
         share = -(-(ledger.rule.places + ledger.rule.ahead) // generators)
-        numbers = ledger.next_places(version, 1) if len(generator.places) < share else []
-        for number, attempt in ledger.begin(owner, numbers[:1], version).items():
-            generator.places.add(number)
-            references = generator.actor.write.options(num_returns=self.objects).remote(*self.work(number))
+        numbers = ledger.next_places(version, 1)
+        call = board.take(numbers[0]) if numbers and len(generator.calls) < share else None
+        if call is None:
+            return False
+        [(number, attempt)] = ledger.begin(owner, numbers[:1], version).items()
+        call.place = number, attempt
+        self._give(owner, generator, call)
+        return True
 
-            def written(value: Any, number: int = number, attempt: int = attempt, own: Any = references[1:]) -> None:
-                objects = ray.get(own, timeout=self._request.limit_s)  # from now on they are on this node
-                generator.places.discard(number)
-                if ledger.deliver(owner, number, attempt):
-                    self.deliver(number, value, own, objects)
+    def _give(self, owner: int, generator: RunningGenerator, call: GeneratorCall) -> None:
+        generator.calls.append(call)
+        method = getattr(generator.actor, call.method).options(num_returns=1 + call.objects)
+        returned = method.remote(*call.arguments)
+        value, *references = returned if call.objects else [returned]
 
-            self._call(owner, references[0], written)
-        return bool(numbers)
+        def ended(result: Any) -> None:
+            objects = import_ray().get(references, timeout=self._request.limit_s)  # from now on they are on this node
+            generator.calls.remove(call)
+            if call.place is None or (self.ledger is not None and self.ledger.deliver(owner, *call.place)):
+                call.then(result, references, objects)
 
-    def _ping(self, owner: int, generator: Generator) -> None:
+        self._call(owner, value, ended)
+
+    def _ping(self, owner: int, generator: RunningGenerator) -> None:
         """Ask a generator for a sign of life now and then; one without is ended."""
         now = time.monotonic()
         if generator.facts is None or now < generator.pinged + PING_S:
@@ -304,29 +321,30 @@ class GeneratorLink:
         self._call(owner, generator.actor.ping.remote(), lambda _: None)
 
     def _call(self, owner: int, reference: Any, then: Callable[[Any], None]) -> None:
-        """Call `then` with an object of a generator once it is there, unless the generator is lost."""
+        """GeneratorCall `then` with an object of a generator once it is there, unless the generator is lost."""
         future: Future[Any] = reference.future()
         future.add_done_callback(lambda done: self._events.put(lambda: self._end_call(owner, done, then)))
 
     def _end_call(self, owner: int, done: Future[Any], then: Callable[[Any], None]) -> None:
-        from ray.exceptions import RayError, RayTaskError
-
+        errors = import_ray().exceptions
         if owner not in self._generators:
             return
         self._generators[owner].heard = time.monotonic()
         try:
             then(done.result())
-        except RayTaskError:
+        except errors.RayTaskError:
             raise
-        except RayError as error:  # the process, its node or an object is gone
+        except errors.RayError as error:  # the process, its node or an object is gone
             self._lose(owner, str(error).strip().partition("\n")[0])
 
     def _lose(self, owner: int, cause: str) -> None:
         """Give the work of a generator that is gone to others."""
         generator = self._generators.pop(owner)
         _kill(generator.actor)
-        numbers: Collection[int] = () if self.ledger is None else self.ledger.lost(owner)
-        self._calls.extendleft(reversed(generator.calls))
+        numbers = [] if self.ledger is None else self.ledger.lost(owner)
+        if self.board is not None:
+            self.board.put_back(numbers)
+        self._calls.extendleft(reversed([call for call in generator.calls if call.place is None]))
         name = "that was starting" if generator.facts is None else generator.facts.name
         self._note(f"generator {name} is lost: {cause}; {len(numbers)} of its groups go to others")
 
@@ -361,6 +379,4 @@ class GeneratorLink:
 
 def _kill(actor: Any) -> None:
     """End an actor, if it is there."""
-    import ray
-
-    ray.kill(actor)
+    import_ray().kill(actor)

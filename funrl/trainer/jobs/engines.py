@@ -231,9 +231,7 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
             for name, declared in job.agents.frozen.items()
         }
         return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
-    engine = generator.whole
-    if not isinstance(engine, RemoteEngine):
-        return generator
+    engine = cast(RemoteEngine, generator.whole)
     remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
     sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
     return generator._replace(
@@ -289,7 +287,7 @@ def _ray_generator(job: Job, placed: Placed) -> Generator:
     """The generator of actors on Ray, which take weights as they are stored, adapters merged."""
     outside = Mesh(rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
     form = native_weights(placed.model, outside, job.dtype)
-    engine = RayEngine(WeightSpec(form.names, placed.stored, placed.mesh, job.dtype), form)
+    engine = RayEngine(form, placed.stored, placed.mesh)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
     return Generator(cast(Engine, engine), outside, to_engine, proof=SyncProof())
 

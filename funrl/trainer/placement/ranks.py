@@ -42,13 +42,12 @@ def run_rank(
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
-    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None  # every rank makes it
+    group = transfer_group(mesh)  # every rank makes it
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
             if rewards_completions(job, name):
-                asking = [generating, training] if job.settings.asynchrony.staleness else [generating]
-                error, stopped = serve_rewarding(job, name, asking, own)
+                error, stopped = serve_rewarding(job, name, [generating, training], own)
             else:
                 error, stopped = serve_scores(job, name, training, own)
             return Outcome({}, {}, error, stopped)

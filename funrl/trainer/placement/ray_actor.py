@@ -16,13 +16,14 @@ import numpy as np
 
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
+from funrl.data.prompts import Example
 from funrl.environments.run import episode_groups
 from funrl.mesh.mesh import Mesh, single
 from funrl.rewards.call import RewardError
 from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.policy import RunEndingError
-from funrl.rollout.ray.engine import Bucket, pull_weights
+from funrl.rollout.ray.engine import WeightBucket, pull_weights
 from funrl.rollout.ray.link import GeneratorFacts
 from funrl.rollout.remote.digests import EngineDigests, engine_digests
 from funrl.rollout.resident import ResidentEngine
@@ -30,18 +31,17 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_prompts import GroupPrompt
+from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, group_parts
 from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields, versions_of, written_rows
 from funrl.trainer.sources.generation import Rollout, request_groups
 from funrl.trainer.sources.group_rows import WrittenSamples, write_group
 from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.prompts import baseline_sampling
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
 
-IDLE_S = 0.2  # that the engine rests at most while there is nothing to do
+REST_S = 0.2  # that the engine rests at most while there is nothing to do
 
 _T = TypeVar("_T")
 WrittenHeldout = tuple[Rollout, GroupFields] | str  # completions of a prompt and their rows; or the run's problem
@@ -54,7 +54,7 @@ class GeneratorActor:
       actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(generator_job(job)))
       name, room = ray.get(actor.describe.remote())
       digests = ray.get(actor.load.remote(exchange, version))
-      facts, episodes, *samples = actor.write.options(num_returns=4).remote(0, GroupPrompt(position=0, first=0))
+      facts, episodes, *samples = actor.write.options(num_returns=4).remote(work)
     """
 
     def __init__(self, job: RLJob) -> None:
@@ -87,36 +87,33 @@ class GeneratorActor:
         """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
         ray = importlib.import_module("ray")
         spec = self._engine.weights
-        buckets: list[Bucket] = await exchange.take.remote(version)
+        buckets: list[WeightBucket] = await exchange.take.remote(version)
         tree = await asyncio.to_thread(pull_weights, ray, buckets, spec)
         self._engine.load(spec.named(tree), version)
         self._stepping = self._stepping or asyncio.create_task(self._step())
         return engine_digests(self._engine) if self._job.settings.engines.verify_sync else None
 
-    async def write(self, number: int, prompt: GroupPrompt) -> tuple[object, ...]:
+    async def write(self, work: GroupWork) -> tuple[object, ...]:
         """Write and reward a group.
-
-        Args:
-          number: of its place.
-          prompt: of the group.
 
         Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; and the rows of
           each sample, pickled `GroupFields`, or None where there are none.
         """
         generation = self._generation
         samples = generation.sampling.samples
-        parts = [(generation.sampling, prompt.seeds(generation.schedule.seed, samples))]
-        if generation.greedy_baseline:
-            parts.append((baseline_sampling(generation.sampling), [prompt.baseline_seed]))
-        example = generation.schedule.examples_at([prompt.position])[0]
+        assert work.prompt is not None
+        example = self._example(work.prompt)
+        seed = generation.schedule.seed
+        parts = group_parts(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
         try:
             written = await self._beside(asyncio.gather(*writing))
         except (RewardError, RunEndingError) as error:
             group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
             return (group, True), [], *[None] * samples
-        facts = self._facts(number, prompt, written)
-        keeps = generation.selection.filter is None or bool(filter_samples(generation, written[0].rows, 1).any())
+        facts = self._facts(work, written)
+        filters = work.place is not None and generation.selection.filter is not None
+        keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
         return (facts, keeps), episodes, *rows_by_sample(written[0].rows, samples)
 
@@ -143,7 +140,7 @@ class GeneratorActor:
     async def _step(self) -> None:
         """Step the engine for ever."""
         while True:
-            await self._resident.iterate(self._mesh, IDLE_S)
+            await self._resident.iterate(self._mesh, REST_S)
 
     async def _beside(self, program: Awaitable[_T]) -> _T:
         """The result of a program beside the engine. Raises: what the program or the engine raises."""
@@ -155,28 +152,35 @@ class GeneratorActor:
             self._stepping.result()
         return task.result()
 
-    def _facts(self, number: int, prompt: GroupPrompt, written: Sequence[WrittenSamples]) -> WrittenGroup:
+    def _facts(self, work: GroupWork, written: Sequence[WrittenSamples]) -> WrittenGroup:
         done, rows, _ = written[0]
         tokens, switches = versions_of(rows) if self._job.settings.asynchrony.staleness else ({}, [])
         baseline = None
         if len(written) > 1:
             baseline = written_rows(written[1].done, written[1].rows)
-            switches = [*switches, *versions_of(written[1].rows)[1]] if switches else switches
-        shown = self._shown(number, prompt, done, rows)
-        notes = self._notes.take().notes
-        own = written_rows(done, rows)
-        return WrittenGroup(0, own, tokens, switches, 0.0, shown=shown, notes=notes, prompt=prompt, baseline=baseline)
+            switches = [*switches, *versions_of(written[1].rows)[1]]
+        group = WrittenGroup(0, written_rows(done, rows), tokens, switches, 0.0, baseline=baseline)
+        prompt = work.prompt if isinstance(work.prompt, GroupPrompt) else None
+        return group._replace(shown=self._shown(work, done, rows), notes=self._notes.take().notes, prompt=prompt)
 
-    def _shown(self, number: int, prompt: GroupPrompt, done: Rollout, rows: Rows) -> list[ShownSample]:
+    def _shown(self, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
         """The first sample of a group, if its step shows samples and it is among the first."""
         generation = self._generation
-        batch, place = divmod(number, self._job.settings.run.batch_prompts)
+        if work.place is None or work.prompt is None:
+            return []
+        batch, place = divmod(work.place, self._job.settings.run.batch_prompts)
         if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
             return []
         names = generation.rewards.names[: done.scores.shape[1]]
-        examples = generation.schedule.examples_at([prompt.position])
+        examples = [self._example(work.prompt)]
         samples = generation.sampling.samples
         return shown_samples(done, rows, examples, samples, decode=generation.engine.decode, names=names)
+
+    def _example(self, prompt: GroupPrompt | AskedPrompt) -> Example:
+        schedule = self._generation.schedule
+        if isinstance(prompt, AskedPrompt):
+            return schedule.prompts[prompt.place]
+        return schedule.examples_at([prompt.position])[0]
 
 
 def generator_job(job: RLJob) -> RLJob:

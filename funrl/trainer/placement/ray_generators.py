@@ -31,14 +31,13 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.ray.engine import RayEngine
-from funrl.rollout.ray.link import ActorRequest, GeneratorLink, PinnedCall
+from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.generators import ORIGIN
-from funrl.trainer.placement.group_prompts import GroupPrompt
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.joined_groups import in_place_of, join_groups
+from funrl.trainer.placement.joined_groups import ORIGIN, in_place_of, join_groups
 from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_origins
 from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
 from funrl.trainer.placement.source import needs_tokens, timed_evaluation
@@ -47,40 +46,52 @@ from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
 from funrl.trainer.sources.prompts import prompt_source
-from funrl.trainer.sources.source import Generation, Source, StepLog
+from funrl.trainer.sources.source import Generation, NextRows, Source, StepLog, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
 from funrl.trainer.steps.step_rows import Rows, join_rows, moved, rows_of, take, with_stale
 
-LOOK_S = 5.0  # between two signs of the first rank to the others, while it waits
+SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
 ROWS = "rows"  # topic of the exchange
 
 
-class PromptOrder:
-    """Prompts of places, given when these begin, and kept until other prompts refill them; the board of a ledger.
+class RayBoard:
+    """The groups of a run on the trainer's first rank, for its link: which prompt each place has.
+
+    A place keeps its prompt in each attempt, until another prompt refills it.
 
     Attributes:
       replicas: number of replicas by which metrics divide; generators come and go.
+      deliver: receives a group that has ended, as `GeneratorCall.then`.
+
+    Example:
+      board.open(ledger)
+      board.train(batch=0, version=0)
+      call = board.take(place=0)
+      call.then((facts, True), references, objects)
     """
 
     replicas = 1
 
-    def __init__(self, link: GeneratorLink, rule: LedgerRule, *, weighed: bool) -> None:
+    def __init__(self, link: GeneratorLink, rule: LedgerRule, *, weighed: bool, samples: int) -> None:
         """Begin before the first place.
 
         Args:
           link: receives the ledger.
           rule: of the ledger.
-          weighed: whether weights choose the prompts of batches.
+          weighed: whether weights choose the prompts of batches ahead.
+          samples: of a group.
         """
+        self.deliver: Callable[[GroupWork, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
         self._link = link
         self._rule = rule
         self._weighed = weighed
+        self._samples = samples
         self._opened: Ledger | None = None
-        self._used = 0  # prompts
-        self._first: int | None = None  # position of the first prompt of a round
-        self._given: dict[int, Sequence[int]] = {}
-        self._prompts: dict[int, GroupPrompt] = {}
+        self._used = 0  # prompts of the order
+        self._given: dict[int, Sequence[int]] = {}  # positions of prompts, by batch
+        self._waiting: dict[int, GroupWork] = {}  # by place
+        self._running: dict[int, GroupWork] = {}
 
     def open(self, ledger: Ledger) -> None:
         """Have generators begin places of a ledger."""
@@ -89,43 +100,57 @@ class PromptOrder:
             self._link.ledger = ledger
 
     def train(self, batch: int, version: int) -> None:
-        """Record the version that a batch is trained with, after which the groups of others are done."""
+        """Record the version that a batch is trained with."""
         with self._link.changed:
             self._link.batches[version] = batch
-            self._first = None
-            oldest = self._link.ledger.oldest if self._link.ledger is not None else 0
-            self._prompts = {number: prompt for number, prompt in self._prompts.items() if number >= oldest}
+        self._link.wake()
 
     def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
         """Take the positions of the prompts of batches from `first` on."""
         with self._link.changed:
             self._given = dict(enumerate(positions, first))
 
-    def work(self, number: int) -> tuple[int, GroupPrompt]:
-        """A place that begins, and its prompt, which is the same in each attempt."""
-        if number not in self._prompts:
-            self._prompts[number] = self._next(number)
-        return number, self._prompts[number]
+    def ask(self, works: Sequence[GroupWork], replica: int | None = None) -> None:
+        """Ask for groups; those without a place are written with the newest weights."""
+        del replica
+        with self._link.changed:
+            self._waiting |= {work.place: work for work in works if work.place is not None}
+        self._link.begin([self._call_of(work) for work in works if work.place is None])
 
-    def refill(self, ledger: Ledger, numbers: Sequence[int]) -> list[int]:
-        """Give other prompts to written places; returns those that have some, as `Ledger.refill`."""
-        refilled = ledger.refill(numbers)
-        self._first = None
-        for number in refilled:
-            del self._prompts[number]
-        return refilled
+    def take(self, place: int) -> GeneratorCall | None:
+        """The call that writes a place; see `WorkBoard`."""
+        work = self._waiting.pop(place, None)
+        if work is None and self._rule.staleness:
+            work = GroupWork(place, place, prompt=self._prompt(place))
+        if work is None:
+            return None
+        self._running[place] = work
+        return self._call_of(work)
 
-    def _next(self, number: int) -> GroupPrompt:
+    def put_back(self, places: Sequence[int]) -> None:
+        """Keep places for another generator; see `WorkBoard`."""
+        self._waiting |= {place: self._running.pop(place) for place in places}
+
+    def replace(self, place: int) -> None:
+        """Give a place that waits again another prompt."""
+        self._waiting[place] = GroupWork(place, place, prompt=self._prompt(place))
+
+    def _call_of(self, work: GroupWork) -> GeneratorCall:
+        def ended(value: Any, references: Sequence[Any], objects: Sequence[Any]) -> None:
+            if work.place is not None:
+                del self._running[work.place]
+            self.deliver(work, value, references, objects)
+
+        return GeneratorCall("write", (work,), ended, objects=1 + self._samples)
+
+    def _prompt(self, number: int) -> GroupPrompt:
         ledger = self._opened
         assert ledger is not None
         places = self._rule.places
         if self._rule.prompts > 1:
-            position = ledger.prompt_of(self._used)
             self._used += 1
-            if self._rule.staleness:
-                return GroupPrompt(position, first=position)
-            self._first = position if self._first is None else self._first
-            return GroupPrompt(position, self._first)
+            position = ledger.prompt_of(self._used - 1)
+            return GroupPrompt(position, first=position)
         if self._weighed:
             batch, place = divmod(number, places)
             position = self._given[batch][place]
@@ -138,10 +163,10 @@ class RayGenerators(GroupGenerators):
     """Trainer-side client of generators on Ray; a `RemoteGenerators`.
 
     Attributes:
-      episodes: of the newest rows, for the log of the run; on the first rank.
+      episodes: of the newest step, for the log of the run; on the first rank.
     """
 
-    def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show, clock: Clock) -> None:
+    def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show) -> None:
         """Ask for generators, on the first rank.
 
         Args:
@@ -149,72 +174,55 @@ class RayGenerators(GroupGenerators):
           engine: through which weights go.
           generation: of the trainer ranks.
           show: receives remarks.
-          clock: of the phases.
         """
         rule = ledger_rule(job, generation)
         super().__init__(engine, show, rule=rule, generation=generation, early=needs_tokens(job, generation))
-        self.generating = generation.engine.mesh
-        self.early = self.early or (rule.rounds and rule.prompts > 1)
-        self.refills = not rule.rounds
         self.episodes: list[LoggedEpisode] = []
         self._generation = generation
-        self._samples = generation.sampling.samples
         self._ray = engine.ray
         self._exchange = engine.exchange
         self._notes: list[str] = []
-        self._replaced: dict[int, WrittenGroup] = {}  # whose places other prompts refill
+        self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
         self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of samples
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
-        self._link = link = GeneratorLink(_request(job, engine), self._exchange, self._notes.append)
-        self._board = PromptOrder(link, rule, weighed=self.weighed)
-        link.work = self._board.work
-        link.deliver = self._deliver
-        link.objects = 2 + self._samples
-        engine.greedy = self._greedy
+        self._link = GeneratorLink(_request(job, engine), self._exchange, self._notes.append)
+        self._board = RayBoard(self._link, rule, weighed=self.weighed, samples=self._samples)
+        self._board.deliver = self._keep
+        self._link.board = self._board
+        engine.complete = self._greedy
         engine.wait_for_digests = self._wait_for_digests
         if self.mesh.rank == 0:
-            engine.publish = link.publish
+            engine.publish = self._link.publish
             engine.digests_of = self._digests
-            link.start()
+            self._link.start()
 
-    def begin_step(self, step: int, position: int, steps: int) -> None:
-        """Begin to take the batch of a step; see `GroupGenerators`."""
+    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
+        """Rows of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
-            taken = self._groups.keys() - self._written.keys()
-            for number in taken:
+            for number in self._released:
                 self._objects.pop(number, None)
-                self._logged.pop(number, None)
-        self.episodes.clear()
-        if self.mesh.rank == 0 and taken:
-            self._exchange.drop.remote([ROWS])
-        super().begin_step(step, position, steps)
+        self._released.clear()
+        self._unlogged.clear()
+        if self.mesh.rank == 0:
+            self._exchange.drop.remote([(ROWS, step - 1)])
+        taken = super().take_step(next_rows, state, step, steps)
+        self.episodes[:] = [
+            logged._replace(number=place * samples + logged.number)
+            for numbers, samples in self._rounds
+            for place, number in enumerate(numbers)
+            for logged in self._logged.pop(number, ())
+        ]
+        return taken
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
         with self._link.changed:
             super().end_step()
 
-    def saved(self, state: trees.Tree) -> trees.Tree:
-        """The state with what is ahead; see `GroupGenerators`."""
-        return super().saved(state) if self._rule.staleness else state
-
-    def dropped(self) -> list[Any]:
-        """Prompts that were replaced where they were written; see `RemoteGenerators`."""
-        return super().dropped() if self.refills else []
-
-    def log(self) -> list[tuple[object, ...]] | None:
-        """The groups of the newest batch; see `GroupGenerators`."""
-        return super().log() if self._rule.staleness else None
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the newest batch; see `GroupGenerators`."""
-        return super().metrics() if self._rule.staleness else {}
-
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have generators evaluate the newest weights, before other work; see `Source`. Collective."""
-        places = [(place,) for place in range(len(self._generation.evaluation.heldout))]
-        calls = self._begin("write_heldout", places)
-        return lambda: self._evaluated_by(calls, step)
+        wait = self._begin("write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))])
+        return lambda: self._evaluated_by(wait, step)
 
     def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
         """`moved`, also for rows in the object store, of which each rank takes its own. Collective."""
@@ -225,9 +233,8 @@ class RayGenerators(GroupGenerators):
         own = self._own_rows(origins[to == int(mesh.index(mesh.row_axes))])
         own, _ = own_fields(rows.batch if own is None else own.batch)
         further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
-        batch = declare(Batch(), further)._replace(**{**fields, **own})
-        result = rows_of(batch, to, mesh)
-        return with_stale(result, self.engine.version or 0, self.staleness) if "version" in own else result
+        result = rows_of(declare(Batch(), further)._replace(**{**fields, **own}), to, mesh)
+        return with_stale(result, self.engine.version or 0, self._rule.most_age) if "version" in own else result
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""
@@ -236,37 +243,21 @@ class RayGenerators(GroupGenerators):
             self._ray.kill(self._exchange)
         self._ray.shutdown()
 
-    def _collected(self, lost: Sequence[int]) -> dict[int, WrittenGroup]:
+    def _refilled(self, lost: Sequence[int]) -> list[int]:
+        with self._link.changed:
+            return super()._refilled(lost)
+
+    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Groups that have ended; see `GroupGenerators`. Collective."""
-        ledger = self.ledger
-        if ledger is not None and lost:
-            with self._link.changed:
-                self._board.refill(ledger, lost)
-        groups = self._awaited_by(lambda: self._complete(lost), f"the generators' groups of step {self.step}")
+        groups = self._awaited_by(lambda: self._complete(numbers), name)
         if groups is not None and self.mesh.world > 1:
             references = {
                 (number, sample): [reference]
                 for number in groups
                 for sample, reference in enumerate(self._objects.get(number, ((), ()))[0])
             }
-            self._ray.get(self._exchange.post.remote(ROWS, references))
-        groups = from_first_rank(groups, self.mesh)
-        for place, number in enumerate(groups):
-            episodes = self._logged.get(number, ())
-            self.episodes += [x._replace(number=place * self._samples + x.number) for x in episodes]
-        return groups
-
-    def _complete(self, lost: Sequence[int]) -> dict[int, WrittenGroup] | None:
-        """Groups of the batch, or those of other prompts in some places; None: some are not written. Under the lock."""
-        if problems := [item for item in self._written.items() if item[1].problem is not None]:
-            return dict(problems[:1])
-        assert self.ledger is not None
-        self.ledger.fill_batch()
-        numbers = lost or (sorted(self.ledger.batch) if len(self.ledger.batch) == self._rule.places else ())
-        if not numbers or not self._written.keys() >= set(numbers):
-            return None
-        groups = {number: self._written.pop(number) for number in numbers}
-        return {n: in_place_of(self._groups[n], group) if lost else group for n, group in groups.items()}
+            self._ray.get(self._exchange.post.remote((ROWS, self.step), references))
+        return from_first_rank(groups, self.mesh)
 
     def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
         """Wait until `look` gives a result on the first rank, under the lock; None on the others. Collective.
@@ -289,24 +280,25 @@ class RayGenerators(GroupGenerators):
         return result
 
     def _look(self, look: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + LOOK_S
+        deadline = time.monotonic() + SIGN_S
         while True:
             self._link.check()
             result = look()
             if result is not None or self._notes or not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
                 return result
 
-    def _deliver(self, number: int, value: tuple[WrittenGroup, bool], references: Sequence[Any], objects: Any) -> None:
+    def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
         group, keeps = value
-        if number in self._replaced:
-            group = in_place_of(self._replaced.pop(number), group)
-        if not keeps and self.refills and self.ledger is not None and self._board.refill(self.ledger, [number]):
-            self._replaced[number] = group
+        if work.place is not None and work.place in self._replaced:
+            group = in_place_of(self._replaced.pop(work.place), group)
+        if self.refills and not keeps and self.ledger is not None and self.ledger.refill([work.number]):
+            self._replaced[work.number] = group
+            self._board.replace(work.number)
             return
-        self._written[number] = group
-        self._logged[number] = objects[0]
-        self._objects[number] = references[1:], objects[1:]
+        self._written[work.number] = group
+        self._logged[work.number] = objects[0]
+        self._objects[work.number] = references[1:], objects[1:]
 
     def _own_rows(self, origins: np.ndarray) -> Rows | None:
         """Rows by their origins, which this rank trains; None: there are none."""
@@ -321,7 +313,7 @@ class RayGenerators(GroupGenerators):
         if self.mesh.rank == 0:
             objects = [self._objects[number][1][sample] for number, sample in keys]
         else:
-            taken = self._ray.get(self._exchange.take.remote(ROWS, keys))
+            taken = self._ray.get(self._exchange.take.remote((ROWS, self.step), keys))
             objects = self._ray.get([reference for [reference] in taken])
         alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
         samples = {key: rows_of_fields(pickle.loads(x), alone) for key, x in zip(keys, objects, strict=True)}
@@ -339,32 +331,33 @@ class RayGenerators(GroupGenerators):
         digests = self._awaited_by(lambda: self._digests(version), f"the generators' weights {version}")
         return from_first_rank(digests, self.mesh)
 
-    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> list[PinnedCall]:
-        if self.mesh.rank != 0:
-            return []
-        return self._link.begin(self.engine.version or 0, method, arguments)
+    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[str], list[Any]]:
+        """Begin calls of generators with the newest weights.
 
-    def _results(self, calls: Sequence[PinnedCall], name: str) -> list[Any]:
-        """Results of calls, on the first rank; none on the others. Collective."""
+        Returns: a function that waits for their values, which the first rank gets; collective, with a name.
+        """
+        values: dict[int, Any] = {}
 
-        def look() -> list[Any] | None:
-            results = [call.result for call in calls]
-            return None if any(result is None for result in results) else results
+        def call(number: int, own: tuple[object, ...]) -> GeneratorCall:
+            return GeneratorCall(method, own, lambda value, references, objects: values.update({number: value}))
 
-        return self._awaited_by(look, name) or []
+        if self.mesh.rank == 0:
+            self._link.begin([call(number, own) for number, own in enumerate(arguments)])
+        look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
+        return lambda name: self._awaited_by(look, name) or []
 
     def _greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-        results = self._results(self._begin("greedy", [(prompts, new_tokens)]), "the generators' probe")
+        results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
         tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
         return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)
 
-    def _evaluated_by(self, calls: Sequence[PinnedCall], step: int) -> dict[str, float]:
+    def _evaluated_by(self, wait: Callable[[str], list[Any]], step: int) -> dict[str, float]:
         """Metrics of an evaluation. Collective.
 
         Raises:
           RewardError: a reward function or the environment has failed; on every rank.
         """
-        written = self._results(calls, f"the generators' evaluation after step {step}")
+        written = wait(f"the generators' evaluation after step {step}")
         problem: str | None = next((x for x in written if isinstance(x, str)), None)
         metrics = None if problem is not None or self.mesh.rank else self._heldout_metrics(written, step)
         metrics, problem = from_first_rank((metrics, problem), self.mesh)
@@ -391,7 +384,7 @@ def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: 
     generation = remarked_generation(job, parts, frozen, clock, show)
     engine: object = parts.generator.engine
     assert isinstance(engine, RayEngine)
-    generators = RayGenerators(job, engine, generation, show, clock)
+    generators = RayGenerators(job, engine, generation, show)
     staleness = job.settings.asynchrony.staleness
     own = generation._replace(schedule=as_chosen(generation.schedule)) if staleness else generation
     source = prompt_source(own._replace(remote=generators), clock, show)

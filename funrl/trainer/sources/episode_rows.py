@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, episode_fields, episode_units
+from funrl.algos.advantages.units import by_unit, episode_fields, episode_units, units_of
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
@@ -28,19 +28,14 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
 from funrl.environments.run import (
     EpisodeLimits,
-    EpisodeRun,
     EpisodeSpending,
     PolicySetup,
-    episode_groups,
-    run_episodes,
 )
 from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node
-from funrl.rollout.policy import RunEndingError
-from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.sources.episode_totals import (
@@ -57,12 +52,11 @@ from funrl.trainer.sources.generation import (
     RowForm,
     Span,
     first_problem,
-    raise_everywhere,
     share_table,
     token_fields,
 )
 from funrl.trainer.sources.pending_rewards import add_totals
-from funrl.trainer.steps.step_rows import Rows, rows_of, take, with_owned
+from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 
@@ -108,40 +102,6 @@ class Transcript(NamedTuple):
     pictures: PictureForm | None = None
 
 
-def rewarded_episodes(
-    setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
-) -> tuple[Rollout, Rows]:
-    """Run `sampling.samples` episodes of each example. Collective.
-
-    Args:
-      setup: how episodes are made.
-      engine: the engine on its mesh; its reward functions are not called.
-      examples: prompts, the same on every rank.
-      sampling: of the policy's replies.
-      seed: of their noise.
-
-    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent
-      that is trained; and the rows that can be trained on, without those of unscored agents and of groups in which an
-      episode failed.
-
-    Raises:
-      RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
-    """
-    groups = episode_groups(examples, sampling.samples, seed)
-    run = EpisodeRun([], ())
-    problem = None
-    try:
-        policy = policy_setup(setup, sampling)
-        run = run_episodes(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
-    except (RunEndingError, FirstRankError) as error:
-        problem = str(error)
-    raise_everywhere(problem, (), engine.mesh)
-    if setup.log is not None:
-        seeds = [seed for group in groups for seed in group.seeds]
-        setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
-
-
 def rollout_of_episodes(
     setup: EpisodeSetup,
     engine: RewardedEngine,
@@ -151,7 +111,7 @@ def rollout_of_episodes(
     *,
     costs: Sequence[EpisodeSpending] = (),
 ) -> tuple[Rollout, Rows]:
-    """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
+    """The episodes of some prompts as a rollout, and their rows. Collective.
 
     Args:
       setup: how episodes were made.
@@ -160,6 +120,9 @@ def rollout_of_episodes(
       examples: prompts of all ranks.
       sampling: of the policy's replies.
       costs: of each of the episodes; none: they are not known.
+
+    Returns: a rollout, whose completions are transcripts and whose score is that of the first agent that is trained;
+      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
     """
     if engine.proof is not None:
         engine.proof.settle()
@@ -210,20 +173,23 @@ def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
 
 
 def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
-    """[count] bool, episodes with rows that a filter keeps for one of their agents.
+    """[count] bool, completions that a filter keeps, or episodes with rows that it keeps for one of their agents.
 
     Args:
-      rows: of the episodes, on the CPU.
-      filter: sees one number for each agent of an episode; None: it keeps all.
+      rows: of them.
+      filter: sees one number for each completion, or agent of an episode, on the CPU; None: it keeps all.
+      count: of the completions or episodes.
     """
-    kept_E = np.zeros(count, dtype=bool)
-    units = episode_units(rows.batch)
-    if not len(units.first):
-        return kept_E
-    episode_U = rows.batch.episode[units.first].numpy()
-    kept_U = np.ones(len(episode_U), dtype=bool) if filter is None else filter(by_unit(rows.batch, units)).numpy()
-    kept_E[episode_U[kept_U]] = True
-    return kept_E
+    if filter is None and rows.examples is None:
+        return np.ones(count, dtype=bool)
+    batch = on_cpu(rows).batch
+    units = units_of(batch)
+    kept = np.zeros(count, dtype=bool)
+    sample_U = np.arange(count) if units is None else batch.episode[units.first].numpy()
+    if filter is not None and len(sample_U):
+        sample_U = sample_U[filter(batch if units is None else by_unit(batch, units)).cpu().numpy()]
+    kept[sample_U] = True
+    return kept
 
 
 def policy_setup(setup: EpisodeSetup, sampling: Sampling) -> PolicySetup:

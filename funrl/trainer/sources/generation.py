@@ -22,18 +22,16 @@ from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
-from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
 from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
+from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine
 from funrl.rollout.episodes import SampledNumbers
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.tickets import complete_shared
+from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
@@ -179,15 +177,10 @@ def run_requests(
     callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
     if engine.proof is not None:
         callbacks = callbacks._replace(iterated=engine.proof.iterated)
+    size = len(groups[0]) if len(groups) else 1
+    tickets = share_tickets(groups, mesh, size=size, fixed=engine.queue == "fixed")
     with settle_proof(engine.proof):
-        if engine.queue == "tickets":
-            completions = complete_shared(
-                engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own
-            )
-        else:
-            share = own_range(len(groups), mesh, mesh.row_axes)
-            requests = [request for group in groups[share.start : share.stop] for request in group]
-            completions = complete(engine.engine, [*own, *requests], callbacks)
+        completions = complete_shared(engine.engine, tickets, mesh, callbacks, own)
     return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
 
 

@@ -1,21 +1,34 @@
-"""Rows of written completions or episodes, and the coroutine that writes the samples of one prompt."""
+"""Completions or episodes of prompts, written beside an engine's steps, and their rows."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner
+from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups, run_of_replica
 from funrl.kinds import joined_lines
-from funrl.rollout.requests import Completion, Request
-from funrl.rollout.resident import ResidentEngine
+from funrl.mesh.collectives import from_first
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
+from funrl.rollout.tickets import Tickets, run_groups, share_tickets
+from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
+from funrl.trainer.sources.generation import (
+    Rollout,
+    collected_rollout,
+    pending_rewards,
+    raise_everywhere,
+    request_groups,
+    settle_proof,
+    to_rows,
+)
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples, with_scores
 from funrl.trainer.sources.pending_rewards import PendingRewards
 from funrl.trainer.sources.source import Generation
@@ -37,7 +50,7 @@ class WrittenSamples(NamedTuple):
     episodes: Sequence[LoggedEpisode] = ()
 
 
-class WrittenCompletions(NamedTuple):
+class CompletionRun(NamedTuple):
     """Completions of this replica.
 
     Attributes:
@@ -51,14 +64,17 @@ class WrittenCompletions(NamedTuple):
     begin: float
 
 
+Share = Sequence[Completion] | EpisodeRun | RunEndingError  # what a replica wrote, or the error that ends the run
+
+
 def join_samples(
-    generation: Generation, written: WrittenCompletions | EpisodeRun, examples: Sequence[Example], sampling: Sampling
+    generation: Generation, run: CompletionRun | EpisodeRun, examples: Sequence[Example], sampling: Sampling
 ) -> tuple[Rollout, Rows]:
     """Completions or episodes of all replicas with their rewards, and their rows. Collective.
 
     Args:
       generation: as of a source.
-      written: by this replica.
+      run: of this replica.
       examples: prompts of all replicas.
       sampling: of the samples.
 
@@ -66,13 +82,98 @@ def join_samples(
       RewardError: a reward function failed; raised on every rank.
     """
     engine = generation.engine
-    if isinstance(written, EpisodeRun):
-        setup = generation.setup
-        return rollout_of_episodes(setup, engine, written.episodes, examples, sampling, costs=written.costs)
-    completions, pending, begin = written
+    if isinstance(run, EpisodeRun):
+        return rollout_of_episodes(generation.setup, engine, run.episodes, examples, sampling, costs=run.costs)
     count = len(examples) * sampling.samples
-    done = collected_rollout(engine, completions, pending, rows=count, begin=begin)
+    done = collected_rollout(engine, run.completions, run.pending, rows=count, begin=run.begin)
     return done, to_rows(examples, done, sampling, generation.form)
+
+
+class SampleWriter:
+    """Writer of this replica's share of the completions or episodes of some prompts.
+
+    They depend on prompts, seeds and weights alone, whichever replica writes them and beside what.
+
+    Example:
+      writer = SampleWriter(generation, examples, sampling, seed=0, alone=True)
+      done, rows = writer.join(writer.run())
+    """
+
+    def __init__(
+        self, generation: Generation, examples: Sequence[Example], sampling: Sampling, seed: int, *, alone: bool
+    ) -> None:
+        """Begin without samples. Collective over the mesh to generate on.
+
+        Args:
+          generation: as of a source, on that mesh.
+          examples: prompts of all replicas.
+          sampling: of the samples.
+          seed: of their noise.
+          alone: whether the engines write nothing else meanwhile. Replicas then take prompts as they have room; else
+            each begins an equal range of them at once.
+        """
+        engine = generation.engine
+        fixed = not alone or engine.queue == "fixed"
+        share = functools.partial(share_tickets, mesh=engine.mesh, size=sampling.samples, fixed=fixed)
+        self.generation = generation
+        self._examples = examples
+        self._sampling = sampling
+        self._seed = seed
+        self._alone = alone
+        self._begin = time.perf_counter()
+        self._pending = None
+        if generation.episodes is None:
+            self._pending = pending_rewards(engine, examples, sampling.samples)
+            self._write = functools.partial(self._complete, share(request_groups(examples, sampling, seed)))
+        else:
+            self._write = functools.partial(self._run, share(episode_groups(examples, sampling.samples, seed)))
+
+    def run(self) -> Share | None:
+        """Step the engine until the share is written; None on the other tensor ranks. Collective over the mesh.
+
+        Raises:
+          SyncError: the engine does not hold the trainer's weights.
+        """
+        engine = self.generation.engine
+        with settle_proof(engine.proof):
+            return run_beside(engine.engine, engine.mesh, self.write)
+
+    async def write(self, resident: ResidentEngine) -> Share:
+        """Write the share, on this replica's first tensor rank."""
+        try:
+            return await self._write(resident)
+        except RunEndingError as error:
+            return error
+
+    def join(self, share: Share | None) -> tuple[Rollout, Rows]:
+        """The samples of all replicas with their rewards, and their rows. Collective.
+
+        Args:
+          share: of this replica; None on its other tensor ranks.
+
+        Raises:
+          RewardError: a reward function failed, or the environment cannot work in this run; raised on every rank.
+        """
+        generation = self.generation
+        mesh = generation.engine.mesh
+        raise_everywhere(str(share) if isinstance(share, RunEndingError) else None, (), mesh)
+        if generation.episodes is None:
+            run = CompletionRun(from_first(share, mesh, "tensor"), self._pending, self._begin)
+        else:
+            run = run_of_replica(share if isinstance(share, EpisodeRun) else None, mesh)
+            if generation.episodes.log is not None:
+                seeded = ((n, request_seed(self._seed, n), episode) for n, episode in run.episodes)
+                generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
+        return join_samples(generation, run, self._examples, self._sampling)
+
+    async def _complete(self, tickets: Tickets[Sequence[Request]], resident: ResidentEngine) -> Sequence[Completion]:
+        ended = None if self._pending is None else self._pending.add
+        room = resident.room if self._alone else lambda: sys.maxsize
+        groups = await run_groups(resident, tickets, room, lambda group: resident.start(resident.ask_all(group, ended)))
+        return sorted((done for group in groups for done in group), key=lambda done: done.number)
+
+    async def _run(self, tickets: Tickets[EpisodeGroup], resident: ResidentEngine) -> EpisodeRun:
+        return await _runner(self.generation.setup, self._sampling).run(resident, tickets)
 
 
 def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
@@ -111,12 +212,9 @@ async def write_group(
     logged: list[LoggedEpisode] = []
     setup = generation.episodes
     if setup is not None:
-        runner = EpisodeRunner(setup.environment, policy_setup(setup, sampling), setup.limits)
-        runner.resident = resident
-        episodes = await runner.run_group(EpisodeGroup(example, 0, seeds))
-        written = EpisodeRun(episodes, [runner.costs[number] for number, _ in episodes])
+        run = await _runner(setup, sampling).run_alone(resident, EpisodeGroup(example, 0, seeds))
         if setup.log is not None:
-            logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in episodes]
+            logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes]
     else:
         owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], len(seeds))
@@ -125,6 +223,10 @@ async def write_group(
         completions = await resident.ask_all(requests, None if pending is None else pending.add)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
-        written = WrittenCompletions(completions, pending, begin)
-    done, rows = join_samples(generation, written, [example], sampling)
+        run = CompletionRun(completions, pending, begin)
+    done, rows = join_samples(generation, run, [example], sampling)
     return WrittenSamples(done, rows, logged)
+
+
+def _runner(setup: EpisodeSetup, sampling: Sampling) -> EpisodeRunner:
+    return EpisodeRunner(setup.environment, policy_setup(setup, sampling), setup.limits)

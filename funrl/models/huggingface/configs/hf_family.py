@@ -88,6 +88,12 @@ def fields_with_defaults(raw: ConfigFields) -> dict[str, Any]:
     return fields | {"text_config": _with_aliases(config.text_config)} if "text_config" in fields else fields
 
 
+def fields_as_written(raw: ConfigFields) -> dict[str, Any]:
+    """The fields of a config.json of `config_to_hf`, and the rotary ones where transformers has them."""
+    rope = {"rope_type": "default", "rope_theta": raw["rope_theta"], **raw.get("rope_scaling", {})}
+    return {**raw, "rope_parameters": rope}
+
+
 def _with_aliases(config: PretrainedConfig) -> dict[str, Any]:
     fields = config.to_dict()
     return fields | {alias: fields[name] for alias, name in config.attribute_map.items() if name in fields}
@@ -162,6 +168,8 @@ class HFFamily(NamedTuple):
       stacked: the same of matrices that it holds one above the other, as they are.
       in_rows: last parts of the names of vectors that are matrices of one row in a layer's file.
       vision: what it has of its own where it sees pictures; None: it reads text only.
+      causal_lm: name of its class in transformers, where config.json as it is written here is read without defaults of
+        transformers, whose import takes a second; "": transformers is asked for both.
     """
 
     defaults: Mapping[str, Any] = {}
@@ -185,3 +193,4 @@ class HFFamily(NamedTuple):
     abreast: Mapping[str, Sequence[str]] = {}
     stacked: Mapping[str, Sequence[str]] = {}
     vision: VisionFamily | None = None
+    causal_lm: str = ""
