@@ -174,9 +174,3 @@ class RemoteEngine:
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device
         return Greedy(tokens_BS.to(device), logp_BS.to(device), spread)
-
-    def resume(self) -> None:
-        """Do nothing: the engine's ranks have its cache to themselves."""
-
-    def pause(self) -> None:
-        """Do nothing; see `resume`."""

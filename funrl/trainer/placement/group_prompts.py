@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.data.order import take_next
+from funrl.rollout.ledger import Ledger
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
@@ -71,6 +72,29 @@ class AskedPrompt(NamedTuple):
     seed: int
     number: int
     greedy: bool = False
+
+
+def prompt_of_place(
+    ledger: Ledger, place: int, *, take: Callable[[], int], chosen: Callable[[int], Sequence[int]] | None = None
+) -> GroupPrompt:
+    """The prompt with which a place begins that the trainer ranks have not asked for.
+
+    Args:
+      ledger: as it was opened.
+      place: of the group.
+      take: gives the numbers of prompts in their order, where a filter may drop some.
+      chosen: batch -> positions of its prompts, where weights choose them; None: they do not.
+    """
+    rule = ledger.rule
+    if rule.prompts > 1:
+        position = ledger.prompt_of(take())
+        return GroupPrompt(position, first=position)
+    batch, index = divmod(place, rule.places)
+    if chosen is not None:
+        position = chosen(batch)[index]
+        return GroupPrompt(position, first=position)
+    first = ledger.prompts + (batch - ledger.version) * rule.places
+    return GroupPrompt(first + index, first)
 
 
 class GroupWork(NamedTuple):

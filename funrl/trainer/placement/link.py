@@ -22,7 +22,7 @@ from typing import Protocol
 
 from funrl.rollout.group_board import GroupBegin, GroupBoard
 from funrl.rollout.ledger import Ledger, LedgerRule
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, prompt_of_place
 from funrl.trainer.placement.messages import WrittenGroup
 
 
@@ -165,28 +165,17 @@ class BoardLink:
             self._version = self._board.batch_of_weights(held)
         return self._version is not None and self._version >= least
 
-    def _prompt(self, number: int) -> GroupPrompt:
+    def _prompt(self, place: int) -> GroupPrompt:
         """The prompt of a new group."""
-        rule = self.rule
-        if rule.prompts > 1:
-            return self._next_prompt()
-        if self._weighed:
-            batch, place = divmod(number, rule.places)
-            position = self._board.prompts_of(batch)[place]
-            return GroupPrompt(position, first=position)
-        base = self.ledger.prompts - self.ledger.version * rule.places
-        return GroupPrompt(base + number, base + number // rule.places * rule.places)
+        chosen = self._board.prompts_of if self._weighed else None
+        return prompt_of_place(self.ledger, place, take=self._board.take_prompt, chosen=chosen)
 
     def replace(self, work: GroupWork) -> GroupWork | None:
         """The same place with another prompt; see `GroupLink`."""
         assert work.place is not None
         if self._board.take_replacement(work.place // self.rule.places) >= self.rule.refills:
             return None
-        return work._replace(attempt=work.attempt + 1, prompt=self._next_prompt())
-
-    def _next_prompt(self) -> GroupPrompt:
-        position = self.ledger.prompt_of(self._board.take_prompt())
-        return GroupPrompt(position, first=position)
+        return work._replace(attempt=work.attempt + 1, prompt=self._prompt(work.place))
 
     def begin(self, groups: Sequence[GroupWork]) -> None:
         """Report groups that begin."""

@@ -12,6 +12,7 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, prompt_of_place
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
 from funrl.trainer.placement.joined_groups import in_place_of, join_groups
 from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_origins
@@ -87,7 +88,7 @@ class RayBoard:
         self._weighed = weighed
         self._samples = samples
         self._opened: Ledger | None = None
-        self._used = 0  # prompts of the order
+        self._prompts = itertools.count()  # of the order
         self._given: dict[int, Sequence[int]] = {}  # positions of prompts, by batch
         self._waiting: dict[int, GroupWork] = {}  # by place
         self._running: dict[int, GroupWork] = {}
@@ -142,20 +143,10 @@ class RayBoard:
 
         return GeneratorCall("write", (work,), ended, objects=1 + self._samples)
 
-    def _prompt(self, number: int) -> GroupPrompt:
-        ledger = self._opened
-        assert ledger is not None
-        places = self._rule.places
-        if self._rule.prompts > 1:
-            self._used += 1
-            position = ledger.prompt_of(self._used - 1)
-            return GroupPrompt(position, first=position)
-        if self._weighed:
-            batch, place = divmod(number, places)
-            position = self._given[batch][place]
-            return GroupPrompt(position, first=position)
-        base = ledger.prompts - ledger.version * places
-        return GroupPrompt(base + number, base + number // places * places)
+    def _prompt(self, place: int) -> GroupPrompt:
+        assert self._opened is not None
+        chosen = self._given.__getitem__ if self._weighed else None
+        return prompt_of_place(self._opened, place, take=self._prompts.__next__, chosen=chosen)
 
 
 class RayGenerators(GroupGenerators):
