@@ -1,4 +1,4 @@
-"""What every rank knows of a group that a replica has written."""
+"""Facts of a group that a replica has written, for every rank of the run."""
 
 from __future__ import annotations
 
