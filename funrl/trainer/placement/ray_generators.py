@@ -255,10 +255,12 @@ class RayGenerators(GroupGenerators):
         result = None
         while True:
             if self.mesh.rank == 0:
-                with self._link.changed:
-                    result = self._look(look)
-                while self._notes:
-                    self.show.note(self._notes.pop(0))
+                try:
+                    with self._link.changed:
+                        result = self._look(look)
+                finally:
+                    while self._notes:
+                        self.show.note(self._notes.pop(0))
             if from_first_rank(result is not None, self.mesh):
                 break
             beat()
