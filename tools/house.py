@@ -82,7 +82,6 @@ INSIDE = {
         "jobs",
         "checkpoints",
         OWN,
-        "ahead",
         "placement",
     ),
     "cost": ("tracing", OWN, "ahead"),

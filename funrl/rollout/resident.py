@@ -256,13 +256,14 @@ class ResidentEngine:
         return orders
 
 
-def follow(engine: Engine, mesh: Mesh) -> None:
+def follow(engine: Engine, mesh: Mesh, lasting: bool = False) -> _Orders:
     """Take part in one `ResidentEngine.iterate` of the replica's first rank, on another tensor rank."""
     beat()
     orders = from_first(None, mesh, "tensor") or _Orders()
-    if not orders.idle:
-        for _ in _iterations(engine, orders, mesh):
+    if not orders.idle and not orders.end:
+        for _ in _iterations(engine, orders, mesh, lasting):
             pass
+    return orders
 
 
 def run_beside(
@@ -292,17 +293,12 @@ def run_beside(
     if mesh.index("tensor") == 0:
         resident = ResidentEngine(engine, lasting)
         return run_coroutine(resident.lead(program(resident), mesh), loop)
-    while True:
-        beat()
-        orders = from_first(None, mesh, "tensor") or _Orders()
-        if orders.end:
-            engine.cancel(orders.cancel)
-            if orders.end != "done":
-                raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
-            return None
-        if not orders.idle:
-            for _ in _iterations(engine, orders, mesh, lasting):
-                pass
+    while not (orders := follow(engine, mesh, lasting)).end:
+        pass
+    engine.cancel(orders.cancel)
+    if orders.end != "done":
+        raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
+    return None
 
 
 def _iterations(

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, episode_fields, episode_units
+from funrl.algos.advantages.units import by_unit, episode_fields, episode_units, units_of
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
@@ -56,7 +56,7 @@ from funrl.trainer.sources.generation import (
     token_fields,
 )
 from funrl.trainer.sources.pending_rewards import add_totals
-from funrl.trainer.steps.step_rows import Rows, rows_of, take, with_owned
+from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
 
@@ -173,20 +173,23 @@ def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
 
 
 def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
-    """[count] bool, episodes with rows that a filter keeps for one of their agents.
+    """[count] bool, completions that a filter keeps, or episodes with rows that it keeps for one of their agents.
 
     Args:
-      rows: of the episodes, on the CPU.
-      filter: sees one number for each agent of an episode; None: it keeps all.
+      rows: of them.
+      filter: sees one number for each completion, or agent of an episode, on the CPU; None: it keeps all.
+      count: of the completions or episodes.
     """
-    kept_E = np.zeros(count, dtype=bool)
-    units = episode_units(rows.batch)
-    if not len(units.first):
-        return kept_E
-    episode_U = rows.batch.episode[units.first].numpy()
-    kept_U = np.ones(len(episode_U), dtype=bool) if filter is None else filter(by_unit(rows.batch, units)).numpy()
-    kept_E[episode_U[kept_U]] = True
-    return kept_E
+    if filter is None and rows.examples is None:
+        return np.ones(count, dtype=bool)
+    batch = on_cpu(rows).batch
+    units = units_of(batch)
+    kept = np.zeros(count, dtype=bool)
+    sample_U = np.arange(count) if units is None else batch.episode[units.first].numpy()
+    if filter is not None and len(sample_U):
+        sample_U = sample_U[filter(batch if units is None else by_unit(batch, units)).cpu().numpy()]
+    kept[sample_U] = True
+    return kept
 
 
 def policy_setup(setup: EpisodeSetup, sampling: Sampling) -> PolicySetup:

@@ -267,15 +267,9 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
             places = np.concatenate([part.places for part in chosen])
             greedy = generation.remote.baseline_rows(groups, places, sampling)
         greedy = rescored(generation, greedy, examples)
-    if generation.episodes is not None:
-        return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
-    scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
-    rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
-    if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
-        return rows
-    if greedy.batch.failed.all():
-        raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
-    return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+    if generation.episodes is None and generation.engine.on_error == "skip" and failed_rows(greedy):
+        greedy = take(greedy, np.flatnonzero(~greedy.batch.failed.cpu().numpy()))
+    return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
 
 
 def baseline_sampling(sampling: Sampling) -> Sampling:
@@ -284,23 +278,23 @@ def baseline_sampling(sampling: Sampling) -> Sampling:
 
 
 def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Rows:
-    """Rows of episodes with the score that their agent has in the greedy episode of their prompt, if it has one.
+    """Rows with the score of the greedy completion, or greedy episode of their agent, of their prompt, if it has one.
 
     Args:
-      rows: of episodes.
+      rows: of completions or episodes.
       prompt_B: number of each row's prompt.
-      greedy: rows of one episode of each prompt, without those of unscored agents and of episodes that failed.
+      greedy: rows of one completion or episode of each prompt, without those that failed or are unscored.
 
     Raises:
       RewardError: no row is left.
     """
-    agent_B = rows.batch.agent.cpu().numpy()
-    keys_G = np.stack([greedy.batch.episode.cpu().numpy(), greedy.batch.agent.cpu().numpy()], 1).tolist()
-    places = {(prompt, agent): place for place, (prompt, agent) in enumerate(keys_G)}
+    agent_B, agent_G = (x.batch.group * 0 if (agent := x.batch.get("agent")) is None else agent for x in (rows, greedy))
+    keys_G = zip(greedy.batch.group.tolist(), agent_G.tolist(), strict=True)
+    places = {key: place for place, key in enumerate(keys_G)}
     place_B = np.array([places.get(key, -1) for key in zip(prompt_B.tolist(), agent_B.tolist(), strict=True)])
     kept = np.flatnonzero(place_B >= 0)
     if not len(kept):
-        raise RewardError("the greedy episodes of all prompts, which are the baseline, failed or are unscored")
-    compared = take(rows, kept)
+        raise RewardError("the greedy samples of all prompts, which are the baseline, failed or are unscored")
+    compared = rows if len(kept) == len(place_B) else take(rows, kept)
     score_B = greedy.batch.score[torch.from_numpy(place_B[kept]).to(greedy.batch.score.device)]
     return compared.with_fields(greedy_score=score_B.to(rows.batch.score))
