@@ -219,15 +219,6 @@ class ResidentEngine:
         self._wake.clear()
         await _first_of(self._wake.wait(), idle_s)
 
-    def wake(self) -> None:
-        """End the rest."""
-        self._wake.set()
-
-    @property
-    def busy(self) -> bool:
-        """True if the engine has something to do in its next iteration."""
-        return bool(self._new or self._cancelled or self._engine.unfinished())
-
     def end(self, completions: Sequence[Completion]) -> None:
         """Deliver completions to the coroutines that wait for them."""
         for done in completions:

@@ -33,7 +33,7 @@ from funrl.trainer.placement.generate import ShowBuffer
 from funrl.trainer.placement.group_facts import describe_group, example_of
 from funrl.trainer.placement.group_prompts import GroupWork, group_parts
 from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
-from funrl.trainer.sources.generation import Rollout, request_groups
+from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout
 from funrl.trainer.sources.selection import filter_samples
@@ -122,10 +122,7 @@ class GeneratorActor:
         """Write and reward the samples of a held-out prompt."""
         generation = for_heldout(self._generation)
         heldout, sampling, _, seed, _ = generation.evaluation
-        if generation.episodes is None:
-            seeds = [request.seed for request in request_groups(heldout, sampling, seed)[place]]
-        else:
-            seeds = episode_groups(heldout, sampling.samples, seed)[place].seeds
+        seeds = episode_groups(heldout, sampling.samples, seed)[place].seeds
         writing = write_group(generation, self._resident, heldout[place], sampling, seeds)
         try:
             done, rows, _ = await self._beside(writing)

@@ -303,7 +303,8 @@ class GroupWriter:
     def _room(self, resident: ResidentEngine) -> float:
         """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
         setup = self._generation.episodes
-        room = math.inf if self._generation.engine.queue == "fixed" else resident.room()
+        is_fixed = self._generation.engine.queue == "fixed" and not self._link.rule.staleness
+        room = math.inf if is_fixed else resident.room()
         return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
     def _count_waiting(self, waits: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
 import time
 from collections.abc import Sequence
@@ -18,14 +17,13 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.tickets import Tickets, run_groups, share_tickets
+from funrl.rollout.tickets import run_groups, share_tickets
 from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
 from funrl.trainer.sources.generation import (
     Rollout,
     collected_rollout,
     pending_rewards,
     raise_everywhere,
-    request_groups,
     settle_proof,
     to_rows,
 )
@@ -113,20 +111,18 @@ class SampleWriter:
             each begins an equal range of them at once.
         """
         engine = generation.engine
+        groups = episode_groups(examples, sampling.samples, seed)
         fixed = not alone or engine.queue == "fixed"
-        share = functools.partial(share_tickets, mesh=engine.mesh, size=sampling.samples, fixed=fixed)
         self.generation = generation
         self._examples = examples
         self._sampling = sampling
         self._seed = seed
         self._alone = alone
-        self._begin = time.perf_counter()
+        self._tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=fixed)
         self._pending = None
         if generation.episodes is None:
             self._pending = pending_rewards(engine, examples, sampling.samples)
-            self._write = functools.partial(self._complete, share(request_groups(examples, sampling, seed)))
-        else:
-            self._write = functools.partial(self._run, share(episode_groups(examples, sampling.samples, seed)))
+        self._begin = time.perf_counter()
 
     def run(self) -> Share | None:
         """Step the engine until the share is written; None on the other tensor ranks. Collective over the mesh.
@@ -140,10 +136,19 @@ class SampleWriter:
 
     async def write(self, resident: ResidentEngine) -> Share:
         """Write the share, on this replica's first tensor rank."""
-        try:
-            return await self._write(resident)
-        except RunEndingError as error:
-            return error
+        setup = self.generation.episodes
+        if setup is not None:
+            try:
+                return await _runner(setup, self._sampling).run(resident, self._tickets)
+            except RunEndingError as error:
+                return error
+        ended = None if self._pending is None else self._pending.add
+
+        def begin(group: EpisodeGroup) -> asyncio.Task[list[Completion]]:
+            return resident.start(resident.ask_all(group_requests(group, self._sampling), ended))
+
+        groups = await run_groups(resident, self._tickets, resident.room if self._alone else lambda: sys.maxsize, begin)
+        return sorted((done for group in groups for done in group), key=lambda done: done.number)
 
     def join(self, share: Share | None) -> tuple[Rollout, Rows]:
         """The samples of all replicas with their rewards, and their rows. Collective.
@@ -166,14 +171,12 @@ class SampleWriter:
                 generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
         return join_samples(generation, run, self._examples, self._sampling)
 
-    async def _complete(self, tickets: Tickets[Sequence[Request]], resident: ResidentEngine) -> Sequence[Completion]:
-        ended = None if self._pending is None else self._pending.add
-        room = resident.room if self._alone else lambda: sys.maxsize
-        groups = await run_groups(resident, tickets, room, lambda group: resident.start(resident.ask_all(group, ended)))
-        return sorted((done for group in groups for done in group), key=lambda done: done.number)
 
-    async def _run(self, tickets: Tickets[EpisodeGroup], resident: ResidentEngine) -> EpisodeRun:
-        return await _runner(self.generation.setup, self._sampling).run(resident, tickets)
+def group_requests(group: EpisodeGroup, sampling: Sampling) -> list[Request]:
+    """The requests of a group whose prompt is completed."""
+    example = group.example
+    owned = joined_lines([example.owned])
+    return [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(group.seeds, group.first)]
 
 
 def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
@@ -209,18 +212,18 @@ async def write_group(
     Raises:
       RewardError, RunEndingError: the run ends.
     """
+    group = EpisodeGroup(example, 0, seeds)
     logged: list[LoggedEpisode] = []
     setup = generation.episodes
     if setup is not None:
-        run = await _runner(setup, sampling).run_alone(resident, EpisodeGroup(example, 0, seeds))
+        run = await _runner(setup, sampling).run_alone(resident, group)
         if setup.log is not None:
             logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes]
     else:
-        owned = joined_lines([example.owned])
         pending = pending_rewards(generation.engine, [example], len(seeds))
-        requests = [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(seeds)]
+        ended = None if pending is None else pending.add
         begin = time.perf_counter()
-        completions = await resident.ask_all(requests, None if pending is None else pending.add)
+        completions = await resident.ask_all(group_requests(group, sampling), ended)
         while pending is not None and not pending.ready():
             await asyncio.sleep(REWARDS_S)
         run = CompletionRun(completions, pending, begin)
