@@ -82,6 +82,17 @@ def test_a_job_on_two_nodes_equals_the_run_of_one_machine(cluster, tmp_path):
 
 
 @on_ray
+def test_a_job_whose_generators_are_on_ray_too_equals_the_run_of_one_machine(cluster, tmp_path):
+    place = "--place=train:dp2 generate:ray1-2"
+    process = start(cluster, ["--nodes=1"], place, "--steps=2", f"--run_dir={tmp_path}/ray")
+    out, err = finish(process, tmp_path / "ray")
+    assert process.returncode == 0, out + err
+    words = [sys.executable, "-m", "funrl", "grpo", *SMALL, "--mesh=dp2", "--steps=2", f"--run_dir={tmp_path}/plain"]
+    subprocess.run(words, env=cluster, check=True, capture_output=True, timeout=JOB_S)
+    assert metrics(tmp_path / "ray") == metrics(tmp_path / "plain")
+
+
+@on_ray
 def test_the_status_of_a_run_that_fails_is_that_of_the_command(cluster, tmp_path):
     (tmp_path / "r.py").write_text("def score(prompt, completion, **_):\n    raise ValueError('no luck')\n")
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(9)))

@@ -40,6 +40,11 @@ class Marking(Quiet):
         super().__init__(str(Path(run_dir) / "checkpoints"))
         self.run_dir = Path(run_dir)
 
+    def note(self, text):
+        super().note(text)
+        with open(self.run_dir / "notes", "a") as file:
+            file.write(f"{text}\n")
+
     def step(self, step, metrics, seconds):
         super().step(step, metrics, seconds)
         (self.run_dir / f"step-{step}").touch()
@@ -106,28 +111,32 @@ class Alike(Branching):
 
 
 RUNS = {  # algorithm, environment, mesh, and further settings
-    "dp2": (GRPO, None, "dp2", {}),
     "tp2": (PPO, None, "tp2", {"reward": reward}),
     "fsdp": (GRPO, None, "dp2", {"fsdp": True, "probe_sync_every": 1}),
     "refills": (dapo, None, "dp1", {"reward": reward, "minibatches": 1, "steps": 4, "max_new_tokens": 12}),
     "greedy": (filtered_remax, None, "dp1", {"reward": reward}),
-    "episodes": (GRPO, Alike, "dp2", {"steps": 2}),
+    "episodes": (GRPO, Alike, "dp2", {"steps": 2, "save_rollouts": 1}),
 }
 
 
-def job_of(name, place=None):
+def job_of(name, run_dir, place=None):
     compose, environment, mesh, settings = RUNS[name]
-    settings = settings | ({"mesh": mesh} if place is None else {"place": f"train:{mesh} {place}"})
+    settings = (
+        settings | {"run_dir": str(run_dir)} | ({"mesh": mesh} if place is None else {"place": f"train:{mesh} {place}"})
+    )
     if environment is not None:
         return episode_job(compose, environment(), **settings)
     return small_job(compose, **settings)
 
 
 @on_ray
-@pytest.mark.parametrize("name", quick(RUNS, ["dp2"]))
+@pytest.mark.parametrize("name", quick(RUNS, ["fsdp"]))
 def test_two_generators_give_the_bits_of_ranks_that_generate_themselves(ray_cluster, tmp_path, name):
-    ended = trained(job_of(name, "generate:ray2"), tmp_path / "ray", ray_cluster)
-    same(ended, trained(job_of(name), tmp_path / "plain", ray_cluster))
+    folders = tmp_path / "ray", tmp_path / "plain"
+    ended = trained(job_of(name, folders[0], "generate:ray2"), folders[0], ray_cluster)
+    same(ended, trained(job_of(name, folders[1]), folders[1], ray_cluster))
+    assert len({tuple(episodes_of(folder)) for folder in folders}) == 1
+    assert bool(episodes_of(folders[0])) == (name == "episodes")
     steps = ended[1].steps
     assert all(metrics.get("sync/verified") == 1 for _, metrics in steps)
     assert any("has started; " in note and "of 2 are there" in note for note in ended[1].notes)
@@ -136,11 +145,17 @@ def test_two_generators_give_the_bits_of_ranks_that_generate_themselves(ray_clus
     assert not ray_cluster.generators()
 
 
-def killed_run(cluster, run_dir, events, **settings):
-    """A run in which something is lost after some steps: "actor", "node" or "trainer"."""
+def episodes_of(run_dir):
+    """Lines of the saved episodes of a run, whichever rank has written them."""
+    files = sorted(run_dir.glob("rollouts/*/episodes-*.jsonl"))
+    return sorted((file.parent.name, line) for file in files for line in file.read_text().splitlines())
+
+
+def killed_run(cluster, run_dir, events, seed=7, **settings):
+    """A run in which something is lost after some steps: "actor", "node" or "trainer"; a seed draws which actor."""
     run_dir.mkdir()
     job = small_job(**settings, run_dir=str(run_dir), save_every="1", place="generate:ray1-3")
-    draws = random.Random(7)
+    draws = random.Random(seed)
     process = FORK.Process(target=write_result, args=(job, run_dir, cluster.environment))
     process.start()
     try:
@@ -148,6 +163,8 @@ def killed_run(cluster, run_dir, events, **settings):
             assert wait_until((run_dir / f"step-{step}").exists, JOB_S), (step, event)
             if event == "node":
                 cluster.lose_further_node()
+            elif event == "new node":
+                cluster.further_node()
             elif event == "trainer":
                 os.killpg(process.pid, signal.SIGKILL)
                 process.join()
@@ -169,6 +186,7 @@ def killed_run(cluster, run_dir, events, **settings):
 
 
 EVENTS = {1: "actor", 2: "actor", 3: "node", 4: "actor", 5: "trainer", 6: "actor"}
+LATER_EVENTS = {2: "actor", 3: "actor", 4: "trainer", 6: "actor"}
 
 
 @on_ray
@@ -182,8 +200,7 @@ def test_runs_that_lose_generators_a_node_and_the_trainer_end_as_if_nothing_was_
         assert a["actor/grad_norm"] == b["actor/grad_norm"] and a.get("eval/reward") == b.get("eval/reward"), step
     late = settings | {"staleness": 2, "save_rollouts": 1, "compose": stale_dapo, "reward": reward}
     late |= {"max_new_tokens": 12}
-    ray_cluster.further_node()
-    outcome, observer, _ = killed_run(ray_cluster, tmp_path / "late", EVENTS, **late)
+    outcome, observer, _ = killed_run(ray_cluster, tmp_path / "late", LATER_EVENTS, **late)
     assert outcome.error is None
     log = read_groups(tmp_path / "late")
     groups = [group for step in sorted(log.by_step) for group in log.by_step[step]]
@@ -195,17 +212,21 @@ def test_runs_that_lose_generators_a_node_and_the_trainer_end_as_if_nothing_was_
 
 
 @on_ray
-def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_path, monkeypatch):
+def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr("funrl.rollout.ray.link.SHORT_S", 0.5)
     job = small_job(GRPO, place="generate:ray9")
     job = dataclasses.replace(
         job,
-        settings=dataclasses.replace(job.settings, waiting=dataclasses.replace(job.settings.waiting, timeout=0.15)),
+        settings=dataclasses.replace(job.settings, waiting=dataclasses.replace(job.settings.waiting, timeout=0.1)),
     )
     (tmp_path / "run").mkdir()
     with training(job, tmp_path / "run", ray_cluster) as process:
         process.join(JOB_S)
         assert process.exitcode == 1
+    missing = "9 generators with 1 CPU each, and "
+    error = capfd.readouterr().err
+    assert f" s (--timeout) for {missing}" in error and "the cluster has CPUs: 2 on 127.0.0." in error
+    assert f"waiting for {missing}" in (tmp_path / "run/notes").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
-"""A Ray cluster as processes of a run see it, and the actor through which they exchange references of objects."""
+"""A Ray cluster as processes of a run see it, and the actor with references of objects. It imports no torch."""
 
 from __future__ import annotations
 
 import importlib
-import secrets
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
-
-from funrl.mesh.collectives import from_first_rank, gather_objects
-from funrl.mesh.mesh import Mesh
 
 EXCHANGE_NAME = "exchange"  # of the actor, in the namespace of a run
 
@@ -45,34 +41,6 @@ class ReferenceExchange:
         """Let go of topics."""
         for topic in topics:
             self._topics.pop(topic, None)
-
-
-def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
-    """Connect every rank of a mesh to the cluster that RAY_ADDRESS names, or to the one of this machine. Collective.
-
-    Returns: the module `ray`, and the `ReferenceExchange` of the run.
-
-    Raises:
-      ClusterError: Ray is not installed, or no cluster answers.
-    """
-    ray = import_ray()
-    namespace = from_first_rank(secrets.token_hex(8) if mesh.rank == 0 else None, mesh)
-    try:
-        ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError) as error:
-        raise ClusterError(
-            f"generators on Ray: no Ray cluster answers ({error}); `ray start --head` starts one, RAY_ADDRESS names one"
-        ) from error
-    exchange = None
-    if mesh.rank == 0:
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
-        node = ray.get_runtime_context().get_node_id()  # so that it is lost with this process alone
-        here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = ray.remote(ReferenceExchange)
-        exchange = actor.options(name=EXCHANGE_NAME, num_cpus=0, scheduling_strategy=here).remote()
-        ray.get(exchange.drop.remote([]))  # it is there, and has the name
-    gather_objects(None, mesh)
-    return ray, exchange or ray.get_actor(EXCHANGE_NAME)
 
 
 def import_ray() -> Any:

@@ -8,6 +8,8 @@ into its second buffer.
 from __future__ import annotations
 
 import functools
+import importlib
+import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +27,7 @@ from funrl.models.weight_dtypes import weight_dtype
 from funrl.rollout.certificate import first_copy
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.engine import WeightSpec
-from funrl.rollout.ray.cluster import connect_ranks
+from funrl.rollout.ray.cluster import EXCHANGE_NAME, ClusterError, ReferenceExchange, import_ray
 from funrl.rollout.remote.digests import EngineDigests, RemoteDigests, trained_digests
 from funrl.rollout.remote.engine import RemoteEngine
 
@@ -127,6 +129,34 @@ class RayEngine(RemoteEngine):
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of a generator. Collective over the trainer ranks."""
         return self.complete(prompts, new_tokens)
+
+
+def connect_ranks(mesh: Mesh) -> tuple[Any, Any]:
+    """Connect every rank of a mesh to the cluster that RAY_ADDRESS names, or to the one of this machine. Collective.
+
+    Returns: the module `ray`, and the `ReferenceExchange` of the run.
+
+    Raises:
+      ClusterError: Ray is not installed, or no cluster answers.
+    """
+    ray = import_ray()
+    namespace = from_first_rank(secrets.token_hex(8) if mesh.rank == 0 else None, mesh)
+    try:
+        ray.init(address="auto", namespace=namespace, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError) as error:
+        raise ClusterError(
+            f"generators on Ray: no Ray cluster answers ({error}); `ray start --head` starts one, RAY_ADDRESS names one"
+        ) from error
+    exchange = None
+    if mesh.rank == 0:
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        node = ray.get_runtime_context().get_node_id()  # so that it is lost with this process alone
+        here = strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(ReferenceExchange)
+        exchange = actor.options(name=EXCHANGE_NAME, num_cpus=0, scheduling_strategy=here).remote()
+        ray.get(exchange.drop.remote([]))  # it is there, and has the name
+    gather_objects(None, mesh)
+    return ray, exchange or ray.get_actor(EXCHANGE_NAME)
 
 
 def pull_weights(ray: Any, buckets: Sequence[WeightBucket], spec: WeightSpec) -> trees.Tree:

@@ -155,7 +155,7 @@ class GeneratorLink:
         self._calls: deque[GeneratorCall] = deque()  # of one version each
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._fault: BaseException | None = None
-        self._short_since: float | None = time.monotonic()
+        self._short_since: float | None = None
         self._said_short = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="generators", daemon=True)

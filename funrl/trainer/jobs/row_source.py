@@ -92,6 +92,8 @@ def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
 
 def runs_episodes(job: RLJob, rank: int) -> bool:
     """True of the first tensor rank of a replica, which asks for rewards and runs environments."""
+    if job.settings.devices.generators is not None:
+        return False  # generators on Ray do
     if job.placement is not None:
         if rank not in job.placement.generate.ranks:
             return False

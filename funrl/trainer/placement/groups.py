@@ -18,6 +18,7 @@ import torch
 from funrl import trees
 from funrl.batch import as_dict, declare, schema_of
 from funrl.fields import FIELDS
+from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.channel import Pauses, ProgressLimit, Requests, limit_of, run_store, wait_for_keys
@@ -383,17 +384,27 @@ class GroupGenerators:
         if rows.mesh.here:
             return moved(rows, to, mesh)
         fields = as_dict(rows.batch)
-        origins = fields.pop("origin").cpu().numpy()
+        own = self._received(rows, fields.pop("origin").cpu().numpy(), to, mesh)
+        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
+        batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
+        moved_rows = rows_of(batch, to, mesh)
+        return with_stale(moved_rows, self.engine.version or 0, self._rule.most_age) if "version" in own else moved_rows
+
+    def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
+        """Fields of the rows that this rank trains, which only ranks of a row know. Collective.
+
+        Args:
+          rows: without them.
+          origins: [B] of the rows.
+          to, mesh: as of `move`.
+        """
         released, self._released = self._released, []
         unlogged, self._unlogged = self._unlogged, []
         number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
         way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
         own, _ = receive_rows(*own_fields(rows.batch), way)
         self._answer(number, "the generators' rows")
-        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
-        batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
-        moved_rows = rows_of(batch, to, mesh)
-        return with_stale(moved_rows, self.engine.version or 0, self._rule.most_age) if "version" in own else moved_rows
+        return own
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""

@@ -99,7 +99,7 @@ class BoardLink:
           board: of the run.
           owner: number of the replica.
           weighed: whether the trainer ranks choose the prompts of each batch by weights.
-          fixed: whether asked groups are for one replica each, by their numbers.
+          fixed: whether asked groups are for one replica each, by their numbers, in a run without staleness.
         """
         self.owner = owner
         self._board = board
@@ -146,7 +146,7 @@ class BoardLink:
 
     def _asked(self) -> GroupWork | None:
         """A group that the trainer ranks ask for."""
-        return self._board.take_asked(self._queue) if self.rule.rounds else None
+        return self._board.take_asked(None if self.rule.staleness else self._queue) if self.rule.rounds else None
 
     def _by_ticket(self) -> GroupWork | None:
         """The next place of the run."""

@@ -16,7 +16,6 @@ import numpy as np
 
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
-from funrl.data.prompts import Example
 from funrl.environments.run import episode_groups
 from funrl.mesh.mesh import Mesh, single
 from funrl.rewards.call import RewardError
@@ -31,12 +30,12 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, group_parts
-from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields, versions_of, written_rows
+from funrl.trainer.placement.group_facts import describe_group, example_of
+from funrl.trainer.placement.group_prompts import GroupWork, group_parts
+from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
 from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.group_rows import WrittenSamples, write_group
+from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, rows_of, take
@@ -102,7 +101,7 @@ class GeneratorActor:
         generation = self._generation
         samples = generation.sampling.samples
         assert work.prompt is not None
-        example = self._example(work.prompt)
+        example = example_of(generation, work.prompt)
         seed = generation.schedule.seed
         parts = group_parts(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
@@ -111,7 +110,9 @@ class GeneratorActor:
         except (RewardError, RunEndingError) as error:
             group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
             return (group, True), [], *[None] * samples
-        facts = self._facts(work, written)
+        parts = [(part.done, part.rows) for part in written]
+        group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes)
+        facts = describe_group(generation, work, parts, group)
         filters = work.place is not None and generation.selection.filter is not None
         keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
@@ -148,36 +149,6 @@ class GeneratorActor:
             task.cancel()
             self._stepping.result()
         return task.result()
-
-    def _facts(self, work: GroupWork, written: Sequence[WrittenSamples]) -> WrittenGroup:
-        done, rows, _ = written[0]
-        tokens, switches = versions_of(rows) if self._job.settings.asynchrony.staleness else ({}, [])
-        baseline = None
-        if len(written) > 1:
-            baseline = written_rows(written[1].done, written[1].rows)
-            switches = [*switches, *versions_of(written[1].rows)[1]]
-        group = WrittenGroup(0, written_rows(done, rows), tokens, switches, 0.0, baseline=baseline)
-        prompt = work.prompt if isinstance(work.prompt, GroupPrompt) else None
-        return group._replace(shown=self._shown(work, done, rows), notes=self._notes.take().notes, prompt=prompt)
-
-    def _shown(self, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
-        """The first sample of a group, if its step shows samples and it is among the first."""
-        generation = self._generation
-        if work.place is None or work.prompt is None:
-            return []
-        batch, place = divmod(work.place, self._job.settings.run.batch_prompts)
-        if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-            return []
-        names = generation.rewards.names[: done.scores.shape[1]]
-        examples = [self._example(work.prompt)]
-        samples = generation.sampling.samples
-        return shown_samples(done, rows, examples, samples, decode=generation.engine.decode, names=names)
-
-    def _example(self, prompt: GroupPrompt | AskedPrompt) -> Example:
-        schedule = self._generation.schedule
-        if isinstance(prompt, AskedPrompt):
-            return schedule.prompts[prompt.place]
-        return schedule.examples_at([prompt.position])[0]
 
 
 def generator_job(job: RLJob) -> RLJob:

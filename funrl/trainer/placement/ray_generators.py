@@ -16,14 +16,14 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from funrl import trees
-from funrl.batch import Batch, as_dict, declare, schema_of
 from funrl.environments.logged import LoggedEpisode
-from funrl.fields import FIELDS
+from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.ray_pool import generators_on_ray
@@ -34,23 +34,22 @@ from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
+from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, prompt_of_place
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.joined_groups import ORIGIN, in_place_of, join_groups
+from funrl.trainer.placement.joined_groups import in_place_of, join_groups
 from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_origins
 from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
-from funrl.trainer.placement.source import needs_tokens, timed_evaluation
-from funrl.trainer.sources.curriculum import as_chosen
+from funrl.trainer.placement.source import needs_tokens, source_of_generators
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.pair_rows import SAMPLED_PAIRS, pair_source
-from funrl.trainer.sources.prompts import prompt_source
-from funrl.trainer.sources.source import Generation, NextRows, Source, StepLog, StepRows
+from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts, Parts
-from funrl.trainer.steps.step_rows import Rows, join_rows, moved, rows_of, take, with_stale
+from funrl.trainer.steps.step_rows import Rows, join_rows, take
+from funrl.trainer.storage.shard_server import CheckpointError
 
 SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
 ROWS = "rows"  # topic of the exchange
@@ -151,11 +150,7 @@ class RayBoard:
 
 
 class RayGenerators(GroupGenerators):
-    """Trainer-side client of generators on Ray; a `RemoteGenerators`.
-
-    Attributes:
-      episodes: of the newest step, for the log of the run; on the first rank.
-    """
+    """Trainer-side client of generators on Ray; a `RemoteGenerators`."""
 
     def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show) -> None:
         """Ask for generators, on the first rank.
@@ -168,7 +163,6 @@ class RayGenerators(GroupGenerators):
         """
         rule = ledger_rule(job, generation)
         super().__init__(engine, show, rule=rule, generation=generation, early=needs_tokens(job, generation))
-        self.episodes: list[LoggedEpisode] = []
         self._generation = generation
         self._ray = engine.ray
         self._exchange = engine.exchange
@@ -192,18 +186,31 @@ class RayGenerators(GroupGenerators):
         with self._link.changed:
             for number in self._released:
                 self._objects.pop(number, None)
+                self._logged.pop(number, None)
         self._released.clear()
         self._unlogged.clear()
         if self.mesh.rank == 0:
             self._exchange.drop.remote([(ROWS, step - 1)])
-        taken = super().take_step(next_rows, state, step, steps)
-        self.episodes[:] = [
+        return super().take_step(next_rows, state, step, steps)
+
+    def write_episodes(self, folder: Path) -> int:
+        """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
+        episodes = [
             logged._replace(number=place * samples + logged.number)
             for numbers, samples in self._rounds
             for place, number in enumerate(numbers)
-            for logged in self._logged.pop(number, ())
+            for logged in self._logged.get(number, ())
         ]
-        return taken
+        nbytes = 0
+        problem = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            nbytes = write_episodes(folder, episodes, Mesh())
+        except OSError as error:
+            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        if problem := from_first_rank(problem, self.mesh):
+            raise CheckpointError(problem)
+        return nbytes
 
     def end_step(self) -> None:
         """Take the batch of a step; see `GroupGenerators`. Collective."""
@@ -214,18 +221,6 @@ class RayGenerators(GroupGenerators):
         """Have generators evaluate the newest weights, before other work; see `Source`. Collective."""
         wait = self._begin("write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))])
         return lambda: self._evaluated_by(wait, step)
-
-    def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
-        """`moved`, also for rows in the object store, of which each rank takes its own. Collective."""
-        if rows.mesh.here:
-            return moved(rows, to, mesh)
-        fields = as_dict(rows.batch)
-        origins = fields.pop("origin").cpu().numpy()
-        own = self._own_rows(origins[to == int(mesh.index(mesh.row_axes))])
-        own, _ = own_fields(rows.batch if own is None else own.batch)
-        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
-        result = rows_of(declare(Batch(), further)._replace(**{**fields, **own}), to, mesh)
-        return with_stale(result, self.engine.version or 0, self._rule.most_age) if "version" in own else result
 
     def close(self) -> None:
         """End the generators, and leave the cluster."""
@@ -291,10 +286,11 @@ class RayGenerators(GroupGenerators):
         self._logged[work.number] = objects[0]
         self._objects[work.number] = references[1:], objects[1:]
 
-    def _own_rows(self, origins: np.ndarray) -> Rows | None:
-        """Rows by their origins, which this rank trains; None: there are none."""
+    def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
+        """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
+        origins = origins[to == int(mesh.index(mesh.row_axes))]
         if not len(origins):
-            return None
+            return own_fields(rows.batch)[0]
         places = []
         for number, own in split_origins(origins):
             written = self._groups[number].rows
@@ -308,7 +304,7 @@ class RayGenerators(GroupGenerators):
             objects = self._ray.get([reference for [reference] in taken])
         alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
         samples = {key: rows_of_fields(pickle.loads(x), alone) for key, x in zip(keys, objects, strict=True)}
-        return join_rows([take(samples[key], np.array([index])) for key, index in places])
+        return own_fields(join_rows([take(samples[key], np.array([index])) for key, index in places]).batch)[0]
 
     def _digests(self, version: int) -> EngineDigests | None:
         """Digests of a generator that holds a version; None: no one does."""
@@ -376,21 +372,7 @@ def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: 
     engine: object = parts.generator.engine
     assert isinstance(engine, RayEngine)
     generators = RayGenerators(job, engine, generation, show)
-    staleness = job.settings.asynchrony.staleness
-    own = generation._replace(schedule=as_chosen(generation.schedule)) if staleness else generation
-    source = prompt_source(own._replace(remote=generators), clock, show)
-    if job.algorithm.example in SAMPLED_PAIRS:
-        source = pair_source(source, job.reward_names)
-    init, next_rows = source.init, source.next_rows
-    beside = staleness and not generators.weighed  # a curriculum may read its metrics before the next step
-    return source._replace(
-        init=lambda: generators.saved(init()),
-        next_rows=lambda state, step: generators.take_step(next_rows, state, step, job.settings.run.steps),
-        move=generators.move,
-        close=generators.close,
-        begin_evaluation=timed_evaluation(generators.begin_evaluation, clock) if beside else None,
-        log=StepLog(generators.episodes, groups=generators.log),
-    )
+    return source_of_generators(job, generation, generators, clock, show)
 
 
 def _request(job: RLJob, engine: RayEngine) -> ActorRequest:

@@ -67,8 +67,21 @@ def placed_source(
         early=bool(scorers) or needs_tokens(job, generation),
         serve_until=rewards.serve_until if rewards.scorers else None,
     )
-    begin_evaluation = None
     engine.ahead = generators.ahead
+    return source_of_generators(job, generation, generators, clock, show)
+
+
+def source_of_generators(
+    job: RLJob, generation: Generation, generators: GroupGenerators, clock: Clock, show: Show
+) -> Source:
+    """The source of trainer ranks whose rows others write.
+
+    Args:
+      job, clock, show: as of any source.
+      generation: of the trainer ranks.
+      generators: client of the others.
+    """
+    begin_evaluation = None
     if generators.ahead:
         generation = generation._replace(schedule=as_chosen(generation.schedule))
         if not generators.weighed:  # a curriculum may read its metrics before the next step
@@ -84,9 +97,7 @@ def placed_source(
         move=generators.move,
         close=generators.close,
         begin_evaluation=begin_evaluation,
-        log=StepLog(
-            source.log.episodes, None if generation.episodes is None else generators.write_episodes, generators.log
-        ),
+        log=StepLog((), None if generation.episodes is None else generators.write_episodes, generators.log),
     )
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
-from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
@@ -28,7 +27,8 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork, baseline_of, group_parts
+from funrl.trainer.placement.group_facts import describe_group, example_of
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of, group_parts
 from funrl.trainer.placement.link import GroupLink
 from funrl.trainer.placement.messages import (
     GroupFields,
@@ -37,12 +37,9 @@ from funrl.trainer.placement.messages import (
     further_fields,
     own_fields,
     split_origins,
-    versions_of,
-    written_rows,
 )
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import Share, write_group
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
@@ -306,7 +303,8 @@ class GroupWriter:
     def _room(self, resident: ResidentEngine) -> float:
         """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
         setup = self._generation.episodes
-        room = math.inf if self._generation.engine.queue == "fixed" else resident.room()
+        is_fixed = self._generation.engine.queue == "fixed" and not self._link.rule.staleness
+        room = math.inf if is_fixed else resident.room()
         return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
     def _count_waiting(self, waits: bool) -> None:
@@ -331,15 +329,12 @@ class GroupWriter:
                 self._link.deliver(begun, self._group(problem=str(error)))
                 continue
             kept[work.number] = self._fields(rows)
-            tokens, switches = versions_of(rows)
-            group = self._group()._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            written = [(done, rows)]
             if baseline is not None:
                 kept[baseline_of(work.number)] = self._fields(baseline[1])
-                further = versions_of(baseline[1])[1]
-                group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
-            prompt = work.prompt if isinstance(work.prompt, GroupPrompt) else None
-            shown = self._shown(work, done, rows)
-            self._link.deliver(work, group._replace(shown=shown, prompt=prompt, dropped=dropped))
+                written.append(baseline)
+            group = describe_group(self._generation, work, written, self._group())
+            self._link.deliver(work, group._replace(dropped=dropped))
         return kept
 
     def _fields(self, rows: Rows) -> GroupFields:
@@ -349,32 +344,11 @@ class GroupWriter:
             fields = trees.map(lambda x: x.cpu(), fields)
         return GroupFields(fields, further_fields(rows.batch))
 
-    def _shown(self, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
-        """The first sample of a group, if its step shows samples and it is among the first."""
-        if work.place is None:
-            return []
-        batch, place = divmod(work.place, self._link.rule.places)
-        generation = self._generation
-        if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-            return []
-        decode = generation.engine.decode
-        samples = generation.sampling.samples
-        examples = [self._example(work.prompt)]
-        names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-        return shown_samples(done, rows, examples, samples, decode=decode, names=names)
-
     def _group(self, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
         return WrittenGroup(self._link.owner, None, {}, (), waited_s, notes=notes, problem=problem)
-
-    def _example(self, prompt: GroupPrompt | AskedPrompt | None) -> Example:
-        schedule = self._generation.schedule
-        if isinstance(prompt, AskedPrompt):
-            return schedule.prompts[prompt.place]
-        assert prompt is not None
-        return schedule.examples_at([prompt.position])[0]
 
     async def _write(self, work: GroupWork) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
@@ -388,7 +362,7 @@ class GroupWriter:
         while True:
             prompt = work.prompt
             assert prompt is not None
-            example = self._example(prompt)
+            example = example_of(generation, prompt)
             split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
             parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
             self._logged[work.number] = [episode for part in parts for episode in part.episodes]
