@@ -122,13 +122,21 @@ class Mortal:
 
 
 @pytest.mark.slow
-def test_of_many_episodes_in_processes_that_die_none_is_lost_or_doubled():
+def test_of_many_episodes_in_processes_that_die_none_is_lost_or_doubled(monkeypatch):
     environment = hosted_environment(message_environment(Mortal), workers=4)
+    run = environment.run
+    attempts = []
+
+    def counted_run(policy, example, seed):
+        attempts.append(seed)
+        return run(policy, example, seed)
+
+    monkeypatch.setattr(environment, "run", counted_run)
     with open_hosted(environment, SETUP.chat):
         groups = episode_groups(examples_of(*map(str, range(20))), 4, 11)
         limits = EpisodeLimits(retries=8, waiting=8)
         done = run_episodes(engine_of(), SINGLE, environment, groups, SETUP, limits)
-    assert [number for number, _ in done.episodes] == list(range(80)) and done.attempts > 80
+    assert [number for number, _ in done.episodes] == list(range(80)) and len(attempts) > 80
     assert [(x.status, x.rewards) for _, x in done.episodes] == [("done", {"policy": 3.0})] * 80
 
 
