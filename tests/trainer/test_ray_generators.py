@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,8 @@ class Marking(Quiet):
     def step(self, step, metrics, seconds):
         super().step(step, metrics, seconds)
         (self.run_dir / f"step-{step}").touch()
+        planned = self.run_dir / f"event-{step}"  # what is lost during the next step
+        assert wait_until(lambda: not planned.exists(), JOB_S)
 
 
 def rank_of(job, run_dir, mesh):
@@ -154,6 +157,8 @@ def episodes_of(run_dir):
 def killed_run(cluster, run_dir, events, seed=7, **settings):
     """A run in which something is lost after some steps: "actor", "node" or "trainer"; a seed draws which actor."""
     run_dir.mkdir()
+    for step in events:
+        (run_dir / f"event-{step}").touch()
     job = small_job(**settings, run_dir=str(run_dir), save_every="1", place="generate:ray1-3")
     draws = random.Random(seed)
     process = FORK.Process(target=write_result, args=(job, run_dir, cluster.environment))
@@ -161,6 +166,8 @@ def killed_run(cluster, run_dir, events, seed=7, **settings):
     try:
         for step, event in events.items():
             assert wait_until((run_dir / f"step-{step}").exists, JOB_S), (step, event)
+            (run_dir / f"event-{step}").unlink()
+            time.sleep(draws.uniform(0.0, 0.3))
             if event == "node":
                 cluster.lose_further_node()
             elif event == "new node":
@@ -173,9 +180,9 @@ def killed_run(cluster, run_dir, events, seed=7, **settings):
                 process = FORK.Process(target=write_result, args=(job, run_dir, cluster.environment))
                 process.start()
             else:
-                assert wait_until(cluster.generators, JOB_S)
+                generators = wait_until(cluster.generators, JOB_S)
                 with contextlib.suppress(OSError):
-                    os.kill(draws.choice(cluster.generators()), signal.SIGKILL)
+                    os.kill(draws.choice(generators), signal.SIGKILL)
         process.join(JOB_S)
         assert process.exitcode == 0
     finally:
