@@ -34,7 +34,7 @@ from funrl.rollout.native.passes import PassWork, SampledRows
 from funrl.rollout.requests import Request, request_seed
 from funrl.rollout.sampling import stream_noise
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.tickets import complete_shared
+from funrl.rollout.tickets import Tickets, complete_shared
 
 RANKS = flags.DEFINE_list("ranks", ["8"], "GPUs, each a replica")
 ROWS = flags.DEFINE_integer("rows", 1024, "completions a rank")
@@ -173,7 +173,7 @@ def simulate(ranks: int, lengths: np.ndarray, queue: str) -> np.ndarray:
         engine.load([], 0)
         clocks.wait(rank)
         if queue == "tickets":
-            complete_shared(engine, groups, take, mesh)
+            complete_shared(engine, Tickets(groups, take, ranks, size=len(groups[0])), mesh)
         else:
             share = groups[rank * len(groups) // ranks : (rank + 1) * len(groups) // ranks]
             complete(engine, [request for group in share for request in group])

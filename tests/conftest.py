@@ -61,3 +61,18 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster of two nodes; see `ray_cluster.Cluster`."""
+    from ray_cluster import open_cluster  # here, for most tests need none
+
+    with open_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(ray_cluster):
+    """Environment of a driver of the cluster."""
+    return ray_cluster.environment

@@ -69,7 +69,7 @@ INSIDE = {
         "huggingface/configs",
         "huggingface/vision_configs",
     ),
-    "rollout": (OWN, "native/device", "native", "vllm", "remote", "joined"),
+    "rollout": (OWN, "native/device", "native", "vllm", "remote", "ray"),
     "rewards": ("mathematics", OWN),
     "environments": ("forms", OWN, "hosting", "builtin"),
     "trainer": (
@@ -82,7 +82,6 @@ INSIDE = {
         "jobs",
         "checkpoints",
         OWN,
-        "ahead",
         "placement",
     ),
     "cost": ("tracing", OWN, "ahead"),

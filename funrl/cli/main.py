@@ -9,7 +9,6 @@ funrl serve RUN_DIR --port=8000
 funrl export RUN_DIR --step=50
 funrl import trl.yaml --to=mine.yaml
 funrl report RUN_DIR
-funrl join RUN_DIR
 funrl ray --nodes=2 -- grpo --mesh=dp16
 funrl replay RUN_DIR --rows
 funrl replay RUN_DIR OTHER_RUN_DIR
@@ -56,7 +55,6 @@ EXPLAINED = ("evaluate", "generate", "serve")  # their help lists all their flag
 # Commands with a module of their own, which is imported when one is named: many import torch.
 MODULES = {
     "import": "funrl.cli.import_config:import_config",
-    "join": "funrl.cli.join:join_command",
     "ray": "funrl.cli.ray_job:ray_command",
     "replay": "funrl.cli.replay:replay_command",
     "compile": "funrl.cli.compile_ahead:compile_command",

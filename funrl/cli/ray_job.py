@@ -25,6 +25,7 @@ from funrl.cli.doctor import experiment_of
 from funrl.cli.line import read_words
 from funrl.cli.usages import COMMANDS
 from funrl.mesh.text import devices
+from funrl.rollout.ray.cluster import devices_of_cluster
 from funrl.trainer.settings.declaration import Flag, SettingsError, at_least
 from funrl.trainer.settings.settings import Settings
 
@@ -87,6 +88,7 @@ class NodeActor:
         self.folder = folder
         # Ray has set the variable to the actor's cores; torchrun's default is meant unless the driver has its own.
         self.environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.environment["RAY_ADDRESS"] = importlib.import_module("ray").get_runtime_context().gcs_address
         if threads is not None:
             self.environment["OMP_NUM_THREADS"] = threads
         self.lines: queue.Queue[tuple[bool, str]] = queue.Queue()
@@ -232,13 +234,8 @@ def reserve(request: DeviceRequest, timeout_s: float, signals: Sequence[int]) ->
 
 def _shortage(request: DeviceRequest) -> str:
     """Devices that the cluster has, and how many are free."""
-    ray = importlib.import_module("ray")
-
-    name = request.resource
-    totals = [f"{node['Resources'].get(name, 0):g} on {node['NodeName']}" for node in ray.nodes() if node["Alive"]]
-    free = ray.available_resources().get(name, 0)
-    other = "; --device=cpu in the command asks for CPUs" if name == "GPU" else ""
-    return f"the cluster has {name}s: {', '.join(totals)}; {free:g} of them are free{other}"
+    other = "; --device=cpu in the command asks for CPUs" if request.resource == "GPU" else ""
+    return f"{devices_of_cluster(request.resource)}{other}"
 
 
 def start_nodes(request: DeviceRequest, group: Any, shutdown_s: int, words: Sequence[str]) -> dict[str, Any]:

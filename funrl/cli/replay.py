@@ -32,8 +32,8 @@ from funrl.flags.arguments import arguments_of, find_recipe, full_source
 from funrl.flags.config_file import had_no_effect
 from funrl.mesh.launch import WaitLimits, WorkerError, launch
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import read_placement
+from funrl.mesh.pools.ray_pool import generators_on_ray, training_sizes
 from funrl.mesh.text import parse, text
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.track.records.run_directory import RunDirectory
@@ -144,7 +144,7 @@ def _logged(command: Command, run: str) -> LoggedEnvironment | MakeSource | None
         raise SettingsError(f"{run} cannot be generated again: {problem}; --rows repeats its training on saved rows")
     if groups is None:
         return LoggedEnvironment(agents)
-    return functools.partial(logged_source, groups._replace(joined=generators_join(flags.get("place"))))
+    return functools.partial(logged_source, groups)
 
 
 def _agents(run: str) -> Sequence[str]:
@@ -213,7 +213,7 @@ def recorded_command(run_dir: str, mesh: str | None = None, step: int | None = N
 
 def _trained_on(place: str, mesh: str) -> str:
     """The mesh that a recorded run was trained on, whose other ranks generated."""
-    sizes = training_sizes(place, parse(mesh)) if generators_join(place) else None
+    sizes = training_sizes(place, parse(mesh)) if generators_on_ray(place) else None
     return text(sizes or read_placement(place, parse(mesh)).train.sizes)
 
 

@@ -26,6 +26,7 @@ from funrl.flags.arguments import recipe_name, recipe_names
 from funrl.models.errors import ModelError
 from funrl.processes.environment import LauncherError, read_environment
 from funrl.processes.output import lasting_output
+from funrl.rollout.ray.cluster import ClusterError
 from funrl.track.records.run_directory import RunDirectory, RunDirectoryError, check_can_go_on, expanded
 from funrl.track.records.run_lock import leave_nothing, owned_run
 from funrl.track.records.services import TrackerError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # both import torch, which is loaded after the checks that do
 ASIDE = ("_ci_low", "_ci_high", "response_length", "clip_ratio", "examples")
 SMALL_EVALUATION = 100  # below this many held-out examples, the last line gives their number
 # Errors whose message is enough: no traceback is shown.
-PLAIN_ERRORS = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError)
+PLAIN_ERRORS = (RunDirectoryError, ModelError, FloatingPointError, CheckpointError, TrackerError, ClusterError)
 
 
 def main(name: str, argv: Sequence[str] | None = None, algorithm: str | None = None, **defaults: object) -> int:

@@ -32,7 +32,6 @@ COMMANDS = {
         "Import from TRL or verl",
         "funrl import FILE [--to=FILE] [--recipe=NAME] [--devices=N] [--records=N] [--partial]",
     ),
-    "join": SmallCommand("A generator for a run in progress", "funrl join RUN_DIR [--mesh=tpN] [--wait=MINUTES]"),
     "ray": SmallCommand(
         "A run on a Ray cluster",
         "funrl ray [--nodes=N] [--address=X] [--timeout=MINUTES] [--shutdown_timeout=SECONDS] -- NAME ...",

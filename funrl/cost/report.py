@@ -363,7 +363,7 @@ def placed_seconds(pools: dict[str, float], moved: dict[str, float], overlaps: b
 
 
 DEFAULT = "h100"
-ONE_GENERATOR = "generate:1"  # in place of generators that join
+ONE_GENERATOR = "generate:1"  # in place of generators on Ray
 
 
 def dry_run(settings: Settings, compose: Callable[[], Algorithm], line: Sequence[str] = ()) -> str:
@@ -385,8 +385,8 @@ def _reported(
     """The report as text, and its numbers; the arguments are those of `dry_run`."""
     settings = with_flags(settings, hardware=settings.estimate.hardware or DEFAULT)
     hardware = HARDWARE[str(settings.estimate.hardware)]
-    if settings.devices.joined:
-        return _joined_report(settings, compose)
+    if settings.devices.generators is not None:
+        return _ray_report(settings, compose)
     algorithm = compose()
     tokens = tokens_of(settings, algorithm)
     work = RankWork(tokens, hardware)
@@ -415,8 +415,8 @@ def _reported(
     return text if note is None else f"{note}\n\n{text}", numbers
 
 
-def _joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[str, dict[str, object]]:
-    """Dry run of trainer ranks, and of one generator that joins them and writes all rows.
+def _ray_report(settings: Settings, compose: Callable[[], Algorithm]) -> tuple[str, dict[str, object]]:
+    """Dry run of trainer ranks, and of one generator on Ray that writes all rows.
 
     Raises:
       ValueError: a flag cannot work.
@@ -425,11 +425,11 @@ def _joined_report(settings: Settings, compose: Callable[[], Algorithm]) -> tupl
     if scorers := scorers_of(settings):
         raise SettingsError(
             f"--dry_run with --place={settings.devices.place}: models that reward on the trainer ranks are not "
-            f"estimated beside generators that join; leave --{scorers[0]} out"
+            f"estimated beside generators on Ray; leave --{scorers[0]} out"
         )
     place = f"train:{meshes.text(settings.devices.train.chosen)} {ONE_GENERATOR}"
     text, numbers = _reported(with_flags(settings, place=place, mesh="dp1"), compose, ())
-    note = f"--place={settings.devices.place}: with one generator on dp1, which pulls weights and writes all rows"
+    note = f"--place={settings.devices.place}: with one generator, which writes all rows"
     return f"{note}; n of them take an n-th of its time\n\n{text}", numbers | {"place": settings.devices.place}
 
 

@@ -1,44 +1,376 @@
-"""The policy of an episode that spans several calls of the engine: its calls may stop at any token.
+"""Episodes that span several rollouts, each with its own weights, and checkpoints.
 
-A call that has used the tokens which it may sample now is parked: whoever awaits it waits, and is not resumed before
-`ResumablePolicy.renew`. What it has sampled keeps its versions; the next weights continue it.
+    episodes = ResumableEpisodes(environment, setup, limits)
+    run = episodes.continue_groups(engine, mesh, Round(new_groups, allowance=64))
+    engine.load(new_weights)
+    own = [(group_of[record.first], record, 64) for record in run.records if record.waiting]
+    run = episodes.continue_groups(engine, mesh, Round((), own))
+
+A call of the policy that has sampled what it may is parked: whoever awaits it waits, and is not resumed before it gets
+a new allowance. What it has sampled keeps its versions; the next weights continue it. Between two rollouts nothing
+runs. The record of a group has everything that was said in its episodes. Where an episode is not alive, as after a
+checkpoint, its environment runs again with the recorded turns, and must give the recorded answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
+import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from funrl.data.prompts import Example
+from funrl.environments.attempt import EpisodeClock
+from funrl.environments.environment import Environment
+from funrl.environments.run import EpisodeGroup, EpisodeRunner, tickets_of
+from funrl.mesh.collectives import from_first
+from funrl.mesh.mesh import Mesh
+from funrl.rollout.engine import Engine
+from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
-from funrl.rollout.episodes import Node, Trajectory
+from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
 from funrl.rollout.requests import Completion, Request
+from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.tickets import TAKE_EVERY_S, Tickets
 
 _CALLERS: ContextVar[tuple[asyncio.Task[object], ...]] = ContextVar("callers", default=())
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
+UNKNOWN_WAIT_S = 1.0  # between two checks whether episodes that wait for something unknown have waited long enough
+SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run
 
 
-class CallHooks(NamedTuple):
-    """Callbacks of the calls of a policy.
+class UnfinishedEpisode(NamedTuple):
+    """An episode that has not ended.
 
     Attributes:
-      ask: completes a request, perhaps in part.
-      timed: entered for as long as a call has not ended.
-      parked: called when a call is parked.
+      log: of its current attempt.
+      failures: failed attempts.
     """
 
-    ask: Callable[[Request], Awaitable[Completion]]
-    timed: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    parked: Callable[[], None] = lambda: None
+    log: EpisodeLog = EpisodeLog()
+    failures: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GroupRecord:
+    """A group between two rollouts; an immutable value.
+
+    Attributes:
+      first: number of its first episode.
+      samples: its episodes.
+    """
+
+    first: int
+    samples: Sequence[Episode | UnfinishedEpisode]
+
+    @property
+    def ended(self) -> list[Episode]:
+        """The episodes that have ended."""
+        return [sample for sample in self.samples if isinstance(sample, Episode)]
+
+    @property
+    def waiting(self) -> int:
+        """Number of episodes that have not ended; 0: they were also scored."""
+        return len(self.samples) - len(self.ended)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The episodes as JSON. Raises: TypeError, a message has what JSON cannot hold."""
+        return to_json(self.entries())
+
+    @classmethod
+    def from_text(cls, first: int, text: str) -> GroupRecord:
+        """The record whose `text` this is."""
+        return cls.from_entries(first, json.loads(text), lambda record: from_record(record_from_json(record)))
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The episodes without references from node to node."""
+        entries: list[dict[str, Any]] = []
+        for sample in self.samples:
+            if isinstance(sample, Episode):
+                entries.append({"done": to_record(sample)})
+            else:
+                calls = to_record(Episode(sample.log.calls, {}))
+                rest = {"answers": sample.log.answers, "failures": sample.failures}
+                entries.append({"done": None, "calls": calls, **rest})
+        return entries
+
+    @classmethod
+    def from_entries(
+        cls, first: int, entries: Sequence[dict[str, Any]], read: Callable[[Any], Episode] = from_record
+    ) -> GroupRecord:
+        """The record that has these entries."""
+        samples = [
+            UnfinishedEpisode(EpisodeLog(read(entry["calls"]).ends, entry["answers"]), entry["failures"])
+            if entry["done"] is None
+            else read(entry["done"])
+            for entry in entries
+        ]
+        return cls(first, samples)
+
+
+class Round(NamedTuple):
+    """Groups of a rollout.
+
+    Attributes:
+      new: groups to begin, the same on every rank; each is taken by a replica.
+      own: unfinished groups of this replica to continue, with their records and allowances.
+      allowance: bound on the tokens that a path of an episode of the new groups grows by; None: they run to their end.
+    """
+
+    new: Sequence[EpisodeGroup]
+    own: Sequence[tuple[EpisodeGroup, GroupRecord, int | None]] = ()
+    allowance: int | None = None
+
+
+class GroupRun(NamedTuple):
+    """Groups of a replica after a rollout.
+
+    Attributes:
+      records: of the groups that it has begun or continued, ascending by their first episodes.
+      problems: how episodes that were begun anew differed from their records.
+    """
+
+    records: Sequence[GroupRecord]
+    problems: Sequence[str]
+
+
+@dataclasses.dataclass(eq=False)
+class _LiveEpisode:
+    """An episode.
+
+    Attributes:
+      number, seed: as in `EpisodeGroup`.
+      log: continued by the next attempt.
+      failures: failed attempts.
+      policy: of the attempt that is alive.
+      done: the episode once it has ended.
+    """
+
+    number: int
+    seed: int
+    log: EpisodeLog = EpisodeLog()  # noqa: RUF009  (immutable)
+    failures: int = 0
+    policy: ResumablePolicy | None = None
+    done: Episode | None = None
+
+    def sample(self) -> Episode | UnfinishedEpisode:
+        """The episode in the record of its group."""
+        log = self.log if self.policy is None else self.policy.log()
+        return self.done or UnfinishedEpisode(log, self.failures)
+
+
+@dataclasses.dataclass(eq=False)
+class _LiveGroup:
+    """A group whose episodes are alive on this rank.
+
+    Attributes:
+      group: its example and numbers.
+      record: after the last rollout.
+      allowance: of its policies; see `ResumablePolicy`.
+      episodes: in their order.
+      task: runs them.
+    """
+
+    group: EpisodeGroup
+    record: GroupRecord | None
+    allowance: int | None
+    episodes: list[_LiveEpisode]
+    task: asyncio.Task[list[tuple[int, Episode]]]
+
+    @property
+    def policies(self) -> list[ResumablePolicy | None]:
+        """Policies of the episodes that have not ended."""
+        return [episode.policy for episode in self.episodes if episode.done is None]
+
+    @property
+    def settled(self) -> bool:
+        """True if it has ended, or waits only for parked calls."""
+        if self.task.done():
+            return True
+        policies = self.policies
+        return bool(policies) and all(policy is not None and policy.parked for policy in policies)
+
+    def renew(self, allowance: int | None) -> None:
+        """Resume parked calls with a new allowance of tokens."""
+        self.allowance = allowance
+        for policy in self.policies:
+            if policy is not None:
+                policy.renew(allowance)
+
+    def write_record(self) -> GroupRecord:
+        """The group as it is now."""
+        ended = [episode for _, episode in self.task.result()] if self.task.done() else None
+        self.record = GroupRecord(self.group.first, ended or [episode.sample() for episode in self.episodes])
+        return self.record
+
+
+class ResumableEpisodes(EpisodeRunner):
+    """The unfinished episodes of this replica. They live on its first tensor rank, on a loop that stands still."""
+
+    def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
+        """Begin without episodes; the arguments are those of `run_episodes`."""
+        super().__init__(environment, setup, limits)
+        self._live: dict[int, _LiveGroup] = {}  # by number of the first episode
+        self._episodes: dict[int, tuple[_LiveGroup, _LiveEpisode]] = {}
+        self._problems: list[str] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._close = weakref.finalize(self, lambda: None)
+
+    def continue_groups(self, engine: Engine, mesh: Mesh, groups: Round) -> GroupRun:
+        """Begin and continue groups until each has ended or has sampled what it may. Collective over the mesh.
+
+        Args:
+          engine: as in `run_episodes`.
+          mesh: of the engines.
+          groups: what to run.
+
+        Returns: the same on all tensor ranks of the replica.
+        """
+        tickets = tickets_of(groups.new, mesh, self.limits)
+        if self._loop is None and mesh.index("tensor") == 0:
+            self._loop = asyncio.new_event_loop()
+            self._close = weakref.finalize(self, _close, self._live, self._loop)
+        run = run_beside(engine, mesh, functools.partial(self._go_on, tickets, groups), self._loop)
+        if mesh.size("tensor") == 1 and run is not None:
+            return run
+        flat = None if run is None else ([(x.first, x.entries()) for x in run.records], run.problems)
+        records, problems = from_first(flat, mesh, "tensor")
+        return run or GroupRun([GroupRecord.from_entries(*record) for record in records], problems)
+
+    def close(self) -> None:
+        """End all unfinished episodes and their environments; so does the end of the process."""
+        self._close()
+        self._loop = None
+
+    async def _go_on(self, tickets: Tickets[EpisodeGroup], groups: Round, resident: ResidentEngine) -> GroupRun:
+        """Run the groups of a rollout until each is settled."""
+        self.resident = resident
+        self._problems = []
+        try:
+            running = [await self._alive(group, record) for group, record, _ in groups.own]
+            await self._rebuild(running)
+            for live, (_, _, allowance) in zip(running, groups.own, strict=True):
+                live.renew(allowance)
+            await self._take_and_settle(tickets, running, groups.allowance)
+            records = [live.write_record() for live in running]
+        except BaseException:
+            await _end_groups(self._live, list(self._live))
+            raise
+        for live in running:
+            if live.task.done():
+                del self._live[live.group.first]
+        return GroupRun(sorted(records, key=lambda record: record.first), self._problems)
+
+    async def _take_and_settle(
+        self, tickets: Tickets[EpisodeGroup], running: list[_LiveGroup], allowance: int | None
+    ) -> None:
+        """Take new groups as there is room, and wait until all are settled."""
+        while True:
+            idle = all(live.settled for live in running)
+            room = self._room()
+            if tickets.left and (room > 0 or idle):
+                running += [await self._start(group, None, allowance) for group in tickets.take(max(room, 1))]
+            elif tickets.left or not idle:
+                await self.resident.progress(TAKE_EVERY_S if tickets.left else UNKNOWN_WAIT_S)
+            elif await _stay_settled(running):
+                return
+
+    async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
+        """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
+        while True:
+            while not (all(live.settled for live in groups) and await _stay_settled(groups)):
+                await self.resident.progress(UNKNOWN_WAIT_S)
+            policies = [policy for live in groups for policy in live.policies]
+            differing = [policy for policy in policies if policy is not None and policy.difference]
+            for policy in differing:
+                policy.reject()
+            if not differing:
+                return
+            await asyncio.sleep(0)
+
+    async def _alive(self, group: EpisodeGroup, record: GroupRecord) -> _LiveGroup:
+        """The group as its record says: the one that is alive, or one to rebuild."""
+        live = self._live.get(group.first)
+        return live if live is not None and live.record is record else await self._start(group, record, PARKED)
+
+    async def _start(self, group: EpisodeGroup, record: GroupRecord | None, allowance: int | None) -> _LiveGroup:
+        """Begin a group, or what its record says of it, instead of what may be alive of it."""
+        await _end_groups(self._live, [group.first])
+        episodes = [_LiveEpisode(number, seed) for number, seed in enumerate(group.seeds, group.first)]
+        for episode, sample in zip(episodes, () if record is None else record.samples, strict=False):
+            if isinstance(sample, Episode):
+                episode.done = sample
+            else:
+                episode.log, episode.failures = sample
+        live = self._live[group.first] = _LiveGroup(group, record, allowance, episodes, self._begin(group))
+        live.task.add_done_callback(lambda _: self.resident.notify())
+        self._episodes |= {episode.number: (live, episode) for episode in episodes}
+        return live
+
+    async def _attempts(self, example: Example, number: int, seed: int) -> Episode:
+        """Run one episode from where its log ends, several times if it fails."""
+        live, episode = self._episodes.pop(number)
+        while episode.done is None:
+            clock = EpisodeClock(self.limits.environment_s)
+            policy = episode.policy = ResumablePolicy(self, episode, clock)
+            policy.allowance = live.allowance
+            done = await self._attempted(example, seed, policy, clock)
+            if policy.difference:
+                self._problems.append(policy.difference)
+            elif done.status == "failed" and episode.failures < self.limits.retries:
+                episode.failures += 1
+            else:
+                episode.done = done
+            episode.log = EpisodeLog()
+        return episode.done
+
+    async def ask(self, number: int, request: Request) -> Completion:
+        """Complete a request of an episode, perhaps in part."""
+        self._beginning.discard(number)
+        resident = self.resident
+        resident.keep(number, len(request.prompt) + request.sampling.max_new_tokens)
+        completion = await resident.ask(request)
+        resident.keep(number, len(request.prompt) + len(completion.tokens))
+        return completion
+
+    def park(self, number: int) -> None:
+        """Note that a call of an episode is parked."""
+        self._beginning.discard(number)
+        self.resident.keep(number, 0)
+        self.resident.notify()
+
+
+async def _end_groups(live: dict[int, _LiveGroup], firsts: Sequence[int]) -> None:
+    """End the episodes of some groups, so that their environments close."""
+    tasks = {live.pop(first).task for first in firsts if first in live}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+def _close(live: dict[int, _LiveGroup], loop: asyncio.AbstractEventLoop) -> None:
+    run_coroutine(_end_groups(live, list(live)), loop)
+    loop.close()
+
+
+async def _stay_settled(groups: Sequence[_LiveGroup]) -> bool:
+    """Run coroutines that wait only for others of this loop; True if none has made progress."""
+    for _ in range(SETTLING):
+        await asyncio.sleep(0)
+        if not all(live.settled for live in groups):
+            return False
+    return True
 
 
 @dataclasses.dataclass(eq=False)
@@ -87,24 +419,19 @@ class ResumablePolicy(LoggedPolicy):
       allowance: that bound; None: calls run to their end.
     """
 
-    def __init__(
-        self,
-        hooks: CallHooks,
-        setup: PolicySetup,
-        seed: int,
-        limits: EpisodeLimits = EPISODE_LIMITS,
-        log: EpisodeLog = EpisodeLog(),  # noqa: B008  (immutable)
-    ):
+    def __init__(self, runner: ResumableEpisodes, episode: _LiveEpisode, clock: EpisodeClock):
         """Make it.
 
         Args:
-          hooks: completes requests.
-          setup, seed, limits: as in `Policy`.
-          log: answers the episode's first calls, which it continues; see `LoggedPolicy`.
+          runner: completes requests.
+          episode: its log answers the first calls; see `LoggedPolicy`.
+          clock: stands still during calls.
         """
-        super().__init__(log, setup, seed, limits)
+        super().__init__(episode.log, runner.setup, episode.seed, runner.limits)
         self.allowance: int | None = PARKED
-        self._hooks = hooks
+        self._runner = runner
+        self._number = episode.number
+        self._clock = clock
         self._open: list[_OpenCall] = []
         self._fresh: dict[int | None, int] = {}  # by seed of an ended call: its tokens since the last `renew`
         self._renewed: asyncio.Future[None] | None = None
@@ -148,7 +475,7 @@ class ResumablePolicy(LoggedPolicy):
 
     def log(self) -> EpisodeLog:
         """The log of everything that was said so far."""
-        return EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], self.answers)
+        return EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], tuple(self.answers))
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         self._note_caller()
@@ -159,7 +486,7 @@ class ResumablePolicy(LoggedPolicy):
         call = _OpenCall(trajectory, sampling, seed, begun)
         self._open.append(call)
         try:
-            with self._hooks.timed():
+            with self._clock.policy():
                 while (completion := await self._continued(call, tokens)) is None:
                     await self._park(call)
             self._fresh[seed] = call.fresh
@@ -179,7 +506,7 @@ class ResumablePolicy(LoggedPolicy):
         computed = self._prefix(call.trajectory.leaf).computed if call.begun is None else len(tokens) + written - 1
         request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
         owned = self._prefix(call.trajectory.leaf).owned
-        completion = await self._hooks.ask(request._replace(owned=owned))
+        completion = await self._runner.ask(self._number, request._replace(owned=owned))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
             call.begun = completion
@@ -200,5 +527,5 @@ class ResumablePolicy(LoggedPolicy):
             self._renewed = asyncio.get_running_loop().create_future()
         call.parked = True
         self._parked_at = time.monotonic()
-        self._hooks.parked()
+        self._runner.park(self._number)
         await asyncio.shield(self._renewed)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funrl.data.prompts import Example
 from funrl.environments.attempt import EpisodeClock, attempt_episode, checked_scores, problem_text
 from funrl.environments.environment import Environment, ScoringEnvironment
 from funrl.mesh.collectives import from_first
-from funrl.mesh.counter import shared_counter
-from funrl.mesh.mesh import SINGLE, Mesh
-from funrl.mesh.sums import own_range
+from funrl.mesh.mesh import Mesh
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, to_record
 from funrl.rollout.episodes import Episode
@@ -24,8 +21,7 @@ from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySe
 from funrl.rollout.requests import Completion, request_seed
 from funrl.rollout.resident import ResidentEngine, run_beside
 from funrl.rollout.sampling_parameters import Sampling
-
-TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
+from funrl.rollout.tickets import Tickets, run_groups, share_tickets
 
 
 class EpisodeGroup(NamedTuple):
@@ -59,17 +55,11 @@ class EpisodeRun(NamedTuple):
 
     Attributes:
       episodes: (number, episode) pairs, ascending: number = that of its group's first one + its index in the group.
-      wall_s: seconds from begin to end.
-      running_s: seconds of them in which the engine had an unfinished request.
       costs: of each of these episodes.
-      attempts: attempts at the episodes, failed ones included.
     """
 
     episodes: list[tuple[int, Episode]]
-    wall_s: float
-    running_s: float
     costs: Sequence[EpisodeSpending]
-    attempts: int
 
 
 def episode_groups(examples: Sequence[Example], samples: int, seed: int, first: int = 0) -> list[EpisodeGroup]:
@@ -114,21 +104,14 @@ def run_episodes(
       RuntimeError, FloatingPointError: as the engine raises them.
       RunEndingError: the environment cannot work in this run, such as one with an agent that `setup.models` lacks.
     """
-    begin = time.perf_counter()
     tickets = tickets_of(groups, mesh, limits)
-    runners: list[EpisodeRunner] = []
+    runner = EpisodeRunner(environment, setup, limits)
+    return run_of_replica(run_beside(engine, mesh, functools.partial(runner.run, tickets=tickets)), mesh)
 
-    async def program(resident: ResidentEngine) -> list[tuple[int, Episode]]:
-        runners.append(EpisodeRunner(environment, setup, limits))
-        return await runners[0].run(resident, tickets)
 
-    episodes = run_beside(engine, mesh, program)
-    if episodes is None:
-        return run_of_replica(None, mesh)
-    runner = runners[0]
-    costs = [runner.costs[number] for number, _ in episodes]
-    wall_s = time.perf_counter() - begin
-    return run_of_replica(EpisodeRun(episodes, wall_s, runner.resident.running_s, costs, runner.attempts), mesh)
+def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets[EpisodeGroup]:
+    """Tickets of groups of episodes. Collective."""
+    return share_tickets(groups, mesh, size=len(groups[0].seeds) if groups else 1, fixed=limits.fixed)
 
 
 def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
@@ -139,47 +122,11 @@ def run_of_replica(run: EpisodeRun | None, mesh: Mesh) -> EpisodeRun:
       mesh: of the engines.
     """
     if run is None:
-        records, facts = from_first(None, mesh, "tensor")
-        return facts._replace(episodes=[(number, from_record(record)) for number, record in records])
+        records, costs = from_first(None, mesh, "tensor")
+        return EpisodeRun([(number, from_record(record)) for number, record in records], costs)
     if mesh.size("tensor") > 1:
-        records = [(number, to_record(episode)) for number, episode in run.episodes]
-        from_first((records, run._replace(episodes=[])), mesh, "tensor")
+        from_first(([(number, to_record(episode)) for number, episode in run.episodes], run.costs), mesh, "tensor")
     return run
-
-
-def tickets_of(groups: Sequence[EpisodeGroup], mesh: Mesh, limits: EpisodeLimits) -> Tickets:
-    """The way in which replicas share out groups. Collective."""
-    if limits.fixed:
-        share = own_range(len(groups), mesh, mesh.row_axes)
-        return Tickets(groups[share.start : share.stop], shared_counter(SINGLE), replicas=1)
-    return Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes))
-
-
-class Tickets:
-    """The groups that this replica takes: many at first, few later, as in `tickets.complete_shared`."""
-
-    def __init__(self, groups: Sequence[EpisodeGroup], take: Callable[[int], int], replicas: int):
-        self.groups = groups
-        self.next_group = 0
-        self._take = take
-        self._shares = 1 if replicas == 1 else 2 * replicas
-
-    @property
-    def left(self) -> bool:
-        """False once all groups have been taken."""
-        return self.next_group < len(self.groups)
-
-    def take(self, room: int) -> Sequence[EpisodeGroup]:
-        """Take the next groups.
-
-        Args:
-          room: episodes that would begin at once, at least 1.
-        """
-        most = -(-(len(self.groups) - self.next_group) // self._shares)
-        count = max(1, min(most, -(-room // max(1, len(self.groups[0].seeds)))))
-        begin = self._take(count)
-        self.next_group = begin + count
-        return self.groups[begin : begin + count]
 
 
 class EpisodeRunner:
@@ -189,41 +136,32 @@ class EpisodeRunner:
       setup: how the policy samples and renders.
       limits: of each episode.
       resident: the engine, from `run` on.
-      costs: of each episode, by its number.
-      attempts: as in `EpisodeRun`.
     """
 
     resident: ResidentEngine
 
     def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits):
         self.limits = limits
-        self.costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
-        self.attempts = 0
         self.setup = setup
+        self._costs = defaultdict[int, EpisodeSpending](EpisodeSpending)
         self._environment = environment
         self._unfinished: set[int] = set()  # numbers of episodes
         self._beginning: set[int] = set()  # those of them that have not called the policy yet
 
-    async def run(self, resident: ResidentEngine, tickets: Tickets) -> list[tuple[int, Episode]]:
+    async def run(self, resident: ResidentEngine, tickets: Tickets[EpisodeGroup]) -> EpisodeRun:
         """Run all groups that this replica takes."""
         self.resident = resident
-        tasks: set[asyncio.Task[list[tuple[int, Episode]]]] = set()
-        episodes: list[tuple[int, Episode]] = []
-        try:
-            while tickets.left or tasks:
-                room = self._room()
-                if tickets.left and (room > 0 or not self._unfinished):
-                    tasks |= {self._begin(group) for group in tickets.take(max(room, 1))}
-                if tasks:  # otherwise other replicas have taken the rest
-                    await self.resident.progress(TAKE_EVERY_S if tickets.left else None)
-                ended = {task for task in tasks if task.done()}
-                episodes += [pair for task in ended for pair in task.result()]
-                tasks -= ended
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return sorted(episodes, key=lambda pair: pair[0])
+        groups = await run_groups(resident, tickets, self._room, self._begin)
+        return self._run_of([pair for group in groups for pair in group])
+
+    async def run_alone(self, resident: ResidentEngine, group: EpisodeGroup) -> EpisodeRun:
+        """Run one group."""
+        self.resident = resident
+        return self._run_of(await self.run_group(group))
+
+    def _run_of(self, episodes: Sequence[tuple[int, Episode]]) -> EpisodeRun:
+        ascending = sorted(episodes, key=lambda pair: pair[0])
+        return EpisodeRun(ascending, [self._costs[number] for number, _ in ascending])
 
     def _room(self) -> int:
         """Further episodes that may begin now: whose first requests the engine could begin, and within the limit."""
@@ -233,9 +171,7 @@ class EpisodeRunner:
         numbers = range(group.first, group.first + len(group.seeds))
         self._unfinished.update(numbers)
         self._beginning.update(numbers)
-        task = asyncio.create_task(self.run_group(group))
-        task.add_done_callback(lambda _: self.resident.notify())
-        return task
+        return self.resident.start(self.run_group(group))
 
     async def run_group(self, group: EpisodeGroup) -> list[tuple[int, Episode]]:
         """Run the episodes of a group, and score them together; `resident` is set."""
@@ -274,13 +210,12 @@ class EpisodeRunner:
             self._add_cost(number, EpisodeSpending(environment_s=clock.environment_s))
 
     async def _attempted(self, example: Example, seed: int, policy: Policy, clock: EpisodeClock) -> Episode:
-        self.attempts += 1
         return await attempt_episode(lambda: self._environment.run(policy, example, seed), policy, clock)
 
     def _add_cost(self, number: int, cost: EpisodeSpending) -> None:
-        before = self.costs[number]
+        before = self._costs[number]
         recomputed = before.recomputed + cost.recomputed
-        self.costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
+        self._costs[number] = EpisodeSpending(before.environment_s + cost.environment_s, recomputed)
 
     async def _complete(
         self,

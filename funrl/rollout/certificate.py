@@ -357,11 +357,6 @@ def greedy(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) ->
     """Greedy completions by this rank's replica, or by the first one of an engine on other ranks."""
     if isinstance(engine, OfOtherRanks):
         return engine.greedy(prompts, new_tokens)
-    return complete_greedily(engine, prompts, new_tokens)
-
-
-def complete_greedily(engine: Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
-    """Greedy completions by an engine of this rank without unfinished requests."""
     paused = engine.paused
     engine.resume()
     done = complete(engine, greedy_requests(prompts, new_tokens))

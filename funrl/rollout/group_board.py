@@ -1,16 +1,16 @@
 """Groups of rows between the rank that trains and replicas that generate, through the store of the run.
 
 This is the link between the ledger and runners of other ranks. The trainer publishes its ledger when the run begins. A
-replica takes the next place by a shared counter, begins the group when the ledger's rule allows it, and delivers what
-every rank needs to know of its rows. Replicas find out for themselves which weights all of them hold, so that none
-waits for the trainer, which is busy in its update. Nothing here is collective, and nothing grows with the number of
-ranks.
+replica takes the next place by a shared counter, or a group that the trainer asks for. It reports what it begins, and
+delivers what every rank needs to know of its rows. Replicas find out for themselves which weights all of them hold, so
+that none waits for the trainer, which is busy in its update. Nothing here is collective, and nothing grows with the
+number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
 from funrl.rollout.ledger import Ledger
@@ -18,11 +18,26 @@ from funrl.rollout.ledger import Ledger
 GROUPS_KEY = "funrl/groups"
 LEDGER_KEY = f"{GROUPS_KEY}/ledger"
 WORK_KEY = f"{GROUPS_KEY}/work"
-FINISHED_KEY = f"{GROUPS_KEY}/finished"
-AGAIN_KEY = f"{GROUPS_KEY}/again"
+EVENTS_KEY = f"{GROUPS_KEY}/events"
+ASKED_KEY = f"{GROUPS_KEY}/asked"
 CHOSEN_KEY = f"{GROUPS_KEY}/chosen"
-KEPT_CLAIMS = 1000  # of further groups, which the store records once a replica has taken them
 KEPT_VERSIONS = 1000  # below the one that all hold, which replicas may still ask for: many more than --staleness
+
+
+class GroupBegin(NamedTuple):
+    """Report of a replica that it has begun a group.
+
+    Attributes:
+      owner: the replica.
+      place: of the group.
+      attempt: how often it has begun, this time included.
+      version: of the ledger, with whose weights it begins.
+    """
+
+    owner: int
+    place: int
+    attempt: int
+    version: int
 
 
 class GroupBoard:
@@ -39,13 +54,13 @@ class GroupBoard:
           replicas: its attribute.
         """
         self.replicas = replicas
-        self._read = 0  # groups that have been read here
+        self._read = 0  # events that have been read here
         self._everywhere: int | None = None  # the newest version that all replicas are known to hold
         self._batch = 0  # whose first groups may begin with it
         self._oldest: int | None = None  # version with entries in the store
         self._given = 0  # batches whose prompts replicas know
-        self._asked = 0  # groups that were asked for again
-        self._seen = 0  # requests for groups that this replica has seen
+        self._asked: dict[str, int] = {}  # queue -> groups that were asked for
+        self._claim: int | None = None  # number of the next asked group that is this replica's
 
     @property
     def everywhere(self) -> int:
@@ -74,11 +89,18 @@ class GroupBoard:
             store.delete_key(f"{GROUPS_KEY}/batch/{forgotten}")
             store.delete_key(f"{GROUPS_KEY}/held/{forgotten}")
 
-    def ask_again(self, number: int) -> None:
-        """Ask a replica for a group of another prompt instead of a dropped one."""
-        store = run_store()
-        store.set(f"{AGAIN_KEY}/{self._asked}", str(number))
-        self._asked = store.add(f"{AGAIN_KEY}/asked", 1)
+    def ask(self, groups: Sequence[object], replica: int | None = None) -> None:
+        """Ask for groups, all of which replicas see at once.
+
+        Args:
+          groups: what they need to know of each.
+          replica: that writes them; None: any with room.
+        """
+        queue = _queue(replica)
+        begin = self._asked.get(queue, 0)
+        for number, group in enumerate(groups, begin):
+            write_value(f"{queue}/{number}", group)
+        self._asked[queue] = run_store().add(f"{queue}/count", len(groups))
 
     def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
         """Publish the positions of the prompts of batches from `first` on, before these may begin."""
@@ -88,16 +110,19 @@ class GroupBoard:
             store.delete_key(f"{CHOSEN_KEY}/{batch - KEPT_VERSIONS}")
         self._given = max(self._given, first + len(positions))
 
-    def next_finished(self) -> int | None:
-        """Number of the next group that a replica has delivered, in the order of delivery; None: there is none yet."""
+    def next_event(self) -> list[GroupBegin] | int | None:
+        """Next report of a replica in their order: groups that begin, or the number of one that it has delivered.
+
+        None: there is none yet.
+        """
         store = run_store()
-        key = f"{FINISHED_KEY}/{self._read}"
+        key = f"{EVENTS_KEY}/{self._read}"
         if not store.check([key]):
             return None
         self._read += 1
-        number = int(store.get(key))
+        fields = [[int(field) for field in line.split()] for line in store.get(key).decode().split(",")]
         store.delete_key(key)
-        return number
+        return fields[0][0] if len(fields[0]) == 1 else [GroupBegin(*begin) for begin in fields]
 
     def collect(self, number: int) -> Any:
         """Value delivered of a group, which is then removed."""
@@ -116,20 +141,26 @@ class GroupBoard:
         """Number for `Ledger.place_of`, which no other replica gets."""
         return run_store().add(f"{GROUPS_KEY}/tickets", 1) - 1
 
-    def take_again(self) -> int | None:
-        """Number of a group that `ask_again` asks for, which no other replica gets; None: there is none."""
+    def take_asked(self, replica: int | None = None) -> Any:
+        """A group that `ask` asks for, which no other replica gets; None: there is none.
+
+        Args:
+          replica: as of `ask`.
+        """
         store = run_store()
-        asked = store.add(f"{AGAIN_KEY}/asked", 0)
-        self._seen = max(self._seen, asked - KEPT_CLAIMS)  # others have answered those before
-        while self._seen < asked:
-            key = f"{AGAIN_KEY}/{self._seen}"
-            self._seen += 1
-            if store.add(f"{key}/taken", 1) == 1:
-                store.delete_key(f"{AGAIN_KEY}/{self._seen - 1 - 2 * KEPT_CLAIMS}/taken")
-                number = int(store.get(key))
-                store.delete_key(key)
-                return number
-        return None
+        queue = _queue(replica)
+        count = store.add(f"{queue}/count", 0)
+        if self._claim is None:
+            if store.add(f"{queue}/taken", 0) >= count:
+                return None
+            self._claim = store.add(f"{queue}/taken", 1) - 1  # beyond the count where others were faster: the next one
+        if self._claim >= count:
+            return None
+        key = f"{queue}/{self._claim}"
+        self._claim = None
+        group = read_value(key)
+        remove_value(key)
+        return group
 
     def take_prompt(self) -> int:
         """Number for `Ledger.prompt_of`, which no other replica gets."""
@@ -147,12 +178,18 @@ class GroupBoard:
         """Record that this replica generates with a version from now on. Called once for each version."""
         run_store().add(f"{GROUPS_KEY}/held/{version}", 1)
 
+    def begin(self, groups: Sequence[GroupBegin]) -> None:
+        """Report groups that this replica begins."""
+        self._report(",".join(" ".join(map(str, group)) for group in groups))
+
     def deliver(self, number: int, value: object) -> None:
         """Deliver a group."""
-        store = run_store()
         write_value(f"{GROUPS_KEY}/{number}", value)
-        place = store.add(f"{GROUPS_KEY}/delivered", 1) - 1
-        store.set(f"{FINISHED_KEY}/{place}", str(number))
+        self._report(str(number))
+
+    def _report(self, event: str) -> None:
+        store = run_store()
+        store.set(f"{EVENTS_KEY}/{store.add(f'{EVENTS_KEY}/count', 1) - 1}", event)
 
     def show_work(self) -> None:
         """Signal to waiting ranks that this replica works on groups."""
@@ -178,3 +215,8 @@ class GroupBoard:
         if store.check([key]):
             self._batch = max(self._batch, int(store.get(key)))
         return self._batch
+
+
+def _queue(replica: int | None) -> str:
+    """Key of the asked groups of a replica, or of all."""
+    return ASKED_KEY if replica is None else f"{ASKED_KEY}/{replica}"

@@ -25,7 +25,7 @@ from funrl.rollout.requests import Completion, LogitsError, Request, check_reque
 from funrl.rollout.sampling_parameters import Sampling
 
 NOT_FINITE = "the model's logits are not finite: its weights are damaged, or it has diverged"
-MOST_ROWS = 512  # bound on the requests completed together where replicas share them
+MOST_ROWS = 512  # bound on the requests completed together
 
 
 class HFEngine:
@@ -96,14 +96,15 @@ class HFEngine:
         self._waiting += requests
 
     def step(self) -> list[Completion]:
-        """Complete all requests with the sampling parameters of the first, in one left-padded batch."""
+        """Complete requests with the sampling parameters of the first, in one left-padded batch; see `Engine`."""
         if self.paused or not self._waiting:
             return []
         if self.version is None:
             raise RuntimeError("the engine has no weights: call load first")
         sampling = self._waiting[0].sampling
-        together = [request for request in self._waiting if request.sampling == sampling]
-        self._waiting = [request for request in self._waiting if request.sampling != sampling]
+        together = [request for request in self._waiting if request.sampling == sampling][:MOST_ROWS]
+        numbers = {request.number for request in together}
+        self._waiting = [request for request in self._waiting if request.number not in numbers]
         self._passes += 1
         try:
             return self._complete(together, sampling)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -68,15 +67,10 @@ class _Orders(NamedTuple):
 
 
 class ResidentEngine:
-    """The engine as coroutines see it, on a replica's first rank.
-
-    Attributes:
-      running_s: seconds in which the engine had an unfinished request.
-    """
+    """The engine as coroutines see it, on a replica's first rank."""
 
     def __init__(self, engine: Engine, lasting: bool = False):
         """Make it. Args: as of `run_beside`."""
-        self.running_s = 0.0
         self._lasting = lasting
         self._engine = engine
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
@@ -167,6 +161,12 @@ class ResidentEngine:
         """End the waiting for progress."""
         self._progress.set()
 
+    def start(self, program: Coroutine[object, object, _T]) -> asyncio.Task[_T]:
+        """Begin a task whose end counts as progress."""
+        task = asyncio.create_task(program)
+        task.add_done_callback(lambda _: self.notify())
+        return task
+
     async def lead(self, program: Awaitable[_T], mesh: Mesh) -> _T:
         """Step the engine until a program ends that runs beside it; cancels what is then unfinished."""
         task = asyncio.ensure_future(program)
@@ -196,7 +196,6 @@ class ResidentEngine:
         if not orders.submit and not orders.cancel and not self._engine.unfinished():
             await self.rest(mesh, idle_s)
             return
-        begin = time.perf_counter()
         from_first(orders if orders.submit or orders.cancel else None, mesh, "tensor")
         for completions, error in _iterations(self._engine, orders, mesh, self._lasting):
             self.end(completions)
@@ -207,7 +206,6 @@ class ResidentEngine:
                     listener(tokens)
                     self._listeners[number] = listener, known + len(tokens)
             await asyncio.sleep(0)
-        self.running_s += time.perf_counter() - begin
 
     async def rest(self, mesh: Mesh, idle_s: float = BEAT_S) -> None:
         """Run the coroutines while the engine is idle, until one submits a request or wakes it.
@@ -220,15 +218,6 @@ class ResidentEngine:
         from_first(_Orders(idle=True), mesh, "tensor")
         self._wake.clear()
         await _first_of(self._wake.wait(), idle_s)
-
-    def wake(self) -> None:
-        """End the rest."""
-        self._wake.set()
-
-    @property
-    def busy(self) -> bool:
-        """True if the engine has something to do in its next iteration."""
-        return bool(self._new or self._cancelled or self._engine.unfinished())
 
     def end(self, completions: Sequence[Completion]) -> None:
         """Deliver completions to the coroutines that wait for them."""
@@ -258,13 +247,14 @@ class ResidentEngine:
         return orders
 
 
-def follow(engine: Engine, mesh: Mesh) -> None:
+def follow(engine: Engine, mesh: Mesh, lasting: bool = False) -> _Orders:
     """Take part in one `ResidentEngine.iterate` of the replica's first rank, on another tensor rank."""
     beat()
     orders = from_first(None, mesh, "tensor") or _Orders()
-    if not orders.idle:
-        for _ in _iterations(engine, orders, mesh):
+    if not orders.idle and not orders.end:
+        for _ in _iterations(engine, orders, mesh, lasting):
             pass
+    return orders
 
 
 def run_beside(
@@ -294,17 +284,12 @@ def run_beside(
     if mesh.index("tensor") == 0:
         resident = ResidentEngine(engine, lasting)
         return run_coroutine(resident.lead(program(resident), mesh), loop)
-    while True:
-        beat()
-        orders = from_first(None, mesh, "tensor") or _Orders()
-        if orders.end:
-            engine.cancel(orders.cancel)
-            if orders.end != "done":
-                raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
-            return None
-        if not orders.idle:
-            for _ in _iterations(engine, orders, mesh, lasting):
-                pass
+    while not (orders := follow(engine, mesh, lasting)).end:
+        pass
+    engine.cancel(orders.cancel)
+    if orders.end != "done":
+        raise FirstRankError(f"the first rank of this replica has failed: {orders.end}")
+    return None
 
 
 def _iterations(

@@ -6,32 +6,132 @@ same time. Which replica completes a group does not change its completions: they
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 
 from funrl.mesh import collectives
-from funrl.mesh.mesh import Mesh
+from funrl.mesh.counter import shared_counter
+from funrl.mesh.mesh import SINGLE, Mesh
+from funrl.mesh.sums import own_range
 from funrl.processes.heartbeat import beat
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, check_running
 from funrl.rollout.requests import Completion, Request
+from funrl.rollout.resident import ResidentEngine
+
+_Group = TypeVar("_Group", covariant=True)
+_Result = TypeVar("_Result")
+TAKE_EVERY_S = 0.01  # so that no replica takes all groups before the others begin
+
+
+class Tickets(Generic[_Group]):
+    """The groups that this replica takes.
+
+    Attributes:
+      groups: those of all replicas.
+      next_group: number of the group after those that this replica took last.
+    """
+
+    def __init__(self, groups: Sequence[_Group], take: Callable[[int], int], replicas: int = 1, *, size: int = 1):
+        """Begin before the first group.
+
+        Args:
+          groups: those of all replicas.
+          take: a counter that the replicas share; see `mesh.counter.shared_counter`.
+          replicas: their number.
+          size: requests that a group begins with.
+        """
+        self.groups = groups
+        self.next_group = 0
+        self._take = take
+        self._shares = 1 if replicas == 1 else 2 * replicas
+        self._size = max(1, size)
+
+    @property
+    def left(self) -> bool:
+        """False once all groups have been taken."""
+        return self.next_group < len(self.groups)
+
+    def take(self, room: int, mesh: Mesh = SINGLE) -> Sequence[_Group]:
+        """Take the next groups. Collective over "tensor".
+
+        Args:
+          room: requests that would begin at once, at least 1.
+          mesh: whose first tensor rank takes for all of its tensor ranks.
+        """
+        most = -(-(len(self.groups) - self.next_group) // self._shares)
+        count = max(1, min(most, -(-room // self._size)))
+        begin = self._take(count) if mesh.index("tensor") == 0 else 0
+        begin = int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor"))
+        self.next_group = begin + count
+        return self.groups[begin : begin + count]
+
+
+def share_tickets(groups: Sequence[_Group], mesh: Mesh, *, size: int, fixed: bool = False) -> Tickets[_Group]:
+    """Tickets by which the replicas of a mesh share groups. Collective.
+
+    Args:
+      groups: those of all replicas, the same on every rank.
+      mesh: of the engines; its row axes are the replicas.
+      size: requests that a group begins with.
+      fixed: whether each replica takes an equal range instead of what it has room for.
+    """
+    if fixed:
+        share = own_range(len(groups), mesh, mesh.row_axes)
+        return Tickets(groups[share.start : share.stop], shared_counter(SINGLE), size=size)
+    return Tickets(groups, shared_counter(mesh), mesh.size(mesh.row_axes), size=size)
+
+
+async def run_groups(
+    resident: ResidentEngine,
+    tickets: Tickets[_Group],
+    room: Callable[[], int],
+    begin: Callable[[_Group], asyncio.Task[_Result]],
+) -> list[_Result]:
+    """Run the groups that this replica takes, each as a task beside a resident engine.
+
+    Args:
+      resident: the engine.
+      tickets: of the groups.
+      room: () -> number of requests that would begin at once.
+      begin: begins a group; as `ResidentEngine.start`.
+
+    Returns: the results of the tasks, in the order in which they ended.
+    """
+    running: set[asyncio.Task[_Result]] = set()
+    results: list[_Result] = []
+    try:
+        while tickets.left or running:
+            free = room()
+            if tickets.left and (free > 0 or not running):
+                running |= {begin(group) for group in tickets.take(max(free, 1))}
+            if running:  # otherwise other replicas have taken the rest
+                await resident.progress(TAKE_EVERY_S if tickets.left else None)
+            ended = {task for task in running if task.done()}
+            results += [task.result() for task in ended]
+            running -= ended
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    return results
 
 
 def complete_shared(
     engine: Engine,
-    groups: Sequence[Sequence[Request]],
-    take: Callable[[int], int],
+    tickets: Tickets[Sequence[Request]],
     mesh: Mesh,
     callbacks: Callbacks = NO_CALLBACKS,
     own: Sequence[Request] = (),
 ) -> list[Completion]:
-    """Complete the groups that this replica takes.
+    """Complete the groups that this replica takes, without coroutines, which would cost the host more.
 
     Args:
       engine: this replica's engine, without unfinished requests.
-      groups: groups of all replicas; the requests of a group stay together.
-      take: a counter that the replicas share; see `mesh.counter.shared_counter`.
-      mesh: of the engines; its row axes are the replicas.
+      tickets: of groups of requests; those of a group stay together.
+      mesh: of the engines. All tensor ranks of a replica make this call, and its first one takes tickets.
       callbacks: receives what happens.
       own: requests of this replica alone, such as parked ones; they come first.
 
@@ -40,21 +140,15 @@ def complete_shared(
     Raises:
       ValueError, RuntimeError, FloatingPointError: as the engine raises them.
     """
-    replicas = mesh.size(mesh.row_axes)
-    first = mesh.index("tensor") == 0
-    next_group = 0
     completions: list[Completion] = []
     begun = [own]
     engine.submit(own)
     try:
-        while next_group < len(groups) or engine.unfinished():
-            if next_group < len(groups) and engine.room():
-                most = -(-(len(groups) - next_group) // (1 if replicas == 1 else 2 * replicas))
-                next_group, count = _take(engine, groups, most, take=take, mesh=mesh, first=first)
-                taken = groups[next_group : next_group + count]
+        while tickets.left or engine.unfinished():
+            if tickets.left and (room := engine.room()):
+                taken = tickets.take(room, mesh)
                 begun += taken
                 engine.submit([request for group in taken for request in group])
-                next_group += count
             check_running(engine)
             beat()
             newest = engine.step()
@@ -65,12 +159,3 @@ def complete_shared(
     finally:
         engine.cancel(request.number for group in begun for request in group)
     return sorted(completions, key=lambda done: done.number)
-
-
-def _take(
-    engine: Engine, groups: Sequence[Sequence[Request]], most: int, take: Callable[[int], int], mesh: Mesh, first: bool
-) -> tuple[int, int]:
-    """Take the next groups of this replica: the number of the first one, and how many."""
-    count = max(1, min(most, -(-engine.room() // max(1, len(groups[0])))))
-    begin = take(count) if first else 0  # one rank of the replica takes for all
-    return int(collectives.psum(torch.tensor(begin, device=mesh.device), mesh, "tensor")), count

@@ -45,8 +45,8 @@ from funrl.trainer.settings.declaration import SettingsError, blaming
 from funrl.trainer.settings.scorers import Given, own_environment
 from funrl.trainer.settings.settings import Settings, check_values
 from funrl.trainer.sources.evaluation import EVAL_SEED
+from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
-from funrl.trainer.sources.prompts import evaluate_heldout
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import GeneratingParts
 from funrl.trainer.steps.roles import RoleState, State

@@ -3,42 +3,20 @@
 Jobs need Ray: `./test --all` makes .venv-ray and runs this file there.
 """
 
-import contextlib
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
 
 import pytest
-from free_ports import free_port
+from ray_cluster import NODES, command_of, on_ray, parent_of, processes_with, wait_until
 
 from funrl.cli import main as cli
 
-ROOT = Path(__file__).parents[2]
-HAS_RAY = importlib.util.find_spec("ray") is not None
-NODES = ("127.0.0.2", "127.0.0.3")  # Ray replaces 127.0.0.1 by the host's address
 SMALL = ["--device=cpu", "--compile=off", "--batch_prompts=4", "--samples_per_prompt=2", "--max_new_tokens=4"]
 SMALL += ["--warmstart_steps=0", "--eval_prompts=4"]
-START_S = 120
 JOB_S = 240
-
-with_ray = [
-    pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: ./test --all makes .venv-ray for it"),
-    pytest.mark.slow,
-    pytest.mark.gloo,
-]
-
-
-def job_on_ray(function):
-    for mark in with_ray:
-        function = mark(function)
-    return function
 
 
 @pytest.mark.parametrize(
@@ -67,56 +45,6 @@ def test_without_ray_the_error_says_what_to_install(capsys, monkeypatch):
     assert "pip install 'funrl[ray]'" in capsys.readouterr().err
 
 
-def processes_with(text):
-    """Ids of the processes whose command line or folder of work has a text."""
-    ids = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and text in (folder / "cmdline").read_bytes().decode(errors="replace"):
-                ids.append(int(folder.name))
-    return [pid for pid in ids if pid != os.getpid()]
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return condition()
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """Environment of a driver, with the address of a cluster of two nodes with two CPUs each."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # short: paths of sockets have at most 107 characters
-    address = f"{NODES[0]}:{free_port(20_000, 30_000)}"
-    variables = {name: text for name, text in os.environ.items() if name not in ("RAY_ADDRESS", "RANK", "WORLD_SIZE")}
-    variables |= {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    common = ["--num-cpus=2", "--object-store-memory=100000000", "--disable-usage-stats", "--block"]
-    head = ["--head", f"--port={address.partition(':')[2]}", "--include-dashboard=false", f"--temp-dir={folder}"]
-    nodes = []
-    try:
-        for ip, words in zip(NODES, (head, [f"--address={address}"]), strict=True):
-            log = open(f"{folder}/{ip}.log", "w+")  # noqa: SIM115
-            command = ["ray", "start", f"--node-ip-address={ip}", *words, *common]
-            nodes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=folder))
-            text = Path(log.name)
-            assert wait_until(lambda text=text: "Ray runtime started" in text.read_text(), START_S), text.read_text()
-        yield variables | {"RAY_ADDRESS": address}
-    finally:
-        for node in reversed(nodes):
-            node.terminate()
-        for node in nodes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                node.wait(30)
-        gone = wait_until(lambda: not processes_with(folder), 30)
-        for pid in processes_with(folder):
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(folder, ignore_errors=True)
-    assert gone
-
-
 def start(cluster, options, *flags):
     words = [sys.executable, "-m", "funrl", "ray", *options, "--", "grpo", *SMALL, *map(str, flags)]
     return subprocess.Popen(words, env=cluster, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -139,7 +67,7 @@ def metrics(run_dir):
     return [{name: value for name, value in row.items() if not name.startswith(own)} for row in rows]
 
 
-@job_on_ray
+@on_ray
 def test_a_job_on_two_nodes_equals_the_run_of_one_machine(cluster, tmp_path):
     """The cluster's address is in RAY_ADDRESS, as for the entrypoint of a Ray job."""
     process = start(cluster, ["--nodes=2"], "--mesh=dp2", "--steps=2", f"--run_dir={tmp_path}/ray")
@@ -153,7 +81,18 @@ def test_a_job_on_two_nodes_equals_the_run_of_one_machine(cluster, tmp_path):
     assert metrics(tmp_path / "ray") == metrics(tmp_path / "plain")
 
 
-@job_on_ray
+@on_ray
+def test_a_job_whose_generators_are_on_ray_too_equals_the_run_of_one_machine(cluster, tmp_path):
+    place = "--place=train:dp2 generate:ray1-2"
+    process = start(cluster, ["--nodes=1"], place, "--steps=2", f"--run_dir={tmp_path}/ray")
+    out, err = finish(process, tmp_path / "ray")
+    assert process.returncode == 0, out + err
+    words = [sys.executable, "-m", "funrl", "grpo", *SMALL, "--mesh=dp2", "--steps=2", f"--run_dir={tmp_path}/plain"]
+    subprocess.run(words, env=cluster, check=True, capture_output=True, timeout=JOB_S)
+    assert metrics(tmp_path / "ray") == metrics(tmp_path / "plain")
+
+
+@on_ray
 def test_the_status_of_a_run_that_fails_is_that_of_the_command(cluster, tmp_path):
     (tmp_path / "r.py").write_text("def score(prompt, completion, **_):\n    raise ValueError('no luck')\n")
     (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+{i}="}}\n' for i in range(9)))
@@ -164,7 +103,7 @@ def test_the_status_of_a_run_that_fails_is_that_of_the_command(cluster, tmp_path
     assert "no luck" in err
 
 
-@job_on_ray
+@on_ray
 @pytest.mark.parametrize("sign,status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_driver_has_the_run_save_and_stop(cluster, tmp_path, sign, status):
     run_dir = tmp_path / "run"
@@ -178,7 +117,7 @@ def test_a_signal_to_the_driver_has_the_run_save_and_stop(cluster, tmp_path, sig
     assert "which is saved; --resume" in err
 
 
-@job_on_ray
+@on_ray
 def test_devices_that_are_missing_are_named(cluster, tmp_path):
     run_dir = tmp_path / "run"
     for mesh, message in (
@@ -195,7 +134,7 @@ def test_devices_that_are_missing_are_named(cluster, tmp_path):
     assert not run_dir.exists()
 
 
-@job_on_ray
+@on_ray
 def test_a_lost_node_ends_the_job_and_is_named(cluster, tmp_path):
     run_dir = tmp_path / "run"
     process = start(cluster, ["--nodes=2"], "--mesh=dp2", "--steps=100000", f"--run_dir={run_dir}")
@@ -206,11 +145,3 @@ def test_a_lost_node_ends_the_job_and_is_named(cluster, tmp_path):
     out, err = finish(process, run_dir)
     assert process.returncode == 1, out + err
     assert "error: node 127.0.0." in err and "was lost" in err
-
-
-def command_of(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-
-
-def parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])

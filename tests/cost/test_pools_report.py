@@ -110,10 +110,10 @@ def test_a_judge_is_estimated_where_it_writes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_generator_that_joins_is_a_pool_of_one_rank():
+def test_a_generator_on_ray_is_a_pool_of_one_rank():
     flags = {"device": "cpu", "dry_run": True}
-    joined = dry_run(settings_of(place="generate:join", **flags), grpo)
-    assert joined.startswith("--place=generate:join: with one generator on dp1")
-    assert joined.endswith(one_of_each())
-    with pytest.raises(SettingsError, match="leave --reward_model out"):
-        dry_run(settings_of(place="generate:join", reward_model="m", **flags), grpo)
+    report = dry_run(settings_of(place="generate:ray1-4", **flags), grpo)
+    assert report.startswith("--place=generate:ray1-4: with one generator")
+    assert report.endswith(one_of_each())
+    with pytest.raises(SettingsError, match="leave it out"):
+        dry_run(settings_of(place="generate:ray1-4", reward_model="m", **flags), grpo)

@@ -9,8 +9,7 @@ import pytest
 import yaml
 from test_scale_out import finished, forks, free_port, shared, start, steps_of  # noqa: F401  (fixtures)
 
-from funrl.cli.usages import COMMANDS
-from funrl.mesh.pools.joining import generators_join, training_sizes
+from funrl.mesh.pools.ray_pool import generators_on_ray, training_sizes
 from funrl.mesh.text import devices
 from funrl.processes.environment import FIRST_PORT, PORTS
 from funrl.trainer.settings.settings import settings_flags
@@ -92,17 +91,18 @@ def test_the_ray_job_has_the_nodes_of_the_recipe():
     assert container["resources"]["limits"]["nvidia.com/gpu"] == DEVICES
 
 
-def test_generators_in_jobs_of_their_own_have_the_other_nodes():
-    script = block("sh", "funrl join")
+def test_generators_on_ray_have_the_other_nodes():
+    script = block("sh", "symmetric-run")
     assert subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True).stderr == ""
-    sizes = [int(size) for size in re.findall(r"^#SBATCH --nodes=(\d+)", script, re.M)]
-    (trainer,) = re.findall(r"^srun --het-group=0 .*? funrl (.*?) & trainers", script.replace("\\\n", " "), re.M)
-    flags = options_of(shlex.split(trainer))
-    assert set(flags) <= set(settings_flags()) and generators_join(flags["place"])
-    assert devices(training_sizes(flags["place"], {})) == sizes[0] * DEVICES and sum(sizes) == NODES
-    assert f"--nproc-per-node={DEVICES} " in script and f"--mesh=tp{DEVICES};" in script
-    (flag,) = re.findall(r"\[--(\w+)=tpN\]", COMMANDS["join"].usage)
-    assert flag == "mesh"
+    (size,) = [int(size) for size in re.findall(r"^#SBATCH --nodes=(\d+)", script, re.M)]
+    words = words_of(script[script.index("srun") :])
+    ray, job = (place for place, word in enumerate(words) if word == "--")
+    flags = options_of(words[job + 1 :])
+    assert set(flags) <= set(settings_flags()) and words[ray + 1 : ray + 3] == ["funrl", "ray"]
+    nodes = int(options_of(words[ray:job])["nodes"])
+    assert devices(training_sizes(flags["place"], {})) == nodes * DEVICES and size == NODES
+    bounds = generators_on_ray(flags["place"])
+    assert bounds is not None and bounds.most == (size - nodes) * DEVICES
 
 
 def heterogeneous():

@@ -63,7 +63,7 @@ PAGES = [
     "docs/example_environments.md",
     "docs/foreign_environments.md",
     "docs/placement.md",
-    "docs/asynchrony.md",
+    "docs/concept_rows.md",
     "docs/vision.md",
     "docs/xla.md",
 ]
@@ -207,7 +207,7 @@ PREPARED = {  # how commands begin that are read and checked, but not run here: 
     "funrl ppo --model=GPT2_DIR": "tests/trainer/test_module_runs.py",
     "funrl ppo --steps=3": "README.md",
     "funrl replay": "tests/cli/test_replay_command.py",
-    "funrl rollout_is --dry_run --model": "tests/docs/test_asynchrony_page.py",
+    "funrl rollout_is --dry_run --model": "tests/docs/test_placement_page.py",
     "funrl rollout_is --dry_run --place": "tests/cost/test_pools_report.py",
     'funrl rollout_is --place="train:dp1 generate:dp1"': "tests/trainer/test_placement_runs.py",
     "funrl sft --mesh=dp64": "tests/cost/test_dry_report.py",

@@ -23,6 +23,7 @@ from funrl.rollout.episodes import Episode
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.policy import EpisodeLimits, LimitReached, PolicySetup
 from funrl.rollout.requests import Request
+from funrl.rollout.resident import ResidentEngine
 from funrl.rollout.sampling_parameters import Sampling
 
 
@@ -121,13 +122,21 @@ class Mortal:
 
 
 @pytest.mark.slow
-def test_of_many_episodes_in_processes_that_die_none_is_lost_or_doubled():
+def test_of_many_episodes_in_processes_that_die_none_is_lost_or_doubled(monkeypatch):
     environment = hosted_environment(message_environment(Mortal), workers=4)
+    run = environment.run
+    attempts = []
+
+    def counted_run(policy, example, seed):
+        attempts.append(seed)
+        return run(policy, example, seed)
+
+    monkeypatch.setattr(environment, "run", counted_run)
     with open_hosted(environment, SETUP.chat):
         groups = episode_groups(examples_of(*map(str, range(20))), 4, 11)
         limits = EpisodeLimits(retries=8, waiting=8)
         done = run_episodes(engine_of(), SINGLE, environment, groups, SETUP, limits)
-    assert [number for number, _ in done.episodes] == list(range(80)) and done.attempts > 80
+    assert [number for number, _ in done.episodes] == list(range(80)) and len(attempts) > 80
     assert [(x.status, x.rewards) for _, x in done.episodes] == [("done", {"policy": 3.0})] * 80
 
 
@@ -137,7 +146,10 @@ DATA = Path(os.environ.get("FUNRL_DATA") or Path(__file__).parents[2].parent / "
 class Slow:
     """Eight turns of 16 to 56 tokens; each answer takes 50 ms. Episodes begin at different times."""
 
+    attempts = 0
+
     async def run(self, policy, example, seed):
+        self.attempts += 1
         chance = random.Random(seed)
         await asyncio.sleep(chance.random())
         trajectory = policy.start([{"role": "user", "content": example.text}])
@@ -152,7 +164,7 @@ class Slow:
 @pytest.mark.data
 @pytest.mark.timed
 @pytest.mark.slow
-def test_the_engine_runs_while_environments_take_their_time():
+def test_the_engine_runs_while_environments_take_their_time(monkeypatch):
     """256 concurrent episodes whose environments take 50 ms between turns: it idles in less than 10 % of the time."""
     folder = DATA / "stories260k"
     if not folder.is_dir():
@@ -165,6 +177,18 @@ def test_the_engine_runs_while_environments_take_their_time():
     setup = PolicySetup(Sampling(max_new_tokens=64), TemplateChat(tokenizer))
     examples = [encode(Prompt("Once upon a time", {}), tokenizer)] * 64
     limits = EpisodeLimits(length=model.config.max_positions)
-    done = run_episodes(engine, SINGLE, Slow(), episode_groups(examples, 4, 0), setup, limits)
-    assert {x.status for _, x in done.episodes} == {"done"} and done.attempts == 256
-    assert done.running_s > 0.9 * done.wall_s, done[1:]
+    rest = ResidentEngine.rest
+    idle_s = []
+
+    async def timed_rest(*args):
+        begin = time.perf_counter()
+        await rest(*args)
+        idle_s.append(time.perf_counter() - begin)
+
+    monkeypatch.setattr(ResidentEngine, "rest", timed_rest)
+    environment = Slow()
+    begin = time.perf_counter()
+    done = run_episodes(engine, SINGLE, environment, episode_groups(examples, 4, 0), setup, limits)
+    wall_s = time.perf_counter() - begin
+    assert {x.status for _, x in done.episodes} == {"done"} and environment.attempts == 256
+    assert sum(idle_s) < 0.1 * wall_s, (sum(idle_s), wall_s)

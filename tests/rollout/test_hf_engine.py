@@ -7,7 +7,8 @@ from small_engines import completed, rows
 
 from funrl.mesh.mesh import Mesh, MeshError, parse
 from funrl.models import Inputs, decoder_config, decoder_model
-from funrl.rollout.hf_engine import hf_engine
+from funrl.rollout.hf_engine import MOST_ROWS, hf_engine
+from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 CONFIG = decoder_config(vocab=40, embed=32, layers=2, heads=4, kv_heads=2, head=8, mlp=48, max_positions=64, eos=(2,))
@@ -70,3 +71,12 @@ def test_what_it_cannot_do_is_refused():
 def test_it_holds_whole_weights():
     with pytest.raises(MeshError, match="without tp instead of tp2"):
         hf_engine(MODEL, Mesh(parse("tp2")))
+
+
+def test_a_batch_has_a_bound_however_many_requests_wait():
+    engine = hf_engine(MODEL)
+    engine.load(engine.weights.named(MODEL.init(torch.Generator().manual_seed(0))))
+    requests = requests_of([[5, 6]] * (MOST_ROWS + 3), Sampling(max_new_tokens=1), seed=0)
+    engine.submit(requests)
+    assert len(engine.step()) == MOST_ROWS and engine.unfinished() == 3 and engine.room() == MOST_ROWS - 3
+    assert [completion.number for completion in engine.step()] == [request.number for request in requests[-3:]]

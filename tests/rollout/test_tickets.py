@@ -9,13 +9,13 @@ from small_engines import CONFIGS, PROMPTS, assert_same, engine_of, load, weight
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.counter import shared_counter
 from funrl.mesh.launch import launch
-from funrl.mesh.mesh import Mesh, parse, single
+from funrl.mesh.mesh import parse, single
 from funrl.models import decoder_model
 from funrl.rollout.engine import Callbacks, complete
 from funrl.rollout.native.engine import NativeOptions, native_engine
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
-from funrl.rollout.tickets import complete_shared
+from funrl.rollout.tickets import Tickets, complete_shared, share_tickets
 
 CONFIG = CONFIGS["qwen3"]
 HOW = Sampling(max_new_tokens=15, stop=(3, 17), samples=3)
@@ -37,7 +37,7 @@ def test_every_group_is_completed_once_and_as_by_one_engine(mesh, count):
         engine = native_engine(decoder_model(CONFIG), mesh, torch.float64, options=NativeOptions(max_rows=4))
         reported = []
         load(engine, weights(CONFIG, torch.float64))
-        done = complete_shared(engine, groups, shared_counter(mesh), mesh, Callbacks(finished=reported.append))
+        done = complete_shared(engine, share_tickets(groups, mesh, size=3), mesh, Callbacks(finished=reported.append))
         assert (
             sorted(item.number for item in reported) == [request.number for request in done]
             and engine.unfinished() == 0
@@ -69,7 +69,8 @@ def counter_of(taken):
 
 def test_a_replica_takes_many_groups_at_first_and_few_at_the_end():
     taken, engine = [], engine_of(CONFIG, max_rows=60)
-    done = complete_shared(engine, groups_of(PROMPTS * 10), counter_of(taken), Mesh(parse("dp4")))
+    tickets = Tickets(groups_of(PROMPTS * 10), counter_of(taken), 4, size=3)
+    done = complete_shared(engine, tickets, single())
     assert len(done) == 210
     # An eighth of what is left at the time (four replicas, twice over), and no more than there is room for (20 groups).
     left = [70 - sum(taken[:i]) for i in range(len(taken))]
@@ -80,23 +81,24 @@ def test_a_replica_takes_many_groups_at_first_and_few_at_the_end():
 
 def test_one_replica_takes_what_it_has_room_for():
     taken, groups = [], groups_of(PROMPTS * 2)
-    done = complete_shared(engine_of(CONFIG, max_rows=512), groups, counter_of(taken), single())
+    done = complete_shared(engine_of(CONFIG, max_rows=512), Tickets(groups, counter_of(taken), size=3), single())
     assert taken == [14] and len(done) == 42
     taken.clear()
-    assert_same(complete_shared(engine_of(CONFIG, max_rows=12), groups, counter_of(taken), single()), done)
+    again = complete_shared(engine_of(CONFIG, max_rows=12), Tickets(groups, counter_of(taken), size=3), single())
+    assert_same(again, done)
     assert taken[0] == 4 and sum(taken) == 14
-    assert complete_shared(engine_of(CONFIG), [], counter_of(taken), single()) == []
+    assert complete_shared(engine_of(CONFIG), Tickets([], counter_of(taken)), single()) == []
 
 
 def test_an_error_leaves_nothing_in_flight():
     engine, groups = engine_of(CONFIG, max_rows=6), groups_of(PROMPTS)
     groups[5] = [group._replace(prompt=[77]) for group in groups[5]]
     with pytest.raises(ValueError, match="has token 77"):
-        complete_shared(engine, groups, shared_counter(single()), single())
+        complete_shared(engine, share_tickets(groups, single(), size=3), single())
     assert engine.unfinished() == 0 and engine.cost().used_pages == 0
     engine.pause()
     with pytest.raises(RuntimeError, match="paused: call resume first"):
-        complete_shared(engine, groups[:2], shared_counter(single()), single())
+        complete_shared(engine, share_tickets(groups[:2], single(), size=3), single())
     assert engine.unfinished() == 0
 
 

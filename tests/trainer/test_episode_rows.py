@@ -17,12 +17,12 @@ from funrl.mesh.mesh import single
 from funrl.mesh.text import parse
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.trainer.sources.episode_rows import (
-    RowForm,
     rows_of_episodes,
     scored_rows,
     transcript_of,
 )
 from funrl.trainer.sources.episode_totals import episode_metrics
+from funrl.trainer.sources.generation import RowForm
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.steps.learn import denominators
 from funrl.trainer.steps.micro import own_micro_batches, packed, plan_epoch

@@ -12,7 +12,8 @@ from funrl.environments.adapters import message_environment
 from funrl.mesh.mesh import single
 from funrl.rollout.episodes import Episode, Node, Trajectory
 from funrl.tasks.calculator import calculator_environment
-from funrl.trainer.sources.episode_rows import RowForm, rows_of_episodes
+from funrl.trainer.sources.episode_rows import rows_of_episodes
+from funrl.trainer.sources.generation import RowForm
 
 RECIPES = ("gigpo", "mt_grpo", "hierarchical_grpo", "rae", "echo")
 

@@ -23,13 +23,13 @@ from funrl.mesh.pools.channel import run_store
 from funrl.rewards.call import RewardError
 from funrl.track.observe import RunObserver
 from funrl.trainer import phases
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints, recorded
 from funrl.trainer.evaluator import Evaluator
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.logged import logged_source, read_groups
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.replay import replay
+from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.steps.sync import sync
 
 pytestmark = pytest.mark.gloo

@@ -14,14 +14,15 @@ from funrl.mesh.mesh import single
 from funrl.mesh.pools import channel
 from funrl.mesh.pools.transfer import WeightDelivery, WeightTransfer
 from funrl.rollout import group_board
-from funrl.rollout.group_board import GroupBoard
+from funrl.rollout.group_board import GroupBegin, GroupBoard
 from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupPrompts
+from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupPrompt, GroupWork, group_parts
 from funrl.trainer.placement.groups import GroupGenerators
 from funrl.trainer.placement.joined_groups import age_metrics
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.logged import LoggedGroup
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
@@ -38,7 +39,8 @@ def new_generators(schedule=None, window=3):
     engine = SimpleNamespace(requests=requests, weights=weights, version=4, sender=None)
     rule = LedgerRule(places=4, staleness=1, window=window)
     schedule = schedule or PromptSchedule(())
-    generation = Generation(cast(Any, None), schedule, Sampling(), PromptEvaluation((), Sampling()))
+    rewarded = SimpleNamespace(queue="tickets")
+    generation = Generation(cast(Any, rewarded), schedule, Sampling(), PromptEvaluation((), Sampling()))
     return GroupGenerators(cast(Any, engine), cast(Any, None), rule=rule, generation=generation)
 
 
@@ -50,10 +52,10 @@ def generators(monkeypatch):
     return new_generators()
 
 
-def deliver(generators, number, version=0, **fields):
+def deliver(generators, number, version=0, attempt=1, **fields):
     """Deliver a group without rows, as a replica does that began it at a version of the ledger."""
-    group = WrittenGroup(0, None, {}, (), 0.0, version=version, **fields)
-    generators._board.deliver(number, group)
+    generators._board.begin([GroupBegin(0, number, attempt, version)])
+    generators._board.deliver(number, WrittenGroup(0, None, {}, (), 0.0, attempt=attempt, **fields))
 
 
 def test_a_run_begins_with_the_first_group(generators):
@@ -84,8 +86,9 @@ def test_what_a_replica_has_refilled_counts_in_the_budget_of_its_batch(generator
     generators._rule = generators._rule._replace(prompts=2)
     generators.begin_step(1, 0, 5)
     dropped = [DroppedPrompt(position, 0, {}, {}) for position in (1, 4, 5)]
-    deliver(generators, 1, dropped=dropped)
-    generators._read_finished(generators.ledger)
+    generators._board.begin([GroupBegin(0, 1, attempt, 0) for attempt in (1, 2, 3)])
+    deliver(generators, 1, attempt=4, dropped=dropped)
+    generators._read_reports(generators.ledger)
     assert generators.ledger.refilled == {0: 3} and generators.ledger.written == [1]
     assert generators.ledger.counts == {"begun": 4, "refilled": 3}
 
@@ -117,31 +120,103 @@ def test_a_resumed_run_takes_what_weights_chose_and_nothing_that_they_passed_ove
     assert len(resumed.chosen.positions) == 2 * 4 and min(resumed.chosen.positions[4:].tolist()) >= end
 
 
+def test_a_delivery_of_an_attempt_that_another_has_replaced_changes_nothing(generators):
+    generators.begin_step(1, 0, 5)
+    generators._board.begin([GroupBegin(0, 1, 1, 0)])
+    generators._read_reports(generators.ledger)
+    generators.ledger.lost(0)
+    generators._board.begin([GroupBegin(1, 1, 2, 0)])
+    generators._board.deliver(1, WrittenGroup(0, None, {}, (), 0.0))
+    generators._read_reports(generators.ledger)
+    assert generators._written == {} and generators.ledger.written == []
+    generators._board.deliver(1, WrittenGroup(1, None, {}, (), 0.0, attempt=2))
+    generators._read_reports(generators.ledger)
+    assert list(generators._written) == generators.ledger.written == [1]
+
+
+def new_links(generators, count=2, **flags):
+    """Links of replicas that hold the weights of the first batch."""
+    links = [BoardLink(GroupBoard(1), owner, **flags) for owner in range(count)]
+    generators._board.replicas = 1
+    links[0].hold(4)
+    assert all(link.is_open() for link in links)
+    return links
+
+
+def begin(link):
+    """The group that a replica begins."""
+    work = link.next_group(4)
+    assert work is not None
+    return work
+
+
 def test_replicas_share_the_replacements_of_a_batch(generators):
     generators._rule = generators._rule._replace(prompts=2)
     generators.begin_step(1, 0, 5)
-    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
-    assert all(prompts.is_open() and prompts.filters for prompts in replicas)
-    begun = [prompts.begin(number) for number, prompts in enumerate(replicas * 2)]
-    assert begun == [GroupPrompt(place, place) for place in range(4)]
-    further = [prompts.replace(1) for prompts in (replicas[0], *replicas * 2)]
-    assert further == [*(GroupPrompt(place, place) for place in range(4, 8)), None]
-    assert replicas[0].replace(4) == GroupPrompt(8, 8), "the next batch has its own"
+    replicas = new_links(generators)
+    assert all(link.filters for link in replicas)
+    begun = [begin(link) for link in replicas * 2]
+    assert begun == [GroupWork(place, place, prompt=GroupPrompt(place, place)) for place in range(4)]
+    further = [link.replace(begun[1]) for link in (replicas[0], *replicas * 2)]
+    others = [GroupWork(1, 1, attempt=2, prompt=GroupPrompt(place, place)) for place in range(4, 8)]
+    assert further == [*others, None]
+    next_batch = begin(replicas[0])
+    assert next_batch.place == 4
+    again = replicas[0].replace(next_batch)
+    assert again is not None and again.prompt == GroupPrompt(9, 9), "the next batch has its own"
 
 
 def test_what_the_trainer_asks_for_again_is_written_once(generators):
     generators._rule = generators._rule._replace(prompts=2, scores=True)
     generators.begin_step(1, 0, 5)
-    replicas = [GroupPrompts(GroupBoard(2)) for _ in range(2)]
-    assert all(prompts.is_open() and not prompts.filters for prompts in replicas)
-    assert [prompts.begin(number).position for number, prompts in enumerate(replicas)] == [0, 1]
-    assert replicas[0].take_again() is None
-    generators._board.ask_again(3)
-    generators._board.ask_again(1)
-    assert [prompts.take_again() for prompts in (*replicas, replicas[0])] == [3, 1, None]
-    assert replicas[1].begin(3) == GroupPrompt(2, 2)
-    generators._board.ask_again(2)
-    assert [prompts.take_again() for prompts in replicas] == [2, None]
+    replicas = new_links(generators, fixed=True)  # which says nothing about groups that are written ahead
+    assert not any(link.filters for link in replicas)
+    assert [begin(link).prompt for link in replicas] == [GroupPrompt(0, 0), GroupPrompt(1, 1)]
+    generators._board.ask([GroupWork(3, 3, attempt=2), GroupWork(1, 1, attempt=2)])
+    asked = [begin(link) for link in replicas]
+    assert asked == [GroupWork(3, 3, 2, 0, GroupPrompt(2, 2)), GroupWork(1, 1, 2, 0, GroupPrompt(3, 3))]
+    generators._board.ask([GroupWork(0, 0, attempt=2)])
+    assert [begin(link).place for link in replicas] == [0, 2]
+
+
+def test_without_staleness_groups_begin_when_they_are_asked_for(generators):
+    generators._rule = generators._rule._replace(staleness=0, prompts=2)
+    generators.ahead = generators.refills = False
+    generators.begin_step(1, 0, 5)
+    first, second = new_links(generators)
+    assert first.next_group(4) is None and not first.filters
+    prompts = [AskedPrompt(place, 5, number) for number, place in enumerate((7, 3, 9, 1))]
+    numbers = generators._ask(prompts, range(4))
+    assert numbers == (0, 1, 2, 3)
+    works = [begin(link) for link in (first, second, second, first)]
+    assert works == [GroupWork(n, n, prompt=prompt) for n, prompt in enumerate(prompts)]
+    assert first.next_group(4) is None, "there is no further group"
+    for work, link in zip(works, (first, second, second, first), strict=True):
+        link.begin([work])
+        link.deliver(work, WrittenGroup(link.owner, None, {}, (), 0.0))
+    assert list(generators._awaited(generators.ledger, numbers, "groups")) == [0, 1, 2, 3]
+    assert {place: generators.ledger.places[place].owner for place in range(4)} == {0: 0, 1: 1, 2: 1, 3: 0}
+    generators._newest = numbers
+    generators.keep(np.array([0, 3]))
+    assert generators._refilled(generators._lost) == [1, 2]
+    again = generators._ask([AskedPrompt(8, 6, 0), AskedPrompt(2, 6, 1)], [1, 2])
+    assert again == (4, 5) and begin(first) == GroupWork(4, 1, 2, 0, AskedPrompt(8, 6, 0))
+    greedy = generators._ask([AskedPrompt(7, 1, 0, greedy=True)], [None])
+    assert [begin(first).number, begin(first)] == [
+        5,
+        GroupWork(greedy[0], None, prompt=AskedPrompt(7, 1, 0, greedy=True)),
+    ]
+
+
+def test_fixed_groups_are_for_one_replica_each(generators):
+    generators._rule = generators._rule._replace(staleness=0)
+    generators._fixed = True
+    generators.begin_step(1, 0, 5)
+    generators._board.replicas = 3
+    generators._ask([AskedPrompt(place, 5, place) for place in range(4)], range(4))
+    links = new_links(generators, count=3, fixed=True)
+    own = [[link.next_group(4), link.next_group(4)] for link in links]
+    assert [[work and work.number for work in works] for works in own] == [[0, None], [1, None], [2, 3]]
 
 
 def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
@@ -151,16 +226,21 @@ def test_the_log_has_what_was_dropped_in_the_place_of_a_group(generators):
         group = WrittenGroup(0, written, {4: 10 + position}, [[(0, 4)]], 0.5, prompt=GroupPrompt(position, position))
         return group._replace(dropped=dropped)
 
+    def write(number, group, attempt=1):
+        generators._board.begin([GroupBegin(0, number, attempt, 0)])
+        generators._board.deliver(number, group._replace(attempt=attempt))
+
     generators._rule = generators._rule._replace(prompts=2, scores=True)
+    generators.refills = False
     generators.begin_step(1, 0, 5)
     for number in range(4):
-        generators._board.deliver(number, taken(number))
+        write(number, taken(number))
     generators._groups = generators._awaited(generators.ledger, [], "groups")
     generators._newest = tuple(generators._groups)
     generators.keep(np.array([1, 3]))
     assert generators._lost == [0, 2] and generators.dropped() == []
     for number, group in ((2, taken(5)), (0, taken(4))):
-        generators._board.deliver(number, group)
+        write(number, group, attempt=2)
     newest = generators._awaited(generators.ledger, generators._lost, "groups")
     generators._groups = {number: generators._groups[number] for number in (1, 3)} | newest
     generators._newest, generators._lost = tuple(newest), []
@@ -185,12 +265,17 @@ def test_samples_have_the_seeds_of_a_batch_that_is_written_at_once(generators):
     ledger = Ledger.restored(LedgerRule(places=4), until=24, version=2)
     ledger.prompts = 8
     generators._board.open(ledger)
-    prompts = GroupPrompts(GroupBoard(1))
-    assert prompts.is_open()
-    prompt = prompts.begin(14)
+    link = BoardLink(GroupBoard(1))
+    assert link.is_open()
+    prompt = link._prompt(14)
     assert prompt == (14, 12)
     assert prompt.seeds(seed=5, samples=3) == [request_seed(derived_seed(5, 12), 2 * 3 + sample) for sample in range(3)]
     assert prompt.baseline_seed not in prompt.seeds(seed=5, samples=3)
+    asked = AskedPrompt(7, derived_seed(5, 12), 2)
+    ((_, seeds),) = group_parts(asked, 5, Sampling(samples=3), baseline=True)
+    assert seeds == prompt.seeds(seed=5, samples=3)
+    ((sampling, (seed,)),) = group_parts(asked._replace(greedy=True), 5, Sampling(samples=3), baseline=True)
+    assert sampling.greedy and sampling.samples == 1 and seed == request_seed(asked.seed, 2)
 
 
 def test_a_shown_sample_has_the_score_of_its_own_prompt(generators):
@@ -245,6 +330,7 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
     writer.evaluates = False
     writer._told = 5
+    writer._measured = True
     writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
     writer.take_version(5)
     assert engine.version == 5 and buffer.next == 6

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +12,18 @@ from test_checkpoint import assert_equal_steps, measured, run, run_to_resume
 
 from funrl import trees
 from funrl.algos import Algorithm, reduce, token_mean, unequal_scores
-from funrl.batch import Batch
+from funrl.batch import as_dict
 from funrl.data.prompts import prompt_batch
 from funrl.mesh.mesh import single
 from funrl.models.model import Inputs
 from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.requests import Request
+from funrl.trainer.checkpoints.checkpoint import Recorded, load
 from funrl.trainer.phases import draw_batch, learn_batch, score_batch
 from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.steps.sync import sync
+from funrl.trainer.storage.shard_server import Array, CheckpointError
+from funrl.trainer.storage.shards import ShardServer
 
 PARTIAL = {"compose": GRPO, "max_new_tokens": 12, "new_tokens_per_step": 3, "batch_prompts": 3, "minibatches": 1}
 
@@ -28,14 +32,24 @@ def filtered():
     return dataclasses.replace(GRPO(), filter=unequal_scores())
 
 
-def begun_rows(source):
+def begun_places(state):
+    """Places of the prompts that are begun."""
+    begun = state.source["begun"]  # before the first step in the form of a checkpoint
+    return set((begun["places"] if isinstance(begun, dict) else begun.places).tolist())
+
+
+def is_ready(begun):
+    """[P] bool, prompts whose completions have all ended."""
+    return begun.waiting == 0
+
+
+def begun_rows(begun):
     """Rows that are not finished: prompt's number, seed, written tokens."""
-    begun = source["begun"]
-    samples = len(begun["paused"]) // max(1, len(begun["places"]))
-    fields = Batch(**begun["fields"])
     return [
-        (int(begun["places"][n // samples]), int(begun["seeds"][n]), fields.tokens[n][fields.mask[n]].tolist())
-        for n in begun["paused"].nonzero().flatten().tolist()
+        (place, int(begun.seeds[number, sample]), completion.tokens.tolist())
+        for number, place in enumerate(begun.places.tolist())
+        for sample, completion in enumerate(begun.records[place])
+        if completion.finish == "paused"
     ]
 
 
@@ -43,7 +57,7 @@ def test_with_the_same_weights_a_completion_is_that_of_one_step():
     job = small_job(**PARTIAL)
     run, state = begin(job, single())
     _, state, metrics = draw_batch(run, state)
-    begun = begun_rows(state.source)
+    begun = begun_rows(state.source["begun"])
     assert len(begun) > 3 and {len(tokens) for _, _, tokens in begun} <= {3, 6, 9}
     assert metrics["partial/unfinished_prompts"] == len({place for place, _, _ in begun})
     results = []
@@ -116,8 +130,8 @@ def test_each_completion_is_rewarded_once_and_when_it_is_finished():
         drawn += metrics["partial/new_prompts"]
         rewarded += 6
         held = state.source["begun"]
-        assert len(held["places"]) == drawn - rewarded / 2
-        assert sum(seen.values()) == rewarded + int((~held["paused"]).sum())
+        assert len(held.places) == drawn - rewarded / 2
+        assert sum(seen.values()) == rewarded + 2 * len(held.places) - held.waiting.sum()
 
 
 @pytest.mark.parametrize("compose", [GRPO, filtered], ids=["grpo", "filtered"])
@@ -131,7 +145,7 @@ def test_finished_prompts_that_a_batch_does_not_need_wait_for_the_next_one(compo
         rows, after, metrics = draw_batch(run, state)
         assert len(rows.batch.score) == 8
         waiting = after.source["begun"]
-        ready = ~waiting["paused"].view(-1, 2).any(1)
+        ready = is_ready(waiting)
         assert metrics["partial/finished_prompts_left"] == ready.sum()
         if compose is filtered:
             assert (rows.batch.score.view(-1, 2).diff() != 0).all()
@@ -139,9 +153,9 @@ def test_finished_prompts_that_a_batch_does_not_need_wait_for_the_next_one(compo
             assert metrics["filter_groups/sampled_prompts"] == seen
         elif left[-1]:
             assert metrics["partial/new_prompts"] == 4 - left[-1]
-        held = set(state.source["begun"]["places"].tolist()) | set(range(*consumed(state, after)))
-        gone = held - set(waiting["places"].tolist())
-        finished = waiting["places"][ready].tolist()
+        held = begun_places(state) | set(range(*consumed(state, after)))
+        gone = held - begun_places(after)
+        finished = waiting.places[ready].tolist()
         if compose is GRPO:
             assert len(gone) == 4 and (not finished or min(finished) > max(gone))
         trained += gone
@@ -188,6 +202,25 @@ def test_what_is_begun_goes_on_on_another_mesh(tmp_path):
         kept = [name for name in expected if not measured(name)]
         assert a == b
         assert [metrics[k] for k in kept] == pytest.approx([expected[k] for k in kept], rel=1e-9, abs=1e-9)
+
+
+def test_the_saved_form_of_what_is_begun_continues_with_the_same_bits():
+    run, state = begin(small_job(**PARTIAL | {"compose": filtered}), single())
+    _, state, _ = draw_batch(run, state)
+    stored = run.source.stored
+    again = state._replace(source=stored.restored(stored.saved(state.source, int)))
+    rows, after, metrics = draw_batch(run, state)
+    others, _, same = draw_batch(run, again)
+    for name, x in as_dict(rows.batch).items():
+        assert torch.equal(x, as_dict(others.batch)[name]), name
+    assert metrics == same and begun_places(after)
+
+
+def test_begun_rows_of_an_earlier_version_are_refused_by_name():
+    _, state = begin(small_job(**PARTIAL), single())
+    record = Recorded(Path("step-1"), {"source/begun/paused": Array((6,), "bool", (6,))}, {})
+    with pytest.raises(CheckpointError, match=r"step-1: it has unfinished completions.*with the version that wrote it"):
+        load(record, state, {}, mesh=single(), server=ShardServer())
 
 
 def test_samples_are_shown_and_a_run_learns():

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from joined_runs import PLACE, joined_job
 from picture_runs import DEEP_TOWER, TEMPLATE, TOWER, picture_job, save_seeing_model
 from selection import quick
 from small_runs import GRPO, SMALL
 from test_asynchronous_replay import repeated, trained
 from test_picture_episodes import CountsSquares
-from test_placement_runs import Ended, assert_same_runs, rank_of
+from test_placement_runs import assert_same_runs, rank_of
 
 from funrl.algos.recipes.rollout_is import rollout_is
 from funrl.data.pictures import picture_url
@@ -62,21 +61,6 @@ def test_a_reference_on_ranks_of_its_own_sees_the_pictures():
     placed = run(compose=compose, place="train:1 generate:1 reference:1")
     assert_same_runs(placed, run(compose=compose), 1e-9)
     assert placed.observer.steps[-1][1]["actor/kl_loss"] != 0
-
-
-JOINED = {"by turns": (GRPO, {}), "ahead": (rollout_is, {"staleness": 1, "minibatches": 1})}
-
-
-@pytest.mark.parametrize("name", quick(JOINED, []))
-def test_generators_that_join_see_the_pictures(name, tmp_path):
-    compose, settings = JOINED[name]
-    given = {"place": PLACE, "run_dir": str(tmp_path), "freeze": "none", "steps": 2} | settings
-    ended, exits = joined_job(tmp_path, {"one": (None, None)}, picture_job(compose, **given))
-    assert exits == {"one": 0} and ended[0].error is None
-    gaps = [metrics["rollout/logprob_gap_max"] for _, metrics in ended[1].steps]
-    assert gaps and max(gaps) < 1e-12
-    if not settings:
-        assert_same_runs(Ended(*ended), run())
 
 
 AHEAD = SMALL | {

@@ -13,6 +13,7 @@ from test_episode_runs import episode_job
 
 import funrl
 from funrl import trees
+from funrl.algos.recipes.dapo import dapo
 from funrl.algos.recipes.online_dpo import online_dpo
 from funrl.algos.recipes.prime import prime
 from funrl.algos.recipes.remax import remax
@@ -22,6 +23,8 @@ from funrl.mesh.mesh import single
 from funrl.mesh.text import MeshError
 from funrl.rollout.episodes import Episode
 from funrl.trainer.checkpoints.checkpoint import complete_checkpoints
+from funrl.trainer.checkpoints.saved_episodes import read_episodes
+from funrl.trainer.checkpoints.saved_rows import ROLLOUTS
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
@@ -84,6 +87,10 @@ LAYOUTS = {
         {"mesh": "dp2", "fsdp": True, "generate_mesh": "tp2"},
         {"place": "train:dp2@0,3 generate:tp2@1-2", "fsdp": True},
     ),
+    "fixed groups": (
+        {"mesh": "dp2", "queue": "fixed"},
+        {"place": "train:dp2 generate:2", "queue": "fixed"},
+    ),
 }
 
 
@@ -138,6 +145,32 @@ def test_episodes_have_the_same_bits_apart():
     placed = run(place="generate:1", **settings)
     assert_same_runs(placed, run(**settings))
     assert all(metrics["rollout/logprob_gap_max"] < 1e-12 for _, metrics in placed.observer.steps)
+
+
+def logged_run(compose, folder, **settings):
+    """Numbers, seeds and sampled tokens of the episodes of a run's steps, as its log has them."""
+    folder.mkdir()
+    calculator = {"task": "calculator", "reward": None, "episode_turns": 3, "steps": 2}
+    job = small_job(compose, save_rollouts=1, run_dir=str(folder), **calculator, **settings)
+    launch(functools.partial(rank_in, job, str(folder / "checkpoints")), job.launched, "cpu")
+    return [
+        sorted(
+            (number, seed, [list(node.tokens) for end in episode.ends for node in end.nodes()])
+            for number, seed, episode in read_episodes(folder / ROLLOUTS, step)
+        )
+        for step in (1, 2)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compose", [remax, dapo])
+def test_the_log_has_the_same_episodes_apart(compose, tmp_path):
+    """Those of dropped prompts and of greedy baselines too."""
+    together, apart = (
+        logged_run(compose, tmp_path / name, **place)
+        for name, place in {"together": {}, "apart": {"place": "generate:2"}}.items()
+    )
+    assert together == apart and all(together)
 
 
 STALE = {"minibatches": 1, "steps": 4, "place": "generate:1"}
@@ -227,14 +260,6 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks():
 @pytest.mark.parametrize(
     "settings,problem",
     [
-        (
-            {"engine": "vllm", "place": "generate:join"},
-            "generators that join have the native engine",
-        ),
-        (
-            {"router_replay": True, "place": "generate:join"},
-            "--router_replay with --place=generate:join: generators that join have the policy's weights alone",
-        ),
         ({"engine": "hf", "staleness": 1}, "--engine=hf and --staleness=1 with --place=generate:1"),
         ({"new_tokens_per_step": 2}, "--new_tokens_per_step=2 with --place=generate:1"),
         (

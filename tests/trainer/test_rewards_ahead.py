@@ -7,7 +7,6 @@ import time
 from datetime import timedelta
 
 import pytest
-from joined_runs import joined
 from selection import quick
 from small_runs import small_job
 from test_asynchronous_replay import SETTINGS as REPLAYED
@@ -102,18 +101,6 @@ def test_late_replacements_are_refused_where_they_cannot_be(folders):
     flags = {"place": "generate:1", "staleness": 1, **settings_of(folders, "judge")}
     with pytest.raises(SettingsError, match="and greedy completions: these are scored with the batch"):
         small_job(stale_remax, on_reward_error="skip", **flags)
-
-
-@pytest.mark.slow
-def test_completions_of_generators_that_join_are_scored_before_the_filter(folders, tmp_path):
-    flags = settings_of(folders, "judge") | {"minibatches": 1, "steps": 4, "max_refills": 3}
-    (outcome, observer, _), exits = joined(tmp_path, {"one": (None, None)}, stale_dapo, staleness=1, **flags)
-    assert outcome.error is None and exits == {"one": 0}
-    steps = [metrics for _, metrics in observer.steps]
-    together = run(stale_dapo, **flags).observer.steps[0][1]
-    of_rows = ("reward/judge/mean", "filter_groups/kept_share", "filter_groups/sampled_prompts")
-    assert [steps[0][name] for name in of_rows] == [together[name] for name in of_rows]
-    assert len(steps) == 4 and any(metrics["rollout/stale_gap_max"] > 0 for metrics in steps)
 
 
 def no_score(*_):

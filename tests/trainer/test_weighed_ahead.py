@@ -113,7 +113,6 @@ def test_further_batches_are_chosen_once():
 
 REFUSED = [
     ({"window": 2}, rollout_is, "--staleness=1 with --difficulty=0.2,0.8 and --window=2: the batches"),
-    ({"place": "generate:join", "run_dir": "x"}, rollout_is, "and generators that join: they take the next prompts"),
     ({}, stale_dapo, "and --max_refills=8: what takes the place of a prompt"),
 ]
 

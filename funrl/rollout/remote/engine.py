@@ -78,8 +78,10 @@ class RemoteEngine:
       weights: the form in which it takes weights; its mesh is that of the generating ranks.
       version: version of the weights that it was sent last; None: none were.
       requests: the way to those ranks.
-      sender: sends all weights but the first in the background; None: each load waits.
-      held: version -> whether all generators hold it; asked on the first rank that trains.
+      sender: sends all weights but the first in the background.
+      held: version -> whether all generators hold it, before their proof is asked for; asked on the first rank that
+        trains. By default the proof waits for them.
+      ahead: whether these ranks generate while others train, so that all weights come at once.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RemoteEngine:
         self.loading = -1  # number of the newest request
         self.sender: WeightSender | None = None
         self.held: Callable[[int], bool] = lambda version: True
+        self.ahead = False
 
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Send weights. Collective over the trainer ranks.
@@ -132,7 +135,7 @@ class RemoteEngine:
           further: weights of other engines of these ranks.
         """
         if self.sender is None:
-            raise RuntimeError("nothing sends weights in the background: --staleness=0")
+            raise RuntimeError("nothing sends weights in the background")
         transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
         self.sender.begin([weights, *(other.weights for other in further)], transfer)
         self.loading = -1
@@ -171,9 +174,3 @@ class RemoteEngine:
         tokens_BS, logp_BS, spread = self.requests.ask(request, "the generators' probe")
         device = self.requests.mesh.device
         return Greedy(tokens_BS.to(device), logp_BS.to(device), spread)
-
-    def resume(self) -> None:
-        """Do nothing: the engine's ranks have its cache to themselves."""
-
-    def pause(self) -> None:
-        """Do nothing; see `resume`."""

@@ -15,7 +15,7 @@ WINDOW = 5  # steps that are compared with earlier ones
 KEPT_ROWS = 1000  # that a monitor keeps: the first and last of them are consecutive steps
 FIRST_ROWS = 50
 LAST_ROWS = 400
-FARTHEST_SAMPLER = 0.28  # nats a token in two steps; docs/asynchrony.md has runs on both sides
+FARTHEST_SAMPLER = 0.28  # nats a token in two steps; docs/placement.md has runs on both sides
 Row = Mapping[str, object]
 Guard = Callable[[Sequence[Row]], str | None]
 

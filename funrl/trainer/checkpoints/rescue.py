@@ -9,6 +9,7 @@ whose ranks all live and hold the state after the same step; where there is none
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -82,7 +83,6 @@ class RecoverableState:
         self.saver = saver
         self.replica = replica_of(saver.mesh, saver.layouts, saver.source.stored.spread)
         self.state: State | None = None
-        self.source: tuple[Any, Any] = (None, None)  # a source's state, and the same as a checkpoint has it
         self.evaluations = Evaluations({}, {})
         self.metrics: Mapping[str, float] = {}  # of the step, whose line may not have been written
         self.lock = threading.Lock()  # while it is held, nothing of the state changes
@@ -90,18 +90,11 @@ class RecoverableState:
     def keep(self, state: State, evaluations: Evaluations, metrics: Mapping[str, float] | None = None) -> None:
         """Keep a state that is whole, and stays as it is until `release`.
 
-        Collective where ranks have different parts of the source's state: they agree on the width of their rows now, as
-        they could not when one has failed.
-
         Args:
           state: of the run.
           evaluations: so far.
           metrics: of the step that has led to it; None: as before.
         """
-        if self.saver.source.stored.spread and self.saver.folder is not None:
-            if self.source[0] is not state.source:
-                self.source = (state.source, self.saver.source.stored.saved(state.source))
-            state = state._replace(source=self.source[1])
         with self.lock:
             self.state = state
             self.evaluations = evaluations
@@ -173,7 +166,9 @@ class RecoverableState:
         """Write a checkpoint of the state. Raises: CheckpointError."""
         saver = self.saver
         replica = self.replica
-        snapshot = snapshot_of(state, saver.source, replica.layouts, mesh=replica.mesh)
+        numbers = Path(folder) / f".step-{state.step}.numbers"
+        stored = saver.source.stored.saved(state.source, functools.partial(self._largest, numbers))
+        snapshot = snapshot_of(state._replace(source=stored), saver.source, replica.layouts, mesh=replica.mesh)
         server = ShardServer()
         memory = Memory(snapshot.own.nbytes)
         try:
@@ -187,11 +182,24 @@ class RecoverableState:
                 path = str(Path(folder) / f"step-{state.step}")
                 server.send(self._commit(draft, path, snapshot, step=state.step, outline=outline))
             self._wait(server, folder)
+            if replica.mesh.rank == 0:
+                shutil.rmtree(numbers, ignore_errors=True)
         except (ShardError, OSError) as error:
             raise CheckpointError(f"{folder}: the state cannot be saved: {error}") from error
         finally:
             server.close(0.0)
             memory.close()
+
+    def _largest(self, folder: Path, number: int) -> int:
+        """The largest number of any rank of the replica, by files: a collective may wait for a rank that has failed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{self.replica.mesh.rank}-{number}").touch()
+        deadline = time.monotonic() + ARRIVE_S
+        while len(names := os.listdir(folder)) < self.replica.mesh.world:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{folder}: other ranks have not left their numbers within {ARRIVE_S:.0f} s")
+            time.sleep(0.02)
+        return max(int(name.partition("-")[2]) for name in names)
 
     def _commit(self, draft: str, path: str, snapshot: Snapshot, *, step: int, outline: dict[str, str]) -> Commit:
         """The request to make a checkpoint of what the ranks of the replica write, beside an outline."""
@@ -244,7 +252,7 @@ def saved_on_failure(saver: Saver) -> Iterator[RecoverableState]:
         unwritable = isinstance(error, CheckpointError) or isinstance(cause, OSError | SafetensorError)
         if not heartbeat.failed(error, unwritable) and saver.mesh.world == 1 and held.state is not None:
             state = held.state
-            held.keep(state._replace(source=saver.source.stored.saved(state.source)), held.evaluations)
+            held.keep(state, held.evaluations)
             with contextlib.suppress(Exception):  # which would hide the failure
                 if message := held.save(unwritable):
                     error.add_note(message)

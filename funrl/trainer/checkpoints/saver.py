@@ -265,7 +265,8 @@ class Saver:
         if self.folder is None or state.step == self.saved:
             return
         self.wait()
-        state = state._replace(source=self.source.stored.saved(state.source))
+        stored = self.source.stored.saved(state.source, self._largest)
+        state = state._replace(source=stored)
         snapshot, memory = self._prepare(state)
         snapshot.copy(memory)
         self.attempt += 1
@@ -398,6 +399,10 @@ class Saver:
             self.server.send(request)
         except ShardError as error:
             raise CheckpointError(_explained(str(self.folder), str(error))) from error
+
+    def _largest(self, number: int) -> int:
+        """The largest number of any rank."""
+        return int(pmax(torch.tensor(number, device=self.mesh.device), self.mesh, AXES))
 
     def _agree(self, *flags: bool) -> list[bool]:
         """Flags that are true on any rank."""

@@ -129,8 +129,8 @@ def _models_on_other_ranks(
 ) -> tuple[dict[str, RemoteScorer], dict[str, RemoteRewards]]:
     """Roles that trainer ranks ask for fields of tokens, and models that this rank asks for rewards, by name.
 
-    Generator ranks ask for rewards of completions. Where groups are written ahead, the trainer ranks ask for those of a
-    batch. Every rank of these pools calls it.
+    Generator ranks ask for rewards of held-out completions, trainer ranks for those of a batch. Every rank of these
+    pools calls it.
 
     Args:
       training, generating: meshes of the trainer ranks, and of generator ranks.
@@ -146,7 +146,7 @@ def _models_on_other_ranks(
                 scorers[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
         elif generating.here and not own.here:
             rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
-        elif job.settings.asynchrony.staleness and not own.here:
+        elif not own.here:
             rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
     return scorers, rewarding
 

@@ -76,8 +76,7 @@ def _check_staleness(algorithm: Algorithm, settings: Settings) -> None:
         )
     scorers = scorers_of(settings)
     refills = filters_rows(algorithm, settings) and settings.sampling.max_refills > 1
-    # Generator ranks write groups ahead; generators that join return them unrewarded.
-    ahead = staleness > 0 and devices.place is not None and not devices.joined
+    ahead = staleness > 0 and devices.place is not None
     if ahead and scorers and refills and "greedy_score" in reads(algorithm).required:
         raise settings.refusal(
             f"{{max_refills}} with {{staleness}}, --{scorers[0]} and greedy completions: these are scored with the "

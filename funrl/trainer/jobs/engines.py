@@ -10,7 +10,6 @@ from typing import NamedTuple, cast
 import torch
 
 from funrl import trees
-from funrl.asynchrony.leases import LeaseRule
 from funrl.mesh.launch import ranks_per_node, submesh, view
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.plan import Plan, plan
@@ -23,13 +22,10 @@ from funrl.models.weight_dtypes import TORCH_DTYPES, weight_dtypes
 from funrl.rollout.engine import Engine, WeightSpec
 from funrl.rollout.engine_abilities import ENGINES
 from funrl.rollout.hf_engine import hf_engine, hf_weights
-from funrl.rollout.joined.engine import JoinedEngine, LateProof
-from funrl.rollout.joined.lease_server import LeaseServer
-from funrl.rollout.joined.messages import TrainerFacts
-from funrl.rollout.joined.weight_server import WeightServer
 from funrl.rollout.native.adapter_engine import AdapterEngine
 from funrl.rollout.native.engine import NativeEngine, NativeOptions, native_engine
 from funrl.rollout.native.loading import native_weights, spec_of_adapter
+from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
@@ -193,9 +189,9 @@ def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, not
       policy: the same with adapters, where the policy has some: a native engine adds `added_adapters` to the base, and
         others are merged, as for other engines.
     """
+    if job.settings.devices.generators is not None:
+        return _ray_generator(job, placed)
     mesh = generating_mesh(job, placed.mesh)
-    if job.settings.devices.joined:
-        return _joined_generator(job, mesh, placed)
     if not mesh.here:
         return _remote_generator(job, mesh, placed, policy)
     engine = MAKERS[_engine_name(job, placed.model)].make(job, EnginePlace(placed.model, mesh, layer, note))
@@ -287,22 +283,13 @@ def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> G
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 
 
-def _joined_generator(job: Job, mesh: Mesh, placed: Placed) -> Generator:
-    """The generator of other jobs, which take weights as they are stored, adapters merged."""
-    names = native_weights(placed.model, mesh, job.dtype).names
-    weights = WeightSpec(names, placed.stored, placed.mesh, job.dtype)
-    lease_servers = [rank for rank in range(mesh.world) if not Mesh(mesh.sizes, rank).index("tensor")]
-    digests = job.settings.engines.verify_sync
-    weight_server = WeightServer(
-        weights, TrainerFacts(dict(trees.named(placed.stored)), job.dtype, lease_servers, digests)
-    )
-    limit_s = 60.0 * job.settings.waiting.timeout
-    lease_server = None
-    if mesh.index("tensor") == 0:
-        lease_server = LeaseServer(LeaseRule(stuck_s=limit_s), weight_server)
-    engine = JoinedEngine(placed.model.config, mesh, weight_server, weights, lease_server, limit_s=limit_s)
+def _ray_generator(job: Job, placed: Placed) -> Generator:
+    """The generator of actors on Ray, which take weights as they are stored, adapters merged."""
+    outside = Mesh(rank=-1, device=placed.mesh.device, timeout=placed.mesh.timeout)
+    form = native_weights(placed.model, outside, job.dtype)
+    engine = RayEngine(form, placed.stored, placed.mesh)
     to_engine = plan(placed.stored, placed.stored, weight_dtypes(placed.stored, job.dtype), ranks_per_node())
-    return Generator(engine, mesh, to_engine, proof=LateProof())
+    return Generator(cast(Engine, engine), outside, to_engine, proof=SyncProof())
 
 
 def _plan_to(weights: WeightSpec, stored: trees.Tree, mesh: Mesh, job: Job) -> Plan:

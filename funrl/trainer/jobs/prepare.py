@@ -244,9 +244,7 @@ def _check_weighed(settings: Settings, algorithm: Algorithm, task: Task) -> None
         return
     weights = "a curriculum" if settings.examples.difficulty is None else "{difficulty}"
     problem = ""
-    if settings.devices.joined:
-        problem = "generators that join: they take the next prompts of the order; give generator ranks: generate:2"
-    elif settings.asynchrony.window > 1:
+    if settings.asynchrony.window > 1:
         problem = "{window}: the batches that it joins are chosen apart; leave it out"
     elif filters_rows(algorithm, settings) and settings.sampling.max_refills > 1:
         problem = (

@@ -48,9 +48,9 @@ from funrl.trainer.sources.completion_scores import (
     with_step_scores,
 )
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
-from funrl.trainer.sources.episode_rows import EpisodeSetup, RowForm
+from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation, source_of, verdicts
-from funrl.trainer.sources.generation import CompletionForm, RewardedEngine
+from funrl.trainer.sources.generation import RewardedEngine, RowForm
 from funrl.trainer.sources.judging import with_verdicts
 from funrl.trainer.sources.observing import Show, shows_samples
 from funrl.trainer.sources.own_texts import Reader, read_steps, read_texts, reads_tokens
@@ -92,6 +92,8 @@ def open_rewards(job: Job, rank: int) -> Iterator[Pool | None]:
 
 def runs_episodes(job: RLJob, rank: int) -> bool:
     """True of the first tensor rank of a replica, which asks for rewards and runs environments."""
+    if job.settings.devices.generators is not None:
+        return False  # generators on Ray do
     if job.placement is not None:
         if rank not in job.placement.generate.ranks:
             return False
@@ -225,10 +227,10 @@ def generation_of(
         rewards=ScoreColumns(job.reward_names, rescoring(job, parts, frozen, clock, show)),
         greedy_baseline="greedy_score" in reads(job.algorithm).required,
         shows=functools.partial(shows_samples, settings.run.steps, settings.outputs.sample_every),
-        form=CompletionForm(
-            job.pad,
-            settings.asynchrony.staleness > 0,
-            job.model.abilities.choices if settings.routers.router_replay else 0,
+        form=RowForm(
+            pad=job.pad,
+            versions=settings.asynchrony.staleness > 0,
+            choices=job.model.abilities.choices if settings.routers.router_replay else 0,
         ),
         episodes=None if task.environment is None else episode_setup(job, task.environment),
     )
@@ -278,7 +280,7 @@ def rewarded_engine(job: RLJob, parts: GeneratingParts, show: Show) -> RewardedE
         decode=functools.partial(job.tokenizer.decode, skip_special_tokens=True),
         pool=parts.pool or Pool(rewards),
         weights=job.task.weights[: max(len(rewards), job.task.environment is not None)],
-        queue="fixed" if job.settings.devices.joined else job.settings.engines.queue,
+        queue=job.settings.engines.queue,
         on_error=job.settings.rewards.on_reward_error,
         note=show.note,
         proof=generator.proof,

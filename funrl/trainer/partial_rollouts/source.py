@@ -12,8 +12,8 @@ episodes; each trajectory samples a limited number of new tokens, and a rank hol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Generic, NamedTuple
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -21,20 +21,24 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.rollout.engine import onload_engine
-from funrl.trainer.partial_rollouts.begun import (
+from funrl.rollout.requests import Completion
+from funrl.trainer.partial_rollouts.groups import (
+    BegunGroups,
+    CompletionWriter,
+    EpisodeWriter,
     Examined,
-    HeldT,
     NewPrompts,
-    RowWriter,
+    PartialWriter,
+    RecordT,
+    empty_rollout,
     sample_numbers,
 )
-from funrl.trainer.partial_rollouts.completions import CompletionWriter, first_rollout
-from funrl.trainer.partial_rollouts.episodes import EpisodeWriter
 from funrl.trainer.sources.episode_totals import episode_metrics
 from funrl.trainer.sources.generation import generating_ranks
+from funrl.trainer.sources.group_rows import first_samples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.pending_rewards import add_totals, entry_metrics
-from funrl.trainer.sources.prompts import first_samples, one_step_of, prompt_source
+from funrl.trainer.sources.prompts import one_step_of, prompt_source
 from funrl.trainer.sources.selection import (
     Chosen,
     chosen_rows,
@@ -48,23 +52,7 @@ from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, on_cpu, take, with_stale
 from funrl.trainer.storage.row_shards import HeldRows
 
-
-class Filled(NamedTuple, Generic[HeldT]):
-    """Prompts of a step.
-
-    Attributes:
-      held: all prompts that are begun or finished.
-      consumed: next position in the order of the prompts.
-      examined: finished prompts.
-      begun: number of prompts begun in this step.
-      beyond: number of prompts that were finished beyond the budget of tokens.
-    """
-
-    held: HeldT
-    consumed: int
-    examined: Sequence[Examined]
-    begun: int
-    beyond: int
+NEW = "partial/new_prompts"  # metric: prompts begun in a step
 
 
 def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show) -> Source:
@@ -76,24 +64,18 @@ def partial_source(generation: Generation, tokens: int, clock: Clock, show: Show
       clock: times the phases.
       show: receives samples and remarks.
     """
-    whole = prompt_source(generation, clock, show)
     if generation.episodes is None:
-        return _written_source(generation, CompletionWriter(generation, clock), whole, tokens, clock=clock, show=show)
-    writer = EpisodeWriter(generation, generation.episodes, tokens, clock, show)
-    return _written_source(generation, writer, whole, tokens, clock=clock, show=show)
+        return source_of_writer(CompletionWriter(generation, tokens, clock, show))
+    return source_of_writer(EpisodeWriter(generation, tokens, clock, show))
 
 
-def _written_source(
-    generation: Generation, writer: RowWriter[HeldT], whole: Source, tokens: int, *, clock: Clock, show: Show
-) -> Source:
-    """The source of a writer.
-
-    Args:
-      generation, tokens, clock, show: as of `partial_source`.
-      writer: writes the rows.
-      whole: the source of rows that are written in one step, which evaluates.
-    """
-    mesh = generation.engine.mesh
+def source_of_writer(writer: PartialWriter[RecordT]) -> Source:
+    """The source of the rows of a writer; see `partial_source`."""
+    generation = writer.generation
+    clock = writer.clock
+    show = writer.show
+    whole = prompt_source(generation, clock, show)
+    mesh = writer.mesh
     schedule = generation.schedule
     weighing = schedule.weighing
 
@@ -102,17 +84,19 @@ def _written_source(
         begin = state["prompts_consumed"]
         weights, measured, weighed = weighing.weights(state["curriculum"], step)
         new = NewPrompts(begin, weights=weights)
-        filled = _fill(writer, writer.held(state["begun"]), new, schedule.batch, tokens)
-        held = filled.held
-        seen = _joined_examined(filled.examined)
+        begun = state["begun"]
+        begun = begun if isinstance(begun, BegunGroups) else writer.restored(begun)
+        begun = dataclasses.replace(begun, restarted=0, entries={})
+        held, consumed, examined, counts = _fill(writer, begun, new, schedule.batch)
+        seen = _joined_examined(examined)
         measured = weighing.measured(measured, schedule.numbers_at(seen.places), seen.scores, seen.failed)
         entries = add_totals(held.entries, seen.entries)
-        metrics = weighed | _metrics(generation, filled, seen, unfinished=int((~writer.ready(held)).sum()))
+        metrics = {**weighed, **counts, **_metrics(generation, seen), **writer.metrics(held)}
         metrics |= entry_metrics(entries) | episode_metrics(seen.episodes)
         if weights is not None:
-            metrics["curriculum/passed_over"] = filled.consumed - begin - filled.begun
+            metrics["curriculum/passed_over"] = consumed - begin - counts[NEW]
         seen, skipped = _with_some_kept(generation, seen, show, step=step)
-        state = {**state, "prompts_consumed": filled.consumed, "curriculum": measured}
+        state = {**state, "prompts_consumed": consumed, "curriculum": measured}
         unusable = 0 if seen.kept_PS.any() else seen.kept_PS.size
         state, emptiness = count_empty(state, step, unusable, seen.episodes, show)
         metrics |= emptiness
@@ -121,19 +105,20 @@ def _written_source(
         chosen = chosen_rows(examples, seen.places, seen.rows, useful, kept_PS=seen.kept_PS)
         dropped = seen.places if skipped else seen.places[~seen.kept_PS.any(1)]
         left = np.flatnonzero(~np.isin(held.places, np.concatenate([seen.places[useful], dropped])))
-        held = writer.select(held, left)
+        held = held.select(left)
         baseline = generation.greedy_baseline and not skipped and len(useful) > 0
         rows = one_step_of(generation, [chosen], begin, clock=clock, baseline=baseline)
         metrics |= {} if generation.selection.filter is None else {SKIPPED: float(skipped or not len(useful))}
         version = generation.engine.engine.version or 0
         rows = with_stale(rows, version)
-        metrics |= _staleness(rows, version) | writer.metrics(filled.held)
+        metrics |= _staleness(rows, version)
         if generation.shows(step) and len(useful):
             show.samples(step, _shown(generation, chosen, rows))
-        return rows, {**state, "begun": writer.tree(held)}, metrics
+        return rows, {**state, "begun": held}, metrics
 
-    def saved(state: trees.Tree) -> trees.Tree:
-        return {**state, "begun": writer.saved(state["begun"])}
+    def saved(state: trees.Tree, largest: Callable[[int], int]) -> trees.Tree:
+        begun = state["begun"]
+        return {**state, "begun": writer.saved(begun, largest) if isinstance(begun, BegunGroups) else begun}
 
     def rows(state: trees.Tree) -> HeldRows:
         held = writer.rows(state["begun"])
@@ -144,7 +129,7 @@ def _written_source(
         owner = generating_ranks(len(begun["owner"]), 1, mesh.size(mesh.row_axes))
         return {**whole.stored.restored(state), "begun": {**begun, "owner": torch.from_numpy(owner)}}
 
-    first = {**whole.init(), "begun": writer.tree(writer.nothing())}
+    first = {**whole.init(), "begun": writer.saved(writer.nothing(), lambda width: width)}
     return whole._replace(
         init=lambda: trees.map(lambda x: x, first),
         next_rows=next_rows,
@@ -179,14 +164,24 @@ def _with_some_kept(generation: Generation, seen: Examined, show: Show, step: in
 def _shown(generation: Generation, chosen: Chosen, rows: Rows) -> list[ShownSample]:
     """The first sample of each of the first prompts of a step."""
     examples = chosen.examples[:SHOWN_PROMPTS]
-    done, firsts = first_rollout(generation, rows, chosen.counts[: len(examples)])
+    firsts = take(rows, np.cumsum([0, *chosen.counts])[: len(examples)])
+    batch = firsts.batch
+    completions = []
+    for row, number in enumerate(firsts.own.tolist()):
+        here = slice(int(batch.mask[row].int().argmax()), int(batch.length[number]))
+        tokens, logp, versions = (x[row, here].cpu() for x in (batch.tokens, batch.rollout_logp, batch.version))
+        finish = "length" if batch.truncated[number] else "stop"
+        completions.append(Completion(number, tokens.long(), logp, logp, versions.long(), finish))
+    done = empty_rollout(generation)._replace(completions=completions, owner=firsts.owner, mesh=firsts.mesh)
     if generation.episodes is not None:
         score_R = firsts.batch.score
         done = done._replace(score=score_R, scores=score_R[:, None], failed=None)
     return first_samples(generation, examples, done, rows=firsts, samples=1)
 
 
-def _fill(writer: RowWriter[HeldT], held: HeldT, new: NewPrompts, batch: int, tokens: int) -> Filled[HeldT]:
+def _fill(
+    writer: PartialWriter[RecordT], held: BegunGroups[RecordT], new: NewPrompts, batch: int
+) -> tuple[BegunGroups[RecordT], int, list[Examined], Mapping[str, float]]:
     """Write until enough prompts are finished.
 
     First continue all begun prompts, and begin as many as the batch lacks. While prompts are still missing, begin
@@ -198,30 +193,32 @@ def _fill(writer: RowWriter[HeldT], held: HeldT, new: NewPrompts, batch: int, to
       held: prompts that were begun in earlier steps.
       new: the next position in the order of the prompts, and their weights.
       batch: prompts of a step.
-      tokens: as of `partial_source`.
+
+    Returns: all prompts that are begun or finished, the next position in their order, the finished ones, and counts.
     """
-    under_way = batch * (-(-writer.longest // tokens) - 1)
+    under_way = batch * (-(-writer.longest // writer.tokens) - 1)
     examined = []
     begun = beyond = kept = 0
-    count = max(0, batch - int(writer.ready(held).sum()))
+    count = max(0, batch - int((held.waiting == 0).sum()))
     going_on = np.ones(len(held.places), bool)
-    held, consumed = writer.write(held, going_on, new._replace(count=count), tokens)
+    held, consumed = writer.write(held, going_on, new._replace(count=count), writer.tokens)
     while True:
         begun += count
         known = np.concatenate([np.zeros(0, np.int64), *(prompts.places for prompts in examined)])
-        fresh = np.flatnonzero(writer.ready(held) & ~np.isin(held.places, known))
+        fresh = np.flatnonzero((held.waiting == 0) & ~np.isin(held.places, known))
         if len(fresh):
-            examined.append(writer.examine(writer.select(held, fresh)))
+            examined.append(writer.examine(held.select(fresh)))
             kept += int(examined[-1].kept_PS.any(1).sum())
         missing = batch - kept
-        waiting = np.flatnonzero(~writer.ready(held))
+        waiting = np.flatnonzero(held.waiting > 0)
         may_begin = missing if writer.most_new is None else min(missing, writer.most_new - begun)
         count = max(0, min(may_begin, under_way + missing - len(waiting)))
         if missing <= 0 or not (count or len(waiting)):
-            return Filled(held, consumed, examined, begun=begun, beyond=beyond)
+            counts = {NEW: begun, "partial/unfinished_prompts": len(waiting), "partial/prompts_beyond_budget": beyond}
+            return held, consumed, examined, counts
         if count:
             none = np.zeros(len(held.places), bool)
-            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), tokens)
+            held, consumed = writer.write(held, none, new._replace(begin=consumed, count=count), writer.tokens)
         else:
             oldest = np.isin(np.arange(len(held.places)), waiting[:missing])
             held, consumed = writer.write(held, oldest, new._replace(begin=consumed), None)
@@ -273,15 +270,10 @@ def _in_order(examined: Sequence[Examined], order: np.ndarray, samples: int) -> 
     return take(rows, by_number).with_fields(episode=episode, group=episode // samples)
 
 
-def _metrics(generation: Generation, filled: Filled[HeldT], seen: Examined, unfinished: int) -> dict[str, float]:
-    """Metrics of a step's prompts."""
+def _metrics(generation: Generation, seen: Examined) -> dict[str, float]:
+    """Metrics of a step's finished prompts."""
     useful = np.asarray(seen.kept_PS.any(1))
-    metrics: dict[str, float] = {
-        "partial/new_prompts": filled.begun,
-        "partial/unfinished_prompts": unfinished,
-        "partial/finished_prompts_left": max(0, int(useful.sum()) - generation.schedule.batch),
-        "partial/prompts_beyond_budget": filled.beyond,
-    }
+    metrics = {"partial/finished_prompts_left": float(max(0, int(useful.sum()) - generation.schedule.batch))}
     if seen.rows.batch.get("failed") is not None:
         metrics["reward/failed"] = failed_rows(seen.rows)
     if generation.selection.filter is None:

@@ -1,63 +1,53 @@
-"""Program of the generator ranks: serve trainer ranks, one request after the other."""
+"""Program of the generator ranks: write groups, and serve trainer ranks, one request after the other."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
-
-from torch import Tensor
 
 from funrl.environments.logged import LoggedEpisode
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.plan import Plan
 from funrl.mesh.pools.channel import Answers, End
-from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import TransferGroup, WeightDelivery, WeightForm, WeightReceiver
 from funrl.mesh.reshard import reshard
 from funrl.processes import heartbeat
 from funrl.processes.workers import stops_when_asked
 from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.certificate import complete_greedily, greedy_of, greedy_requests
+from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.engine import WeightSpec
+from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
 from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
-from funrl.trainer.ahead.heldout import HeldoutWriter
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
+from funrl.trainer.placement.link import BoardLink
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
+    EndEvaluationRequest,
     EpisodesRequest,
-    EvaluateRequest,
     HeldoutEvaluation,
     PoolAnswer,
     SendGroupsRequest,
-    SendRequest,
-    WriteRequest,
     WrittenFiles,
-    WrittenRows,
-    own_fields,
-    split_origins,
-    written_rows,
 )
 from funrl.trainer.placement.writer import GroupWriter
+from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.evaluation import EvalRow
+from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.sources.observing import ShownSample
-from funrl.trainer.sources.prompts import evaluate_heldout, first_samples, rewarded_rows
 from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.clock import Clock
 from funrl.trainer.steps.parts import Generator
-from funrl.trainer.steps.step_rows import Rows, join_rows, take
 
 
 class ShowBuffer:
@@ -88,29 +78,58 @@ class ShowBuffer:
         return taken
 
 
-class GeneratingRank:
-    """The engine of this rank, and rows that it has written."""
+class GeneratorRank:
+    """A rank that generates: it writes groups, and serves requests of the trainer ranks meanwhile."""
 
-    def __init__(self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer) -> None:
-        """Begin without rows.
+    def __init__(
+        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, writer: GroupWriter
+    ) -> None:
+        """Begin without groups.
 
         Args:
           generation: as of a source.
           generator: with an engine of this rank.
           training: the mesh of the trainer ranks.
           show: receives what is shown.
+          writer: of the groups.
         """
         self.generation = generation
         self.generator = generator
         self.training = training
         self.show = show
-        self.clock = Clock()
-        self.held: dict[int, Rows] = {}  # by the number of their request
-        self.step = 0  # of the newest rows
-        episodes = generation.episodes
-        self.log = [] if episodes is None or episodes.log is None else episodes.log
+        self.writer = writer
+        self.heldout: HeldoutWriter | None = None
 
-    def load(self, request: LoadRequest) -> EngineDigests | None:
+    def next_request(self, answers: Answers) -> object:
+        """The next request of the trainer ranks, before which groups are written. Collective."""
+        while not self.writer.turn(answers).request:
+            self.writer.step()
+        return answers.take("a request of the trainer ranks")
+
+    def answer(self, request: object) -> object:
+        """The value of the answer to a request. Raises: RewardError."""
+        if isinstance(request, ReadyRequest):
+            return None
+        if isinstance(request, LoadRequest):
+            return self._load(request)
+        if isinstance(request, SendGroupsRequest):
+            return self.writer.send(request, self.training)
+        if isinstance(request, EpisodesRequest):
+            return self._write_episodes(request.folder, self.writer.logged_episodes(request.groups))
+        if isinstance(request, EndEvaluationRequest):
+            assert self.heldout is not None
+            metrics = self.heldout.evaluate(self.writer.end_evaluation(), self.show, Clock())
+            return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
+        assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
+        self.writer.take_version(request.version)
+        if isinstance(request, DigestsRequest):
+            return engine_digests(self.generator.engine)
+        if isinstance(request, GreedyRequest):
+            return self._greedy(request)
+        self.heldout = HeldoutWriter(self.generation, request.step)
+        return self.writer.begin_evaluation(self.heldout.write)
+
+    def _load(self, request: LoadRequest) -> EngineDigests | None:
         """Take weights."""
         generator = self.generator
         engine = generator.engine
@@ -122,41 +141,16 @@ class GeneratingRank:
             engine = cast(NativeEngine, generator.further[request.model])
             plan = generator.to_whole
         with heartbeat.phase("reshard"):
-            engine.load(self._arriving(engine.weights, plan), request.version)
+            engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
         return engine_digests(engine) if request.digests else None
 
-    def _arriving(self, weights: WeightSpec, plan: Plan) -> Iterator[tuple[str, Tensor]]:
-        yield from weights.named(reshard(None, plan, weights.mesh))
+    def _greedy(self, request: GreedyRequest) -> Greedy:
+        """Greedy completions of the first replica, beside the groups."""
+        mesh = self.generation.engine.mesh
+        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
+        return compared_greedy(greedy_of(done, mesh.device), mesh)
 
-    def write(self, request: WriteRequest, number: int) -> tuple[WrittenRows, list[ShownSample]]:
-        """Generate and reward rows, which stay here. Raises: RewardError."""
-        heartbeat.at_step(request.step)
-        if request.step != self.step:
-            self.step = request.step
-            self.log.clear()
-        prompts = self.generation.schedule.prompts
-        examples = [prompts[place] for place in request.places.tolist()]
-        done, rows = rewarded_rows(self.generation, self.clock, examples, request.sampling, request.seed)
-        self.held[number] = rows
-        shown = []
-        if self.generation.shows(request.step):
-            shown = first_samples(self.generation, examples, done, rows=rows, samples=request.sampling.samples)
-        return written_rows(done, rows), shown
-
-    def send(self, request: SendRequest) -> None:
-        """Hand rows over, and let go of all others."""
-        if len(request.origins):  # a step has no row where all its episodes have failed
-            rows = join_rows([take(self.held[number], rows) for number, rows in split_origins(request.origins)])
-            way = Handover(rows.lengths, rows.owner, request.to, source=rows.mesh, target=self.training)
-            with heartbeat.phase("send_rows"):
-                send_rows(*own_fields(rows.batch), way)
-        self.held.clear()
-
-    def evaluation(self, metrics: dict[str, float]) -> HeldoutEvaluation:
-        """Metrics of an evaluation with what was shown."""
-        return HeldoutEvaluation(metrics, self.show.kept, self.show.table)
-
-    def write_episodes(self, folder: str, episodes: Sequence[LoggedEpisode]) -> WrittenFiles:
+    def _write_episodes(self, folder: str, episodes: Sequence[LoggedEpisode]) -> WrittenFiles:
         """Write episodes of this replica; the answer is of all replicas. Collective."""
         mesh = self.generation.engine.mesh
         nbytes = 0
@@ -169,66 +163,6 @@ class GeneratingRank:
         everywhere = gather_objects((nbytes, problem), mesh)
         problems = (problem for _, problem in everywhere if problem)
         return WrittenFiles(sum(nbytes for nbytes, _ in everywhere), next(problems, ""))
-
-    def next_request(self, answers: Answers) -> object:
-        """The next request of the trainer ranks. Collective."""
-        return answers.take("a request of the trainer ranks")
-
-    def greedy(self, request: GreedyRequest) -> Greedy:
-        """Greedy completions of this replica."""
-        return complete_greedily(self.generator.engine, request.prompts, request.new_tokens)
-
-    def answer(self, request: object, number: int) -> object:
-        """The value of the answer to a request. Raises: RewardError."""
-        if isinstance(request, WriteRequest):
-            return self.write(request, number)
-        if isinstance(request, SendRequest):
-            return self.send(request)
-        if isinstance(request, EpisodesRequest):
-            return self.write_episodes(request.folder, self.log)
-        assert isinstance(request, EvaluateRequest)
-        return self.evaluation(evaluate_heldout(self.generation, self.clock, self.show, request.step))
-
-
-class GroupRank(GeneratingRank):
-    """A `GeneratingRank` that writes groups without a break, and serves requests meanwhile."""
-
-    def __init__(
-        self, generation: Generation, generator: Generator, training: Mesh, show: ShowBuffer, writer: GroupWriter
-    ) -> None:
-        """Begin without groups; `writer` writes them, the others are as of `GeneratingRank`."""
-        super().__init__(generation, generator, training, show)
-        self.writer = writer
-        self.heldout: HeldoutWriter | None = None
-
-    def next_request(self, answers: Answers) -> object:
-        """Write groups until there is a request. Collective."""
-        while not self.writer.turn(answers).request:
-            self.writer.step()
-        return super().next_request(answers)
-
-    def greedy(self, request: GreedyRequest) -> Greedy:
-        """Greedy completions of this replica, beside its groups."""
-        self.writer.take_version(request.version)
-        done = self.writer.complete_beside(greedy_requests(request.prompts, request.new_tokens))
-        return greedy_of(done, self.generation.engine.mesh.device)
-
-    def answer(self, request: object, number: int) -> object:
-        """The value of the answer to a request. Raises: RewardError."""
-        del number
-        if isinstance(request, SendGroupsRequest):
-            return self.writer.send(request, self.training)
-        if isinstance(request, EpisodesRequest):
-            return self.write_episodes(request.folder, self.writer.logged_episodes(request.groups))
-        if isinstance(request, DigestsRequest):
-            self.writer.take_version(request.version)
-            return engine_digests(self.generator.engine)
-        if isinstance(request, BeginEvaluationRequest):
-            self.writer.take_version(request.version)
-            self.heldout = HeldoutWriter(self.generation, request.step)
-            return self.writer.begin_evaluation(self.heldout.write)
-        assert self.heldout is not None
-        return self.evaluation(self.heldout.evaluate(self.writer.end_evaluation(), self.show, Clock()))
 
 
 def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | None, group: TransferGroup = None) -> Any:
@@ -247,17 +181,18 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
         load_directories(generator.frozen)
         generation = generation_of(job, parts, {}, Clock(), show)
     answers = Answers(generating)
-    with stops_when_asked(), answers.showing_progress(), contextlib.ExitStack() as stack:
-        rank = GeneratingRank(generation, generator, training, show)
-        if job.settings.asynchrony.staleness:
-            form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
-            whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
-            receiver = WeightReceiver(generating, form, whole_form, group)
-            take_weights = functools.partial(load_arrived, generator)
-            writer = GroupWriter(generation, receiver, take_weights)
-            stack.enter_context(receiver.receiving())
-            stack.enter_context(contextlib.closing(writer))
-            rank = GroupRank(generation, generator, training, show, writer)
+    form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
+    whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
+    receiver = WeightReceiver(generating, form, whole_form, group)
+    link = BoardLink(
+        GroupBoard(generating.size(generating.row_axes)),
+        int(generating.index(generating.row_axes)),
+        weighed=generation.schedule.weighing is not UNWEIGHTED,
+        fixed=generation.engine.queue == "fixed",
+    )
+    writer = GroupWriter(generation, receiver, functools.partial(load_arrived, generator), link)
+    rank = GeneratorRank(generation, generator, training, show, writer)
+    with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
         while not isinstance(request := rank.next_request(answers), End):
             _serve(rank, request, answers)
     return request.result
@@ -271,16 +206,11 @@ def load_arrived(generator: Generator, arrived: WeightDelivery) -> None:
         generator.further[name].load(generator.whole.weights.named(tree), arrived.transfer.further[name])
 
 
-def _serve(rank: GeneratingRank, request: object, answers: Answers) -> None:
+def _serve(rank: GeneratorRank, request: object, answers: Answers) -> None:
     """Answer one request. Collective."""
     value = problem = None
     try:
-        if isinstance(request, LoadRequest):
-            value = rank.load(request)
-        elif isinstance(request, GreedyRequest):
-            value = compared_greedy(rank.greedy(request), answers.mesh)
-        elif not isinstance(request, ReadyRequest):
-            value = rank.answer(request, answers.taken - 1)
+        value = rank.answer(request)
     except RewardError as error:  # on every rank of the mesh
         problem = str(error)
     if not isinstance(request, PLAIN_REQUESTS):

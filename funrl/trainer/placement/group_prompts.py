@@ -1,15 +1,8 @@
-"""The prompts of groups that replicas write without a break, also where a filter drops some and others replace them.
-
-Without replacements group i has the i-th prompt of the run, or of the prompts that trainer ranks choose by weights and
-publish. With them a replica takes the next prompt of the order when it begins a group, and again for the same place
-when the filter keeps no row of it: by itself, or where models reward completions when the trainer ranks ask. Groups
-b P to (b + 1) P - 1, the places of a batch, have at most as many prompts as a batch of a run by turns: they share the
-replacements. A later group that overtakes one of them brings its own to their batch.
-"""
+"""The groups that replicas write, with their prompts, and the prompts that weights choose ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,16 +10,12 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.data.order import take_next
-from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.ledger import Ledger
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.curriculum import PromptSchedule
-from funrl.trainer.sources.generation import Rollout
-from funrl.trainer.sources.prompts import BASELINE_SEED
-from funrl.trainer.sources.source import DroppedPrompt
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.sources.prompts import BASELINE_SEED, baseline_sampling
 
 
 class GroupPrompt(NamedTuple):
@@ -69,77 +58,87 @@ class GroupPart(NamedTuple):
     seeds: list[int]
 
 
-class GroupResult(NamedTuple):
-    """A group that has ended.
+class AskedPrompt(NamedTuple):
+    """The prompt of a group that the trainer ranks ask for.
 
     Attributes:
-      done, rows: its completions or episodes, and their rows.
-      prompt: of the group.
-      dropped: the prompts before it in this place.
-      baseline: the greedy completion or episode of the prompt, with its rows; None: there is none.
+      place: of the prompt in those of the job.
+      seed: of the noise of all prompts that are asked for together.
+      number: of the prompt among these.
+      greedy: whether its greedy completion or episode is asked for, and not its samples.
     """
 
-    done: Rollout
-    rows: Rows
-    prompt: GroupPrompt
-    dropped: Sequence[DroppedPrompt]
-    baseline: tuple[Rollout, Rows] | None
+    place: int
+    seed: int
+    number: int
+    greedy: bool = False
 
 
-class GroupPrompts:
-    """The prompts of a replica's groups.
+def prompt_of_place(
+    ledger: Ledger, place: int, *, take: Callable[[], int], chosen: Callable[[int], Sequence[int]] | None = None
+) -> GroupPrompt:
+    """The prompt with which a place begins that the trainer ranks have not asked for.
 
-    Attributes:
-      weighed: whether the trainer ranks choose the prompts of each batch, by weights.
+    Args:
+      ledger: as it was opened.
+      place: of the group.
+      take: gives the numbers of prompts in their order, where a filter may drop some.
+      chosen: batch -> positions of its prompts, where weights choose them; None: they do not.
     """
-
-    def __init__(self, board: GroupBoard, *, weighed: bool = False) -> None:
-        """Begin before the first group, with the board of the run."""
-        self.weighed = weighed
-        self._board = board
-        self._ledger: Ledger | None = None
-
-    def is_open(self) -> bool:
-        """True once the trainer ranks have opened the ledger."""
-        self._ledger = self._ledger or self._board.opened()
-        return self._ledger is not None
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger as it was opened. Raises: RuntimeError, it is not open yet."""
-        if self._ledger is None:
-            raise RuntimeError("the ledger of the groups is not open yet")
-        return self._ledger
-
-    @property
-    def filters(self) -> bool:
-        """True if this replica filters what it writes; else the trainer ranks ask for what replaces a prompt."""
-        return self.ledger.rule.prompts > 1 and not self.ledger.rule.scores
-
-    def begin(self, number: int) -> GroupPrompt:
-        """The prompt of a new group."""
-        rule = self.ledger.rule
-        if rule.prompts > 1:
-            return self._next()
-        if self.weighed:
-            batch, place = divmod(number, rule.places)
-            position = self._board.prompts_of(batch)[place]
-            return GroupPrompt(position, first=position)
-        base = self.ledger.prompts - self.ledger.version * rule.places
-        return GroupPrompt(base + number, base + number // rule.places * rule.places)
-
-    def take_again(self) -> int | None:
-        """The place of a group that the trainer ranks have dropped, for another prompt; None: there is none."""
-        return self._board.take_again() if self.ledger.rule.scores else None
-
-    def replace(self, number: int) -> GroupPrompt | None:
-        """The prompt that takes the place of a group's; None: its batch has had as many as it may."""
-        rule = self.ledger.rule
-        return self._next() if self._board.take_replacement(number // rule.places) < rule.refills else None
-
-    def _next(self) -> GroupPrompt:
-        position = self.ledger.prompt_of(self._board.take_prompt())
+    rule = ledger.rule
+    if rule.prompts > 1:
+        position = ledger.prompt_of(take())
         return GroupPrompt(position, first=position)
+    batch, index = divmod(place, rule.places)
+    if chosen is not None:
+        position = chosen(batch)[index]
+        return GroupPrompt(position, first=position)
+    first = ledger.prompts + (batch - ledger.version) * rule.places
+    return GroupPrompt(first + index, first)
+
+
+class GroupWork(NamedTuple):
+    """A group that a replica writes.
+
+    Attributes:
+      number: under which it is delivered and its rows are kept; that of its place, unless the trainer ranks number the
+        groups that they ask for.
+      place: in the ledger; None: a greedy completion or episode, which belongs to a group that has one.
+      attempt: how often the place has begun, this time included.
+      version: of the ledger, with whose weights it begins.
+      prompt: of the group; None: the next one of the order, where the trainer ranks have asked.
+    """
+
+    number: int
+    place: int | None
+    attempt: int = 1
+    version: int = 0
+    prompt: GroupPrompt | AskedPrompt | None = None
+
+
+def baseline_of(number: int) -> int:
+    """Number under which a replica keeps the greedy completion or episode that it has written with a group."""
+    return number + (1 << 30)  # above the places of any run
+
+
+def group_parts(prompt: GroupPrompt | AskedPrompt, seed: int, sampling: Sampling, *, baseline: bool) -> list[GroupPart]:
+    """Completions or episodes of a group, each part rewarded by itself.
+
+    Args:
+      prompt: of the group.
+      seed: of the run.
+      sampling: of the samples.
+      baseline: whether samples come with the greedy completion or episode of their prompt.
+    """
+    samples = sampling.samples
+    greedy = baseline_sampling(sampling)
+    if isinstance(prompt, AskedPrompt):
+        if prompt.greedy:
+            return [GroupPart(greedy, [request_seed(prompt.seed, prompt.number)])]
+        begin = prompt.number * samples
+        return [GroupPart(sampling, [request_seed(prompt.seed, begin + sample) for sample in range(samples)])]
+    parts = [GroupPart(sampling, prompt.seeds(seed, samples))]
+    return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if baseline else parts
 
 
 class ChosenPrompts(NamedTuple):

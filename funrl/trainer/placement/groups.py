@@ -1,40 +1,54 @@
-"""Trainer-side client of generator ranks that write groups of rows without a break.
+"""Trainer-side client of generator ranks, which write groups of rows.
 
-The first rank keeps the ledger of the run: it learns from what replicas deliver which groups have begun and ended, and
-takes the groups of a batch. The others learn its choice through the store.
+The first rank keeps the ledger of the run: it learns from the reports of replicas which groups have begun and ended,
+and takes the groups of a batch. The others learn its choice through the store. Without staleness the trainer ranks ask
+for each group of a step, whose rows are then those of a run whose ranks do both; else replicas write groups ahead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from funrl import trees
+from funrl.batch import as_dict, declare, schema_of
+from funrl.fields import FIELDS
+from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.channel import Pauses, ProgressLimit, Requests, limit_of, run_store, wait_for_keys
+from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.group_board import GROUPS_KEY, WORK_KEY, GroupBoard
-from funrl.rollout.ledger import Ledger, LedgerRule
+from funrl.rollout.ledger import Ledger, LedgerRule, Place, PlaceState
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.generators import Generators, ServeUntil
-from funrl.trainer.placement.group_prompts import ChosenPrompts
-from funrl.trainer.placement.joined_groups import age_metrics, in_place_of, joined_rows
+from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupWork, baseline_of
+from funrl.trainer.placement.joined_groups import ORIGIN, age_metrics, in_place_of, joined_rows
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
+    EpisodesRequest,
     SendGroupsRequest,
+    WrittenFiles,
     WrittenGroup,
+    own_fields,
 )
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
+from funrl.trainer.sources.prompts import BASELINE_SEED
 from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, RemoteRows, StepRows
-from funrl.trainer.steps.step_rows import Rows
+from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
+from funrl.trainer.storage.shard_server import CheckpointError
+
+ServeUntil = Callable[[Requests, int, str], None]
 
 
 def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
@@ -45,12 +59,14 @@ def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
     return rule._replace(prompts=prompts, scores=prompts > 1 and generation.rewards.rescore is not None).checked()
 
 
-class GroupGenerators(Generators):
-    """Trainer-side client of generator ranks that write groups ahead; a `RemoteGenerators`.
+class GroupGenerators:
+    """Trainer-side client of generator ranks that write groups; a `RemoteGenerators`.
 
     Attributes:
+      refills: whether replicas replace prompts that the filter drops; else the trainer ranks do, in rounds.
+      step: that the next rows are for.
       ledger: of the run; None: before the first step, and on ranks other than the first.
-      weighed: whether weights choose the prompts of batches; see `choose`.
+      weighed: whether weights choose the prompts of batches ahead; see `choose`.
       chosen: the prompts of the next batches, if so. A resumed run needs them.
       rewards_baselines: whether models reward greedy completions too, once these are on the trainer ranks.
       places: the ledger as the checkpoint has it. "overtaken" [W - 1] bool: which of the places after the oldest one
@@ -70,25 +86,43 @@ class GroupGenerators(Generators):
         """Name the ranks.
 
         Args:
-          engine, show, early, serve_until: as of `Generators`.
+          engine: theirs.
+          show: receives their remarks.
           rule: of the ledger.
           generation: of the trainer ranks.
+          early: whether rows come as soon as they are written, and not when the batch is complete.
+          serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
-        super().__init__(engine, show, early=early, staleness=rule.most_age, serve_until=serve_until)
+        self.engine = engine
+        self.requests = engine.requests
+        self.mesh = engine.requests.mesh
+        self.generating = engine.weights.mesh
+        self.show = show
+        self.early = early
+        self.serve_until = serve_until
+        self.step = 0
         self._schedule = generation.schedule
+        self._samples = generation.sampling.samples
         self._rule = rule
-        self.refills = not rule.scores
+        self.ahead = rule.staleness > 0
+        self.refills = not rule.rounds
         self.ledger: Ledger | None = None
         self.places = {"overtaken": torch.zeros(rule.window - 1, dtype=torch.bool), "left": torch.zeros(0).long()}
         self._groups: dict[int, WrittenGroup] = {}  # of the batch, in the order of their rows
         self._newest: tuple[int, ...] = ()  # those that came last
         self._lost: list[int] = []  # those that the filter has dropped, and nothing has replaced
+        self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as an `EpisodesRequest` has them
+        self._released: list[int] = []  # groups whose rows nobody asks for any more
+        self._unlogged: list[int] = []  # and those whose episodes nobody does
+        self._asked = 0  # groups of all steps that the trainer ranks have asked for and numbered
+        self._places: dict[int, int | None] = {}  # of these groups of the step
         self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
-        self._kept: tuple[int, ...] = ()  # groups whose greedy completions the replicas still have
-        self.weighed = self._schedule.weighing is not UNWEIGHTED
+        self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        engine.held = self._board.holds
+        self._fixed = generation.engine.queue == "fixed"
+        if self.ahead:
+            engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
         self._collections = 0
@@ -122,7 +156,9 @@ class GroupGenerators(Generators):
           steps: of the run.
         """
         self.step = step
+        self._unlogged += [number for numbers, _ in self._rounds for number in numbers]
         self._groups, self._newest, self._lost = {}, (), []
+        self._rounds, self._places = [], {}
         self._waited_s = 0.0
         if self.mesh.rank != 0:
             return
@@ -138,9 +174,10 @@ class GroupGenerators(Generators):
 
     def end_step(self) -> None:
         """Take the batch of a step, on which the filter has decided. Collective."""
+        self._released += [baseline_of(number) for numbers, _ in self._rounds for number in numbers]
         if self.ledger is not None:
             if self._rule.scores:
-                self.ledger.score(self._lost)
+                self.ledger.score(self._places_of(self._lost))
             if self.ledger.take() is None:
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
@@ -151,23 +188,31 @@ class GroupGenerators(Generators):
         self.places, self._counts = from_first_rank((self.places, self._counts), self.mesh)
 
     def saved(self, state: trees.Tree) -> trees.Tree:
-        """The state with the ledger and prompts that weights have chosen; see `Generators`."""
+        """The source's state with what a resumed run needs to know of the groups: places, and prompts chosen ahead."""
         further: dict[str, trees.Tree] = {"chosen": self.chosen._asdict()} if self.weighed else {}
         if self._rule.window > 1:
             further["overtaken"] = self.places["overtaken"]
-        if self._rule.prompts > 1:
+        if self._rule.prompts > 1 and self.ahead:
             further["left"] = self.places["left"]
         return {**state, **further}
 
     def restored(self, state: trees.Tree) -> trees.Tree:
-        """The state without them; see `Generators`."""
-        self.places |= {name: state[name].cpu() for name in self.places if name in state}
-        if "chosen" in state:
+        """The state without them. A run without staleness takes the prompts from `prompts_consumed` on."""
+        if self.ahead:
+            self.places |= {name: state[name].cpu() for name in self.places if name in state}
+        if self.weighed and "chosen" in state:
             self.chosen = ChosenPrompts(state["chosen"]["positions"].cpu(), state["chosen"]["end"])
         return {name: value for name, value in state.items() if name not in (*self.places, "chosen")}
 
     def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
-        """Rows of a step, with metrics of its groups; see `Generators`. Collective."""
+        """Rows of a step, with metrics of its groups. Collective.
+
+        Args:
+          next_rows: of a source that has this client.
+          state: of the source.
+          step: number of the step.
+          steps: of the run.
+        """
         state, chosen = self.choose(self.restored(state), step, steps)
         self.begin_step(step, state["prompts_consumed"], steps)
         rows, state, metrics = next_rows(state, step)
@@ -175,59 +220,100 @@ class GroupGenerators(Generators):
         return rows, self.saved(state), chosen | metrics | self.metrics()
 
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
-        """Rows of the groups of the next batch, once these have ended; see `RemoteGenerators`. Collective.
+        """Rows of as many groups of the batch, once these have ended; see `RemoteGenerators`. Collective.
 
-        Where models score rows, later calls of a step are for the groups that have replaced dropped ones.
+        Unless `early`, they are on the ranks that wrote them. In rounds later calls of a step are for the groups that
+        replace dropped ones.
 
         Raises:
           RewardError: as `rollout` raises it.
         """
-        begin = time.perf_counter()
         lost, self._lost = self._lost[: len(places)], self._lost[len(places) :]
-        groups = self._collected(lost)
-        self._waited_s += time.perf_counter() - begin
-        for group in groups.values():
-            for note in group.notes:
-                self.show.note(note)
-        for group in groups.values():
-            if group.problem is not None:
-                raise RewardError(group.problem)
+        if self.ahead:
+            numbers = tuple(lost)
+        else:
+            begin = (self.step - 1) * self._rule.places
+            waiting = self._refilled(lost) if lost else range(begin, begin + len(places))
+            prompts = [AskedPrompt(place, seed, number) for number, place in enumerate(places.tolist())]
+            numbers = self._ask(prompts, waiting)
+        groups = self._collected(numbers)
         assert len(groups) == len(places)
         self._newest = tuple(groups)
+        self._rounds.append((self._newest, self._samples))
+        self._released += self._newest
         self._groups = {number: group for number, group in self._groups.items() if number not in groups} | groups
-        self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
-        positions = [group.prompt.position for group in groups.values() if group.prompt is not None]
-        if self.ledger is not None and self._rule.prompts > 1:
-            self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
-        written = [(number, group.generator, group.written, 0) for number, group in groups.items()]
+        if self.ahead:
+            positions = [group.prompt.position for group in groups.values() if group.prompt is not None]
+            if self.ledger is not None and self._rule.prompts > 1:
+                self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
+            self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
+            places = self._schedule.numbers_at(np.array(positions))
+        written = [(number, group.generator, group.written) for number, group in groups.items()]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
-        places = self._schedule.numbers_at(np.array(positions))
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
+
+    def _ask(self, prompts: Sequence[AskedPrompt], places: Sequence[int | None]) -> tuple[int, ...]:
+        """Ask replicas for groups of prompts in some places; returns the numbers of the groups."""
+        numbers = tuple(range(self._asked, self._asked + len(prompts)))
+        self._asked += len(prompts)
+        self._places |= zip(numbers, places, strict=True)
+        if self.ledger is not None:
+            known = self.ledger.places
+            attempts = [1 if place is None else known.get(place, Place()).attempt + 1 for place in places]
+            facts = zip(numbers, places, attempts, prompts, strict=True)
+            works = [GroupWork(number, place, attempt, prompt=prompt) for number, place, attempt, prompt in facts]
+            replicas = self._board.replicas
+            ends = [len(works) * replica // replicas for replica in range(1, replicas + 1)]
+            for replica, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if self._fixed else ():
+                self._board.ask(works[begin:end], replica)
+            if not self._fixed:
+                self._board.ask(works)
+        return numbers
+
+    def _refilled(self, lost: Sequence[int]) -> list[int]:
+        """Places of groups that the filter has dropped, in which others begin."""
+        if self.ledger is not None:
+            self.ledger.refill(self._places_of(lost))
+        return self._places_of(lost)
+
+    def _places_of(self, numbers: Sequence[int]) -> list[int]:
+        """Places of groups of the step."""
+        places = (self._places.get(number, number) for number in numbers)
+        return [place for place in places if place is not None]
+
+    def moved_early(self, rows: Rows, prompts: int) -> Rows:
+        """Rows on the trainer ranks, shared out by their groups."""
+        ranks = self.mesh.size(self.mesh.row_axes)
+        return self.move(rows, rows.batch.group.cpu().numpy() * ranks // max(1, prompts), self.mesh)
 
     def baseline_rows(self, groups: np.ndarray, places: np.ndarray, sampling: Sampling) -> Rows:
         """Rows of the greedy completions or episodes of some groups of the batch; see `RemoteGenerators`."""
-        del places
-        written = []
-        for number in (self._newest[place] for place in groups.tolist()):
-            group = self._groups[number]
-            written.append((number, group.generator, group.baseline, len(group.rows.owner)))
+        if self.ahead:
+            own = {number: self._groups[number] for number in (self._newest[place] for place in groups.tolist())}
+            written = [(baseline_of(number), group.generator, group.baseline) for number, group in own.items()]
+        else:
+            prompts = [AskedPrompt(place, BASELINE_SEED, n, greedy=True) for n, place in enumerate(places.tolist())]
+            own = self._collected(self._ask(prompts, [None] * len(prompts)))
+            written = [(number, group.generator, group.written) for number, group in own.items()]
+            self._rounds.append((tuple(own), 1))
+        self._released += [number for number, *_ in written]
         rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)[1]
-        return self.moved_early(rows, len(groups)) if self.rewards_baselines else rows
+        return self.moved_early(rows, len(places)) if self.rewards_baselines else rows
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that replicas have replaced for the batch; see `RemoteGenerators`."""
-        return [] if self._rule.scores else [prompt for group in self._groups.values() for prompt in group.dropped]
+        return [prompt for group in self._groups.values() for prompt in group.dropped] if self.refills else []
 
     def keep(self, prompts: np.ndarray) -> None:
         """Note which of the newest groups the filter keeps; see `RemoteGenerators`."""
         kept = [self._newest[place] for place in prompts.tolist()]
         self._lost += [number for number in self._newest if number not in kept]
         if self._rule.scores and self.ledger is not None:
-            self.ledger.score(kept)
+            self.ledger.score(self._places_of(kept))
 
     def batch_groups(self) -> list[WrittenGroup]:
         """The groups of the newest batch in its order; what the trainer ranks drop is last."""
-        lost = self._lost if self._rule.scores else []
+        lost = [] if self.refills else self._lost
         return [self._groups[number] for number in sorted(self._groups, key=lost.__contains__)]
 
     def samples(self) -> dict[int, ShownSample]:
@@ -244,9 +330,20 @@ class GroupGenerators(Generators):
         self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
         return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
 
+    def _evaluated(self, request: EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:
+        """Metrics of the evaluation that a request ends."""
+        number = self.requests.post(request)
+        metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
+        show.samples(step, samples)
+        show.evaluated(table)
+        return dict(metrics)
+
     def log(self) -> list[tuple[object, ...]] | None:
-        """The groups of the newest batch, as a log has them: fields of `LoggedGroup`; None: they cannot be repeated."""
-        if not self._groups:
+        """The groups of the newest batch that was written ahead, as a log has them: fields of `LoggedGroup`.
+
+        None: the run without its ranks repeats them.
+        """
+        if not self._groups or not self.ahead:
             return None
         return [
             (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
@@ -254,12 +351,22 @@ class GroupGenerators(Generators):
             if group.prompt is not None
         ]
 
-    def episode_groups(self) -> tuple[int, ...]:
-        """Groups of the newest batch; see `Generators`."""
-        return self._newest
+    def write_episodes(self, folder: Path) -> int:
+        """Have the generator ranks write the episodes of the newest step; returns the bytes. Collective.
+
+        Raises:
+          CheckpointError: one of them cannot write.
+        """
+        number = self.requests.post(EpisodesRequest(str(folder.absolute()), self._rounds))
+        files: WrittenFiles = self._answer(number, "the generators' episodes")
+        if files.problem:
+            raise CheckpointError(files.problem)
+        return files.nbytes
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the newest batch and of the weights that were sent before it."""
+        """Metrics of a newest batch that was written ahead, and of the weights that were sent before it."""
+        if not self.ahead:
+            return {}
         sender = self.engine.sender
         sent = {} if sender is None or not sender.sent_s else {"sync/hidden_share": sender.hidden_share}
         groups = self.batch_groups()
@@ -272,27 +379,69 @@ class GroupGenerators(Generators):
         if self.engine.sender is not None:
             self.engine.sender.wait()
 
-    def send_request(self, rows: Rows, origins: np.ndarray, to: np.ndarray) -> SendGroupsRequest:
-        """The request that lets the generator ranks hand rows over, and let go of the batch's groups."""
-        ended = self.episode_groups()
-        if self.rewards_baselines and self._kept != ended:  # their greedy completions follow
-            self._kept, ended = ended, self._kept
-        else:
-            self._kept = ()
-        return SendGroupsRequest(origins, rows.owner, rows.lengths, to, ended)
+    def move(self, rows: Rows, to: np.ndarray, mesh: Mesh) -> Rows:
+        """`moved`, also for rows of the generator ranks, which let go of the groups that have come. Collective."""
+        if rows.mesh.here:
+            return moved(rows, to, mesh)
+        fields = as_dict(rows.batch)
+        own = self._received(rows, fields.pop("origin").cpu().numpy(), to, mesh)
+        further = {name: field for name, field in schema_of(rows.batch).items() if name not in FIELDS | ORIGIN}
+        batch = declare(type(rows.batch)(**{}), further)._replace(**{**fields, **own})
+        moved_rows = rows_of(batch, to, mesh)
+        return with_stale(moved_rows, self.engine.version or 0, self._rule.most_age) if "version" in own else moved_rows
 
-    def _collected(self, lost: Sequence[int]) -> dict[int, WrittenGroup]:
-        """Groups that have ended: replacements of some groups, or else the groups of the next batch, by number.
+    def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
+        """Fields of the rows that this rank trains, which only ranks of a row know. Collective.
 
-        Collective.
+        Args:
+          rows: without them.
+          origins: [B] of the rows.
+          to, mesh: as of `move`.
         """
-        name = f"the generators' groups of step {self.step}"
+        released, self._released = self._released, []
+        unlogged, self._unlogged = self._unlogged, []
+        number = self.requests.post(SendGroupsRequest(origins, rows.owner, rows.lengths, to, released, unlogged))
+        way = Handover(rows.lengths, rows.owner, to, source=rows.mesh, target=mesh)
+        own, _ = receive_rows(*own_fields(rows.batch), way)
+        self._answer(number, "the generators' rows")
+        return own
+
+    def _answer(self, number: int, waits_for: str) -> Any:
+        """The value of an answer, after its remarks have been shown. Raises: RewardError."""
+        if self.serve_until is not None:
+            self.serve_until(self.requests, number, waits_for)
+        value, notes, problem = self.requests.answer(number, waits_for)
+        for note in notes:
+            self.show.note(note)
+        if problem is not None:
+            raise RewardError(problem)
+        return value
+
+    def _collected(self, numbers: Sequence[int]) -> dict[int, WrittenGroup]:
+        """Some groups that have ended, or else those of the next batch, by number; shows their remarks. Collective.
+
+        Raises:
+          RewardError: one has failed.
+        """
+        begin = time.perf_counter()
+        groups = self._gathered(numbers, f"the generators' rows of step {self.step}")
+        self._waited_s += time.perf_counter() - begin
+        for group in groups.values():
+            for note in group.notes:
+                self.show.note(note)
+        for group in groups.values():
+            if group.problem is not None:
+                raise RewardError(group.problem)
+        return groups
+
+    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
+        """Some groups that have ended, or else those of the next batch, by number. Collective."""
         ready = f"{GROUPS_KEY}/ready"
         key = f"{ready}/{self._collections}"
         entered(name)
         groups = None
         if self.ledger is not None:
-            groups = self._awaited(self.ledger, lost, name)
+            groups = self._awaited(self.ledger, numbers, name)
             run_store().set(key, "1")
             run_store().delete_key(f"{ready}/{self._collections - 2}")
         else:
@@ -302,45 +451,59 @@ class GroupGenerators(Generators):
         left()
         return groups
 
-    def _awaited(self, ledger: Ledger, lost: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
-        """Wait on the first rank for the groups of the batch by number, or for those of other prompts in some places.
+    def _awaited(self, ledger: Ledger, awaited: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
+        """Wait on the first rank for the groups of the batch by number, or for some of them.
 
         Args:
           ledger: of the run.
-          lost: groups whose places other prompts refill.
+          awaited: numbers of groups; none: the batch. Those that are written ahead refill places of dropped ones.
           waits_for: name of the groups.
         """
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        for number in ledger.refill(lost) if lost else ():
-            self._board.ask_again(number)
+        if self.ahead and awaited:
+            refilled = ledger.refill(awaited)
+            self._board.ask([GroupWork(place, place, ledger.places[place].attempt + 1) for place in refilled])
         while True:
-            if self._read_finished(ledger):
+            if self._read_reports(ledger):
                 pauses = Pauses(1)
-            if problems := [item for item in self._written.items() if item[1].problem is not None]:
-                return dict(problems[:1])
-            ledger.fill_batch()
-            numbers = lost or (sorted(ledger.batch) if len(ledger.batch) == self._rule.places else ())
-            if numbers and self._written.keys() >= set(numbers):
-                groups = {number: self._written.pop(number) for number in numbers}
-                return {n: in_place_of(self._groups[n], group) if lost else group for n, group in groups.items()}
+            if (groups := self._complete(awaited)) is not None:
+                return groups
             pauses.sleep()
             limit.check()
 
-    def _read_finished(self, ledger: Ledger) -> bool:
-        """Collect groups that were delivered since the last call; returns whether there was one."""
-        count = len(self._written)
-        while (number := self._board.next_finished()) is not None:
-            self._written[number] = group = self._board.collect(number)
+    def _complete(self, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
+        """The groups that `_awaited` waits for, or one that ends the run; None: some are not written."""
+        if problems := [item for item in self._written.items() if item[1].problem is not None]:
+            return dict(problems[:1])
+        if self.ledger is None:
+            return None
+        self.ledger.fill_batch()
+        numbers = awaited or (sorted(self.ledger.batch) if len(self.ledger.batch) == self._rule.places else ())
+        if not numbers or not self._written.keys() >= set(numbers):
+            return None
+        groups = {number: self._written.pop(number) for number in numbers}
+        return {n: in_place_of(self._groups[n], x) if n in self._groups else x for n, x in groups.items()}
+
+    def _read_reports(self, ledger: Ledger) -> bool:
+        """Tell the ledger what replicas have begun and delivered since the last call; True: there was something."""
+        count = 0
+        while (event := self._board.next_event()) is not None:
+            count += 1
             beat()
-            for _ in group.dropped:
-                write_place(ledger, number, group)
-                ledger.refill([number])
-            write_place(ledger, number, group)
-        return len(self._written) > count
+            if isinstance(event, int):
+                self._deliver(ledger, event, self._board.collect(event))
+                continue
+            for owner, place, attempt, version in event:
+                before = ledger.places.get(place, Place())
+                if before.state == PlaceState.RUNNING and before.attempt < attempt:  # a replica has dropped its rows
+                    ledger.deliver(owner, place, before.attempt)
+                    ledger.refill([place])
+                ledger.begin(owner, [place], version)
+        return count > 0
 
-
-def write_place(ledger: Ledger, number: int, group: WrittenGroup) -> None:
-    """Note that a replica, which reports no begin of its own, has written a group."""
-    attempt = ledger.begin(group.generator, [number], group.version)[number]
-    ledger.deliver(group.generator, number, attempt)
+    def _deliver(self, ledger: Ledger, number: int, group: WrittenGroup) -> None:
+        """Note a delivered group. One of an attempt that another has replaced changes nothing."""
+        place = self._places.get(number, number)
+        if place is None or group.problem is not None or ledger.deliver(group.generator, place, group.attempt):
+            self._written[number] = group

@@ -11,13 +11,15 @@ import torch
 
 from funrl.algos.advantages.units import units_of
 from funrl.batch import declare
+from funrl.fields import Field
 from funrl.mesh.mesh import Mesh
-from funrl.trainer.placement.generators import ORIGIN
 from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, blank_batch, origins_of
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
+
+ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
 
 
 def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
@@ -32,23 +34,23 @@ def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
 
 
 def joined_rows(
-    written: Sequence[tuple[int, int, WrittenRows | None, int]], mesh: Mesh, device: torch.device, *, samples: int
+    written: Sequence[tuple[int, int, WrittenRows | None]], mesh: Mesh, device: torch.device, *, samples: int
 ) -> tuple[Rollout, Rows]:
     """Rows that other ranks have, as one rollout.
 
     Args:
-      written: of each group its number, replica, rows and the number of the first of them.
+      written: of each group the number under which its rows are kept, its replica and these rows.
       mesh: of the ranks that have them.
       device: of this rank.
       samples: of a group.
     """
     parts = []
     facts = list[Mapping[str, Any]]()
-    for number, generator, own, first in written:
+    for number, generator, own in written:
         assert own is not None
         batch = declare(blank_batch(own, device), ORIGIN)
         rows = len(own.owner)
-        batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows) + first).to(device))
+        batch = batch._replace(origin=torch.from_numpy(origins_of(number, rows)).to(device))
         parts.append(rows_of(batch, np.full(rows, generator), mesh))
         owner = np.full(len(own.rollout["owner"]), generator)
         here = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in own.rollout.items()}

@@ -18,6 +18,7 @@ import numpy as np
 from funrl import trees
 from funrl.data.prompts import Example
 from funrl.environments.logged import PROMPT_CHARACTERS, LoggedEnvironment, LoggedEpisode, MissingEpisodeError
+from funrl.environments.run import EpisodeRun
 from funrl.kinds import joined_lines
 from funrl.rollout.engine import complete, onload_engine
 from funrl.rollout.episode_replay import turn_request
@@ -31,10 +32,9 @@ from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.placement.joined_groups import age_metrics, join_groups
 from funrl.trainer.placement.messages import switches_of
-from funrl.trainer.settings.declaration import SettingsError
 from funrl.trainer.sources.curriculum import as_chosen
-from funrl.trainer.sources.episode_rows import rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
+from funrl.trainer.sources.generation import Rollout, pending_rewards
+from funrl.trainer.sources.group_rows import CompletionRun, join_samples
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.prompts import baseline_sampling, prompt_source
 from funrl.trainer.sources.source import DroppedPrompt, Generation, RemoteRows, Source
@@ -95,13 +95,11 @@ class LoggedGroups(NamedTuple):
     Attributes:
       by_step: those of each step's batch.
       episodes: by their seeds, of a run with an environment.
-      joined: whether generators of other jobs wrote them. A step then also has the groups that its filter drops.
       weights: metrics of the weights that chose prompts, by step; the choice is not made again.
     """
 
     by_step: Mapping[int, Sequence[LoggedGroup]]
     episodes: Mapping[int, LoggedEpisode] = {}
-    joined: bool = False
     weights: Mapping[int, dict[str, float]] = {}
 
 
@@ -152,7 +150,7 @@ class LoggedWriter:
         self.generation = generation
         self.versions = versions
         self.log = log
-        self.refills = not log.joined
+        self.refills = True
         self._left: Sequence[LoggedGroup] = ()  # of the step
         self._batch: Sequence[LoggedGroup] = ()
         self._begun: dict[Hashable, Completion] = {}  # by the keys of their parts
@@ -166,9 +164,7 @@ class LoggedWriter:
         self._sample()
         self._left = self.log.by_step[step]
         if self.generation.episodes is not None:
-            environment = self.generation.episodes.environment
-            assert isinstance(environment, LoggedEnvironment)
-            environment.forget()
+            self._environment.forget()
 
     def write(self, places: np.ndarray, sampling: Sampling, seed: int) -> RemoteRows:
         """Rows of the next groups of the step, as many as these places; see `RemoteGenerators`. Collective."""
@@ -186,62 +182,45 @@ class LoggedWriter:
         return self._written(logged, sampling, first=self.generation.sampling.samples)[1]
 
     def _written(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
-        """Completions or episodes of some groups, and their rows; the arguments are those of `_completions`."""
-        if self.generation.episodes is not None:
-            return self._repeated_episodes(groups, sampling, first)
-        done = self._completions(groups, sampling, first)
-        form = self.generation.form._replace(versions=True)
-        return done, to_rows([self._example(group.position) for group in groups], done, sampling, form)
+        """Completions or episodes of some groups, and their rows. Collective.
 
-    def _completions(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> Rollout:
-        """Completions of some groups. Collective.
+        Each group is made into rows by itself, as in the run: sums have the same bits then.
 
         Args:
           groups: of a batch.
-          sampling: of the completions.
-          first: number of the first completion of each group.
+          sampling: of the samples.
+          first: number of the first sample of each group.
         """
-        generation = self.generation
-        samples = sampling.samples
-        begin = time.perf_counter()
-        examples = [self._example(group.position) for group in groups]
-        pending = pending_rewards(generation.engine, examples, samples)
-        completions = []
-        for place, group in enumerate(groups):
-            for sample in range(samples if self._is_own(group) else 0):
-                done = self._begun.pop((group.position, first + sample))._replace(number=place * samples + sample)
-                completions.append(done)
-                if pending is not None:
-                    pending.add(done)
-        rows = len(groups) * samples
-        return collected_rollout(generation.engine, completions, pending, rows=rows, begin=begin)
-
-    def _repeated_episodes(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
-        """Episodes of some groups, and their rows; the arguments are those of `_completions`. Collective.
-
-        Rows are made of each group by itself, or of all together, as in the run: sums have the same bits then.
-        """
-        if self.log.joined:
-            return self._repeated_together(groups, sampling, first)
-        parts = [self._repeated_together([group], sampling, first) for group in groups]
+        runs = [self._run_of(group, sampling, first) for group in groups]
+        parts = [
+            join_samples(self.generation, run, [self._example(group.position)], sampling)
+            for group, run in zip(groups, runs, strict=True)
+        ]
         facts = [done._asdict() for done, _ in parts]
         mesh = self.generation.engine.mesh
         return join_groups(facts, [rows for _, rows in parts], mesh, samples=sampling.samples)
 
-    def _repeated_together(self, groups: Sequence[LoggedGroup], sampling: Sampling, first: int) -> tuple[Rollout, Rows]:
-        """Episodes of some groups that were made into rows at once, and their rows."""
-        setup = self.generation.setup
-        environment = setup.environment
+    def _run_of(self, group: LoggedGroup, sampling: Sampling, first: int) -> CompletionRun | EpisodeRun:
+        """This replica's completions or episodes of a group; the arguments are those of `_written`."""
+        example = self._example(group.position)
+        numbers = range(sampling.samples if self._is_own(group) else 0)
+        if self.generation.episodes is not None:
+            logged = [self._logged_episode(group, first + number) for number in numbers]
+            turns = [{node: self._begun.pop(node) for node in sampled_nodes(x.episode)} for x in logged]
+            again = [self._environment.resampled(x, example, done) for x, done in zip(logged, turns, strict=True)]
+            return EpisodeRun(list(enumerate(again)), ())
+        pending = pending_rewards(self.generation.engine, [example], sampling.samples)
+        completions = [self._begun.pop((group.position, first + n))._replace(number=n) for n in numbers]
+        if pending is not None:
+            for completion in completions:
+                pending.add(completion)
+        return CompletionRun(completions, pending, time.perf_counter())
+
+    @property
+    def _environment(self) -> LoggedEnvironment:
+        environment = self.generation.setup.environment
         assert isinstance(environment, LoggedEnvironment)
-        examples = [self._example(group.position) for group in groups]
-        episodes = []
-        for place, (group, example) in enumerate(zip(groups, examples, strict=True)):
-            for sample in range(sampling.samples if self._is_own(group) else 0):
-                logged = self._logged_episode(group, first + sample)
-                turns = {node: self._begun.pop(node) for node in sampled_nodes(logged.episode)}
-                again = environment.resampled(logged, example, turns)
-                episodes.append((place * sampling.samples + sample, again))
-        return rollout_of_episodes(setup, self.generation.engine, episodes, examples, sampling)
+        return environment
 
     def dropped(self) -> list[DroppedPrompt]:
         """Prompts that were replaced in the run for the step's batch."""
@@ -340,12 +319,7 @@ def logged_source(
     setup = generation.episodes
     if setup is not None:
         setup = setup._replace(form=setup.form._replace(versions=True))
-    generation = generation._replace(episodes=setup)
-    if log.joined and generation.greedy_baseline:
-        raise SettingsError(
-            "greedy episodes that generators that join have written cannot be generated again; --rows repeats the "
-            "training on saved rows"
-        )
+    generation = generation._replace(episodes=setup, form=generation.form._replace(versions=True))
     generator = parts.generator
 
     def versions() -> dict[str, int]:

@@ -14,7 +14,6 @@ from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
-from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.placement.group_prompts import GroupPrompt
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
@@ -23,51 +22,24 @@ from funrl.trainer.sources.source import DroppedPrompt
 from funrl.trainer.steps.step_rows import Rows
 
 
-class WriteRequest(NamedTuple):
-    """Generate and reward. Its answer is `WrittenRows`, and samples of the first prompts where the step shows some.
-
-    The rows stay until the next `SendRequest`.
-
-    Attributes:
-      step: that the rows are for.
-      places: of the prompts in those of the job.
-      sampling, seed: of the completions or replies, and of their noise.
-    """
-
-    step: int
-    places: np.ndarray
-    sampling: Sampling
-    seed: int
-
-
-class SendRequest(NamedTuple):
-    """Hand rows over to the trainer ranks, and let go of all others. Its answer is empty.
-
-    Attributes:
-      origins: [B] of the rows, as `origins_of` numbers them.
-      to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
-    """
-
-    origins: np.ndarray
-    to: np.ndarray
-
-
 class SendGroupsRequest(NamedTuple):
-    """Hand over rows of groups, and let go of these groups. Its answer is empty.
+    """Hand over rows of groups, and let go of some groups. Its answer is empty.
 
     Attributes:
       origins: [B] of the rows, as `origins_of` numbers them, by their groups.
       owner: [B] the rank that has each row, by its index over the row axes of the mesh to generate on.
       lengths: [B] tokens of each row.
       to: [B] the rank that gets each row, by its index over the row axes of the mesh to train on.
-      groups: numbers of the groups.
+      groups: numbers of those whose rows nobody asks for any more.
+      unlogged: numbers of those whose episodes nobody asks for any more.
     """
 
     origins: np.ndarray
     owner: np.ndarray
     lengths: np.ndarray
     to: np.ndarray
-    groups: tuple[int, ...]
+    groups: Sequence[int]
+    unlogged: Sequence[int]
 
 
 class WrittenGroup(NamedTuple):
@@ -82,10 +54,10 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
-      prompt: of the group; None where there is a problem.
+      prompt: of the group; None where there is a problem, or the trainer ranks have asked for it.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
-      version: of the ledger at which it began.
+      attempt: how often its place has begun, this time included.
     """
 
     generator: int
@@ -99,7 +71,7 @@ class WrittenGroup(NamedTuple):
     prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
-    version: int = 0
+    attempt: int = 1
 
     @property
     def rows(self) -> WrittenRows:
@@ -122,15 +94,15 @@ class GroupFields(NamedTuple):
 
 
 class EpisodesRequest(NamedTuple):
-    """Write the episodes of the newest step to files. Its answer is `WrittenFiles`.
+    """Write the episodes of groups of the newest step to files. Its answer is `WrittenFiles`.
 
     Attributes:
       folder: for the files, which all ranks see.
-      groups: numbers of the groups, in the order of the batch; none where a step's prompts are written at once.
+      groups: numbers of groups that were written together, in their order, and the episodes of each.
     """
 
     folder: str
-    groups: tuple[int, ...] = ()
+    groups: Sequence[tuple[Sequence[int], int]]
 
 
 class WrittenFiles(NamedTuple):
@@ -143,18 +115,6 @@ class WrittenFiles(NamedTuple):
 
     nbytes: int
     problem: str
-
-
-class EvaluateRequest(NamedTuple):
-    """Evaluate on the held-out prompts, after `step`. Its answer is `HeldoutEvaluation`.
-
-    Attributes:
-      step: that has ended.
-      version: of the weights.
-    """
-
-    step: int
-    version: int
 
 
 class BeginEvaluationRequest(NamedTuple):
@@ -202,7 +162,7 @@ class HeldoutEvaluation(NamedTuple):
 
 
 class WrittenRows(NamedTuple):
-    """Completions and rows of a `WriteRequest`, as far as every rank knows them; the rest stays where it is.
+    """Completions and rows of a group, as far as every rank knows them; the rest stays where it is.
 
     Attributes:
       rollout: fields of `Rollout`, without the completions and the mesh.
@@ -250,12 +210,12 @@ def blank_batch(written: WrittenRows, device: torch.device) -> Batch:
 
 
 def origins_of(number: int, rows: int) -> np.ndarray:
-    """Number the rows of one `WriteRequest`, differently from the rows of all others."""
+    """Number the rows of one group, differently from the rows of all others."""
     return (np.int64(number) << 32) + np.arange(rows)
 
 
 def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Runs of rows of one `WriteRequest` or group each: its number, and the numbers of the rows among its own.
+    """Runs of rows of one group each: its number, and the numbers of the rows among its own.
 
     There is at least one row.
     """
@@ -266,10 +226,13 @@ def split_origins(origins: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def versions_of(rows: Rows) -> tuple[dict[int, int], list[list[tuple[int, int]]]]:
-    """Tokens of each version, and for each row its (first sampled token, version) pairs."""
+    """Tokens of each version, and each row's (first sampled token, version) pairs; none of rows without versions."""
     tokens: collections.Counter[int] = collections.Counter()
     switches = []
-    for version_T, mask_T in zip(rows.batch.version.cpu(), rows.batch.mask.cpu(), strict=True):
+    version_BT = rows.batch.get("version")
+    if version_BT is None:
+        return {}, []
+    for version_T, mask_T in zip(version_BT.cpu(), rows.batch.mask.cpu(), strict=True):
         switches.append(switches_of(version_T[mask_T]))
         tokens.update(version_T[mask_T].tolist())
     return dict(tokens), switches

@@ -14,7 +14,7 @@ from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
-from funrl.trainer.placement.joined import train_joined
+from funrl.trainer.placement.ray_generators import ray_source
 from funrl.trainer.placement.rewarding_ranks import serve_rewarding
 from funrl.trainer.placement.scoring_ranks import serve_scores
 from funrl.trainer.placement.source import placed_source
@@ -35,20 +35,19 @@ def run_rank(
     placement = job.placement
     if (remark := shutdown_remark(shutdown_s())) is not None:
         observer.note(remark)
-    if job.settings.devices.joined:
-        return train_joined(job, mesh, observer, pool)
+    if job.settings.devices.generators is not None:
+        return train_loop(job, mesh, observer, ray_source, pool)
     if placement is None:
         return train_loop(job, mesh, observer, source, pool)
     assert isinstance(job, RLJob)
     training = submesh(mesh, placement.train.sizes, placement.train.ranks)
     generating = submesh(mesh, placement.generate.sizes, placement.generate.ranks)
-    group = transfer_group(mesh) if job.settings.asynchrony.staleness else None  # every rank makes it
+    group = transfer_group(mesh)  # every rank makes it
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
             if rewards_completions(job, name):
-                asking = [generating, training] if job.settings.asynchrony.staleness else [generating]
-                error, stopped = serve_rewarding(job, name, asking, own)
+                error, stopped = serve_rewarding(job, name, [generating, training], own)
             else:
                 error, stopped = serve_scores(job, name, training, own)
             return Outcome({}, {}, error, stopped)

@@ -84,7 +84,7 @@ def serve_rewarding(job: RLJob, name: str, asking: Sequence[Mesh], own: Mesh) ->
     Args:
       job: what runs.
       name: of the role, or "judge".
-      asking: meshes of the generator ranks and, where groups are written ahead, of trainer ranks.
+      asking: meshes of the generator ranks, which evaluate, and of the trainer ranks.
       own: mesh of the ranks of the role; this rank is in it.
     """
     pool = list(scoring_pools(job)).index(name)

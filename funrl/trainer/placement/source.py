@@ -1,8 +1,8 @@
 """The source of trainer ranks whose rows generator ranks write.
 
-It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that a run whose ranks do
-both has the same rows. A row's tokens move once, when the batch is complete, from the rank that wrote
-it to the rank that trains it; before that trainer ranks know only the row table.
+It is `prompt_source` with another writer: order, seeds, filter and curriculum are its own, so that without staleness a
+run whose ranks do both has the same rows. A row's tokens move once, when the batch is complete, from the rank that
+wrote it to the rank that trains it; before that trainer ranks know only the row table.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
-from funrl.trainer.placement.generators import Generators
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
 from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
@@ -54,44 +53,51 @@ def placed_source(
     assert isinstance(engine, RemoteEngine)
     rewards = RewardsOfTrainers(job, parts, frozen, show, generating=engine.weights.mesh)
     scorers = rewards.scorers | asked_scorers(parts, show)
-    rescored = bool(scorers) and job.settings.asynchrony.staleness > 0
-    if rescored:
+    if scorers:
         names = scorers_of(job.settings)
         generation = generation._replace(
             rewards=generation.rewards._replace(rescore=scored_in_order({name: scorers[name] for name in names}, clock))
         )
-    early = rescored or needs_tokens(job, generation)
-    own = generation
+    engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
+    generators = GroupGenerators(
+        engine,
+        show,
+        rule=ledger_rule(job, generation),
+        generation=generation,
+        early=bool(scorers) or needs_tokens(job, generation),
+        serve_until=rewards.serve_until if rewards.scorers else None,
+    )
+    engine.ahead = generators.ahead
+    return source_of_generators(job, generation, generators, clock, show)
+
+
+def source_of_generators(
+    job: RLJob, generation: Generation, generators: GroupGenerators, clock: Clock, show: Show
+) -> Source:
+    """The source of trainer ranks whose rows others write.
+
+    Args:
+      job, clock, show: as of any source.
+      generation: of the trainer ranks.
+      generators: client of the others.
+    """
     begin_evaluation = None
-    serve_until = rewards.serve_until if rewards.scorers else None
-    if not job.settings.asynchrony.staleness:
-        generators = Generators(engine, show, early=early, serve_until=serve_until)
-    else:
-        engine.sender = WeightSender(parts.mesh, engine.weights.mesh.world, group)
-        rule = ledger_rule(job, generation)
-        generators = GroupGenerators(
-            engine, show, rule=rule, generation=generation, early=early, serve_until=serve_until
-        )
+    if generators.ahead:
+        generation = generation._replace(schedule=as_chosen(generation.schedule))
         if not generators.weighed:  # a curriculum may read its metrics before the next step
-            begin_evaluation = generators.begin_evaluation
-        own = own._replace(schedule=as_chosen(own.schedule))
-    source = prompt_source(own._replace(remote=generators), clock, show)
+            begin_evaluation = timed_evaluation(generators.begin_evaluation, clock)
+    source = prompt_source(generation._replace(remote=generators), clock, show)
     if job.algorithm.example in SAMPLED_PAIRS:
         source = pair_source(source, job.reward_names)
     next_rows = source.next_rows
     init = source.init
-    if begin_evaluation is not None:
-        begin_evaluation = timed_evaluation(begin_evaluation, clock)
-
     return source._replace(
         init=lambda: generators.saved(init()),
         next_rows=lambda state, step: generators.take_step(next_rows, state, step, job.settings.run.steps),
         move=generators.move,
         close=generators.close,
         begin_evaluation=begin_evaluation,
-        log=StepLog(
-            source.log.episodes, None if generation.episodes is None else generators.write_episodes, generators.log
-        ),
+        log=StepLog((), None if generation.episodes is None else generators.write_episodes, generators.log),
     )
 
 

@@ -1,4 +1,4 @@
-"""Groups of rows that a replica writes without a break: begun by the rule of the ledger, beside its engine's steps.
+"""Groups of rows that a replica writes: begun by the rule of the ledger, beside its engine's steps.
 
 Between two iterations of its engine a replica looks for requests of the trainer ranks, takes weights that have
 arrived, and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
@@ -7,6 +7,7 @@ arrived, and begins groups. Its first tensor rank decides and tells the others, 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
@@ -15,23 +16,20 @@ import numpy as np
 
 from funrl import trees
 from funrl.batch import FIELDS, Batch, as_dict
-from funrl.data.prompts import Example
 from funrl.environments.logged import LoggedEpisode
-from funrl.environments.run import EpisodeGroup, EpisodeRunner
-from funrl.kinds import joined_lines
 from funrl.mesh.collectives import from_first
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import PROGRESS_S, Answers
+from funrl.mesh.pools.channel import LONGEST_S, PROGRESS_S, Answers
 from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import WeightDelivery, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
-from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.ahead.heldout import WrittenPart
-from funrl.trainer.placement.group_prompts import GroupPart, GroupPrompt, GroupPrompts, GroupResult
+from funrl.trainer.placement.group_facts import describe_group, example_of
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of, group_parts
+from funrl.trainer.placement.link import GroupLink
 from funrl.trainer.placement.messages import (
     GroupFields,
     SendGroupsRequest,
@@ -39,21 +37,15 @@ from funrl.trainer.placement.messages import (
     further_fields,
     own_fields,
     split_origins,
-    versions_of,
-    written_rows,
 )
-from funrl.trainer.sources.curriculum import UNWEIGHTED
-from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import Rollout, collected_rollout, pending_rewards, to_rows
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
-from funrl.trainer.sources.prompts import baseline_sampling
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import Share, write_group
 from funrl.trainer.sources.selection import filter_samples
 from funrl.trainer.sources.source import DroppedPrompt, Generation
 from funrl.trainer.steps.step_rows import Rows, failed_rows, join_rows, rows_of, take
 
 WRITER_IDLE_S = 0.002  # that an idle replica waits before it looks again
 STORE_LOOK_S = 0.001  # between two looks at the store, for each replica more
-REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
 
 
 class ReplicaStep(NamedTuple):
@@ -72,6 +64,23 @@ class ReplicaStep(NamedTuple):
     rows: dict[int, GroupFields] = {}  # noqa: RUF012  (never mutated)
 
 
+class GroupResult(NamedTuple):
+    """A group that has ended.
+
+    Attributes:
+      work: the group, with the prompt that it has at the end.
+      done, rows: its completions or episodes, and their rows.
+      dropped: the prompts before it in this place.
+      baseline: the greedy completion or episode of the prompt, with its rows; None: there is none.
+    """
+
+    work: GroupWork
+    done: Rollout
+    rows: Rows
+    dropped: Sequence[DroppedPrompt]
+    baseline: tuple[Rollout, Rows] | None
+
+
 class GroupWriter:
     """The groups of this rank's replica.
 
@@ -87,6 +96,7 @@ class GroupWriter:
         generation: Generation,
         receiver: WeightReceiver,
         take_weights: Callable[[WeightDelivery], None],
+        link: GroupLink,
     ) -> None:
         """Begin without groups.
 
@@ -94,35 +104,31 @@ class GroupWriter:
           generation: as of a source, on the mesh to generate on.
           receiver: of weights.
           take_weights: gives arrived weights to the engine.
+          link: to the trainer ranks.
         """
         self.mesh = mesh = generation.engine.mesh
         self.engine = generation.engine.engine
         self.resident = ResidentEngine(self.engine) if mesh.index("tensor") == 0 else None
-        self._replica = int(mesh.index(mesh.row_axes))
+        self._replicas = mesh.size(mesh.row_axes)
         self._alone = Mesh(device=mesh.device, timeout=mesh.timeout)
         self._generation = generation._replace(
             engine=generation.engine._replace(mesh=self._alone, proof=None, note=self._note)
         )
         self._receiver = receiver
         self._take_weights = take_weights
-        self._board = GroupBoard(mesh.size(mesh.row_axes))
+        self._link = link
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
-        self._prompts = GroupPrompts(self._board, weighed=generation.schedule.weighing is not UNWEIGHTED)
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
-        self._evaluation: asyncio.Task[WrittenPart] | None = None  # on the first tensor rank
-        self._tasks: dict[int, asyncio.Task[GroupResult]] = {}
+        self._evaluation: asyncio.Task[Share] | None = None  # on the first tensor rank
+        self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
-        self._logs_episodes = generation.episodes is not None and generation.episodes.log is not None
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
-        self._sent: tuple[int, ...] = ()  # groups of the newest batch
-        self._has_next = False
-        self._next: int | None = None  # the group that begins next, if there is one
-        self._version: int | None = None  # of the ledger, by the weights that all replicas hold
-        self._begun: dict[int, int] = {}  # group -> version at which it began
         self._told: int | None = None  # the newest version that the others know of
+        self._measured = False
         self._next_look = 0.0
         self._next_sign = 0.0
+        self._rest_s = 0.0  # that a rest may take, longer the longer there is nothing to write
         self._idle_since: float | None = None
         self._waited_s = 0.0
         self._notes: list[str] = []
@@ -140,6 +146,9 @@ class GroupWriter:
         Args:
           answers: the requests to look for; None: none is taken.
         """
+        if not self._measured and self.engine.version is not None:
+            self.engine.check([])  # a native engine measures its free memory now, on all ranks
+            self._measured = True
         decided = self._decide(answers) if self.resident is not None else None
         turn: ReplicaStep = from_first(decided, self.mesh, "tensor") or ReplicaStep()
         for number, (fields, further) in turn.rows.items():
@@ -150,6 +159,8 @@ class GroupWriter:
             self.take()
         if turn.ended:
             self.evaluates = False
+        if turn.request:
+            self._rest_s = 0.0
         return turn
 
     def step(self) -> None:
@@ -157,7 +168,13 @@ class GroupWriter:
         if self.resident is None:
             follow(self.engine, self.mesh)
             return
-        self._loop.run_until_complete(self.resident.iterate(self.mesh, WRITER_IDLE_S))
+        if self._tasks or self.evaluates:
+            self._rest_s = 0.0
+        else:
+            if not self._rest_s:
+                heartbeat.entered("a request of the trainer ranks")
+            self._rest_s = min(LONGEST_S, max(WRITER_IDLE_S, 1.1 * self._rest_s))
+        self._loop.run_until_complete(self.resident.iterate(self.mesh, self._rest_s or WRITER_IDLE_S))
 
     def take(self) -> None:
         """Load weights that have arrived on all tensor ranks into the engine. Collective over "tensor"."""
@@ -171,7 +188,6 @@ class GroupWriter:
 
         Older weights are taken too: nothing is received as long as they are in the second buffer.
         """
-        self.engine.check([])  # a native engine measures its free memory now, on all ranks
         while self.evaluates and (self.engine.version or 0) < version:
             self.turn(None)
             self.step()
@@ -186,13 +202,13 @@ class GroupWriter:
         heartbeat.left()
         self._tell_version()
 
-    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, WrittenPart]]) -> None:
+    def begin_evaluation(self, write: Callable[[ResidentEngine], Coroutine[object, None, Share]]) -> None:
         """Begin to write this replica's part of an evaluation. Collective over "tensor"."""
         self.evaluates = True
         if self.resident is not None:
             self._evaluation = self._loop.create_task(write(self.resident))
 
-    def end_evaluation(self) -> WrittenPart | None:
+    def end_evaluation(self) -> Share | None:
         """Wait for this replica's part of the evaluation; None on its other tensor ranks. Collective over "tensor"."""
         while self.evaluates:
             self.turn(None)
@@ -209,7 +225,7 @@ class GroupWriter:
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
-        own = np.flatnonzero(request.owner == self._replica)
+        own = np.flatnonzero(request.owner == self._link.owner)
         if len(own):
             runs = split_origins(request.origins[own])
             rows = join_rows([take(self._held[number], places) for number, places in runs])
@@ -218,17 +234,16 @@ class GroupWriter:
                 send_rows(*own_fields(rows.batch), way)
         for number in request.groups:
             self._held.pop(number, None)
-        for number in self._sent:
+        for number in request.unlogged:
             self._logged.pop(number, None)
-        self._sent = request.groups
 
-    def logged_episodes(self, groups: Sequence[int]) -> list[LoggedEpisode]:
-        """This replica's episodes of some groups of the newest batch, numbered in the order of the batch."""
-        samples = self._generation.sampling.samples
+    def logged_episodes(self, groups: Sequence[tuple[Sequence[int], int]]) -> list[LoggedEpisode]:
+        """This replica's episodes of groups as an `EpisodesRequest` has them, numbered in their order."""
         return [
             logged._replace(number=place * samples + logged.number)
-            for place, group in enumerate(groups)
-            for logged in self._logged.get(group, ())
+            for numbers, samples in groups
+            for place, number in enumerate(numbers)
+            for logged in self._logged.get(number, ())
         ]
 
     def close(self) -> None:
@@ -247,7 +262,7 @@ class GroupWriter:
         now = time.monotonic()
         if now < self._next_look:
             return ReplicaStep(rows=rows) if rows else None
-        self._next_look = now + STORE_LOOK_S * max(1, self._board.replicas // 8)
+        self._next_look = now + STORE_LOOK_S * max(1, self._replicas // 8)
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
@@ -267,154 +282,101 @@ class GroupWriter:
         if self.resident is None or version is None or version == self._told:
             return
         for passed in range(version if self._told is None else self._told + 1, version + 1):
-            self._board.hold(passed)
+            self._link.hold(passed)
         self._told = version
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        if self.resident is None or not self._prompts.is_open():
+        if self.resident is None or self._told is None or not self._link.is_open():
             return
-        room = self.resident.room()
-        while (room > 0 or not self._tasks) and (number := self._prompts.take_again()) is not None:
-            self._start(number)
+        begun = []
+        room = self._room(self.resident)
+        while (room > 0 or not self._tasks) and (work := self._link.next_group(self._told)) is not None:
+            self._tasks[work] = self._loop.create_task(self._write(work))
+            begun.append(work)
             room -= self._requests
-        while room > 0 or not self._tasks:
-            if not self._has_next:
-                self._next = self._prompts.ledger.place_of(self._board.take_ticket())
-                self._has_next = True
-            if self._next is None or not self._may_begin(self._next):
-                break
-            self._start(self._next)
-            self._has_next = False
-            room -= self._requests
-        idle = not self._tasks and not self.evaluates
-        self._count_waiting(idle and not (self._has_next and self._next is None))
+            if work.place is not None:
+                heartbeat.at_step(work.place // self._link.rule.places + 1)
+        self._link.begin(begun)
+        self._count_waiting(not self._tasks and not self.evaluates and not self._link.is_over)
 
-    def _start(self, number: int) -> None:
-        self._begun[number] = max(self._version or 0, self._prompts.ledger.rule.least_version(number))
-        self._tasks[number] = self._loop.create_task(self._write(number, self._prompts.begin(number)))
-
-    def _may_begin(self, number: int) -> bool:
-        """True if all replicas hold the version that a group needs."""
-        least = self._prompts.ledger.rule.least_version(number)
-        if self._told is not None and (self._version is None or self._version < least):
-            self._version = self._board.batch_of_weights(self._told)
-        return self._version is not None and self._version >= least
+    def _room(self, resident: ResidentEngine) -> float:
+        """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
+        setup = self._generation.episodes
+        is_fixed = self._generation.engine.queue == "fixed" and not self._link.rule.staleness
+        room = math.inf if is_fixed else resident.room()
+        return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
     def _count_waiting(self, waits: bool) -> None:
         """Show that this replica works, and count the time since the last call if it had nothing to write."""
         now = time.monotonic()
         if (self._tasks or self.evaluates) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
-            self._board.show_work()
+            self._link.show_work()
         if self._idle_since is not None:
             self._waited_s += now - self._idle_since
         self._idle_since = now if waits else None
 
     def _deliver_ended(self) -> dict[int, GroupFields]:
         """Deliver groups that have ended; returns their rows."""
-        ended = [number for number, task in self._tasks.items() if task.done()]
+        ended = [begun for begun, task in self._tasks.items() if task.done()]
         kept: dict[int, GroupFields] = {}
-        for number in ended:
-            task = self._tasks.pop(number)
+        for begun in ended:
+            task = self._tasks.pop(begun)
             try:
-                done, rows, prompt, dropped, baseline = task.result()
+                work, done, rows, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
-                self._board.deliver(number, self._group(number, problem=str(error)))
+                self._link.deliver(begun, self._group(problem=str(error)))
                 continue
-            rescored = self._generation.rewards.rescore is not None
-            held = join_rows([rows, baseline[1]]) if baseline is not None and rescored else rows
-            fields = as_dict(held.batch)
-            if self.mesh.size("tensor") > 1:
-                fields = trees.map(lambda x: x.cpu(), fields)
-            kept[number] = GroupFields(fields, further_fields(held.batch))
-            tokens, switches = versions_of(rows)
-            group = self._group(number)._replace(written=written_rows(done, rows), tokens=tokens, switches=switches)
+            kept[work.number] = self._fields(rows)
+            written = [(done, rows)]
             if baseline is not None:
-                further = versions_of(baseline[1])[1]
-                group = group._replace(baseline=written_rows(*baseline), switches=[*switches, *further])
-            shown = self._shown(number, done, rows, prompt=prompt)
-            self._board.deliver(number, group._replace(shown=shown, prompt=prompt, dropped=dropped))
+                kept[baseline_of(work.number)] = self._fields(baseline[1])
+                written.append(baseline)
+            group = describe_group(self._generation, work, written, self._group())
+            self._link.deliver(work, group._replace(dropped=dropped))
         return kept
 
-    def _shown(self, number: int, done: Rollout, rows: Rows, prompt: GroupPrompt) -> list[ShownSample]:
-        """The first sample of a group, if its step shows samples and it is among the first."""
-        batch, place = divmod(number, self._prompts.ledger.rule.places)
-        generation = self._generation
-        if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
-            return []
-        decode = generation.engine.decode
-        samples = generation.sampling.samples
-        examples = [self._example(prompt)]
-        names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-        return shown_samples(done, rows, examples, samples, decode=decode, names=names)
+    def _fields(self, rows: Rows) -> GroupFields:
+        """Fields of rows on their way to the other tensor ranks."""
+        fields = as_dict(rows.batch)
+        if self.mesh.size("tensor") > 1:
+            fields = trees.map(lambda x: x.cpu(), fields)
+        return GroupFields(fields, further_fields(rows.batch))
 
-    def _group(self, number: int, problem: str | None = None) -> WrittenGroup:
+    def _group(self, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
-        version = self._begun.pop(number)
-        return WrittenGroup(self._replica, None, {}, (), waited_s, notes=notes, problem=problem, version=version)
+        return WrittenGroup(self._link.owner, None, {}, (), waited_s, notes=notes, problem=problem)
 
-    def _example(self, prompt: GroupPrompt) -> Example:
-        return self._generation.schedule.examples_at([prompt.position])[0]
-
-    async def _write(self, group: int, prompt: GroupPrompt) -> GroupResult:
+    async def _write(self, work: GroupWork) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
 
         Raises:
           RewardError, RunEndingError: the run ends.
         """
         generation = self._generation
-        write = self._completed if generation.episodes is None else self._episodes
+        seed = generation.schedule.seed
         dropped: list[DroppedPrompt] = []
         while True:
-            self._logged.pop(group, None)
-            example = self._example(prompt)
-            parts = await asyncio.gather(*(write(group, example, part) for part in self._parts(prompt)))
-            done, rows = parts[0]
+            prompt = work.prompt
+            assert prompt is not None
+            example = example_of(generation, prompt)
+            split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+            parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
+            self._logged[work.number] = [episode for part in parts for episode in part.episodes]
+            done, rows, _ = parts[0]
             replacement = None
-            if self._prompts.filters and not filter_samples(generation, rows, 1).any():
-                replacement = self._prompts.replace(group)
+            if self._link.filters and not filter_samples(generation, rows, 1).any():
+                replacement = self._link.replace(work)
             if replacement is None:
-                return GroupResult(done, rows, prompt, dropped, parts[1] if len(parts) > 1 else None)
+                baseline = (parts[1].done, parts[1].rows) if len(parts) > 1 else None
+                return GroupResult(work, done, rows, dropped, baseline)
+            assert isinstance(prompt, GroupPrompt)
             dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
-            prompt = replacement
-
-    def _parts(self, prompt: GroupPrompt) -> list[GroupPart]:
-        """The samples of a group, and the greedy completion that they are compared with, if there is one."""
-        generation = self._generation
-        samples = generation.sampling.samples
-        parts = [GroupPart(generation.sampling, prompt.seeds(generation.schedule.seed, samples))]
-        if generation.greedy_baseline:
-            parts.append(GroupPart(baseline_sampling(generation.sampling), [prompt.baseline_seed]))
-        return parts
-
-    async def _completed(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        del group
-        generation = self._generation
-        sampling, seeds = part
-        owned = joined_lines([example.owned])
-        pending = pending_rewards(generation.engine, [example], sampling.samples)
-        requests = [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(seeds)]
-        begin = time.perf_counter()
-        completions = await self.leader.ask_all(requests, None if pending is None else pending.add)
-        while pending is not None and not pending.ready():
-            await asyncio.sleep(REWARDS_S)
-        done = collected_rollout(generation.engine, completions, pending, rows=len(completions), begin=begin)
-        rows = to_rows([example], done, sampling, generation.form)
-        return done, rows
-
-    async def _episodes(self, group: int, example: Example, part: GroupPart) -> tuple[Rollout, Rows]:
-        setup = self._generation.setup
-        runner = EpisodeRunner(setup.environment, policy_setup(setup, part.sampling), setup.limits)
-        runner.resident = self.leader
-        episodes = await runner.run_group(EpisodeGroup(example, 0, part.seeds))
-        costs = [runner.costs[number] for number, _ in episodes]
-        if self._logs_episodes:
-            logged = [LoggedEpisode(number, part.seeds[number], episode) for number, episode in episodes]
-            self._logged.setdefault(group, []).extend(logged)
-        return rollout_of_episodes(setup, self._generation.engine, episodes, [example], part.sampling, costs=costs)
+            work = replacement
+            self._link.begin([work])
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

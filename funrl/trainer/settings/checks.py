@@ -323,11 +323,11 @@ def check_placement(s: Settings) -> None:
     if is_given(s, "mesh") and (names_train(s.devices.place or "") or s.devices.placement is None):
         raise s.refusal("{mesh} does nothing: {place} gives the mesh to train on")
     abilities = s.engines.abilities
-    if s.asynchrony.staleness and abilities.whole_only and not s.devices.joined:
+    if s.asynchrony.staleness and abilities.whole_only:
         raise s.refusal("{engine} and {staleness} with {place}: it takes no weights during a request; leave one out")
-    if s.devices.joined:
-        _check_joined(s)
-    if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness and not s.devices.joined:
+    if s.devices.generators is not None:
+        _check_ray(s)
+    if s.sampling.new_tokens_per_step is not None and s.asynchrony.staleness:
         raise s.refusal(
             "{new_tokens_per_step} with {staleness}: completions are written on during the updates anyway, by newer "
             "weights as these come, and the trainer waits only for its oldest group; leave --new_tokens_per_step out, "
@@ -337,21 +337,17 @@ def check_placement(s: Settings) -> None:
         raise s.refusal("{new_tokens_per_step} with {place}: every rank has to generate then; leave --place out")
 
 
-def _check_joined(s: Settings) -> None:
-    """Refuse flags that do not go with generators of other jobs. Raises: SettingsError."""
-    weights = "with {place}: generators that join have the policy's weights alone, and return log-probabilities"
+def _check_ray(s: Settings) -> None:
+    """Refuse flags that do not go with generators on Ray. Raises: SettingsError."""
+    scorers = scorers_of(s)
     problems = {
-        "engine": (not s.engines.abilities.own_steps, "with {place}: generators that join have the native engine"),
-        "agents": (has_further_agents(s), weights),
-        "router_replay": (s.routers.router_replay, weights),
-        "window": (
-            s.asynchrony.window > 1,
-            "does nothing with {place}: rows are taken in their order, each of one version",
-        ),
+        "engine": (not s.engines.abilities.own_steps, "generators on Ray have the native engine"),
+        "agents": (has_further_agents(s), "generators on Ray have the policy's weights alone"),
+        scorers[0] if scorers else "judge": (bool(scorers), "no model rewards what generators on Ray write"),
     }
     for name, (given, problem) in problems.items():
         if given:
-            raise s.refusal(f"{{{name}}} {problem}; leave it out, or give generator ranks, as generate:2")
+            raise s.refusal(f"{{{name}}} with {{place}}: {problem}; leave it out, or give generator ranks: generate:2")
 
 
 def check_mesh_flags(s: Settings) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from funrl import seeds
-from funrl.mesh.pools.joining import generators_join, training_sizes
 from funrl.mesh.pools.placement import Placement, read_placement
+from funrl.mesh.pools.ray_pool import GeneratorBounds, generators_on_ray, training_sizes
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.rewards.named import VERIFIERS
 from funrl.role_kinds import ROLES
@@ -392,7 +392,7 @@ class DeviceSettings:
     place: str | None = flag(
         None,
         "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
-        "generate:2 adds two; generate:join: other jobs; auto:8 chooses by a dry run",
+        "generate:2 adds two, generate:ray1-8 one to eight on a Ray cluster; auto:8 chooses by a dry run",
         chosen="all do both",
         kinds=RL,
     )
@@ -423,14 +423,14 @@ class DeviceSettings:
     @functools.cached_property
     def placement(self) -> Placement | None:
         """The pools of ranks, parsed once; None: every rank trains, auto:N, or no pools. Raises: MeshError."""
-        if self.place is None or self.joined or self._wanted is not None:
+        if self.place is None or self.generators is not None or self._wanted is not None:
             return None
         return read_placement(self.place, read_mesh(self.mesh).chosen)
 
-    @property
-    def joined(self) -> bool:
-        """True if generators of other jobs generate, and every rank of the run trains."""
-        return generators_join(self.place)
+    @functools.cached_property
+    def generators(self) -> GeneratorBounds | None:
+        """Bounds on the generators on Ray, beside ranks that all train; None: there are none. Raises: MeshError."""
+        return generators_on_ray(self.place)
 
     @property
     def _wanted(self) -> int | None:
@@ -440,7 +440,7 @@ class DeviceSettings:
     @property
     def written(self) -> str:
         """The mesh to train on, or the pools, for people."""
-        if self.joined:
+        if self.generators is not None:
             return f"place {self.place}"
         return f"mesh {self.mesh}" if self.place is None else f"place {self.placement or self.place}"
 
@@ -452,7 +452,7 @@ class DeviceSettings:
             return MeshFlag("place", str(placement), placement.train.sizes)
         if self.place is not None and self._wanted is not None:
             return MeshFlag("place", self.place, parse(f"dp{self._wanted}"), wanted=self._wanted)
-        if self.place is not None and self.joined:
+        if self.place is not None and self.generators is not None:
             return MeshFlag("place", self.place, training_sizes(self.place, read_mesh(self.mesh).chosen))
         return read_mesh(self.mesh)
 

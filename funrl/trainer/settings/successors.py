@@ -29,6 +29,7 @@ REMOVED_FLAGS: dict[str, RemovedFlag] = {
 REMOVED_COMMANDS: dict[str, str] = {  # of `funrl`
     "bisect": "`funrl replay RUN OTHER_RUN` compares two runs, and the log of a run names the token of a gap",
     "compare": "`funrl replay RUN OTHER_RUN` lists flags that differ, `tensorboard --logdir=RUNS` draws the curves",
+    "join": 'generators on a Ray cluster come and go: --place="train:dp2 generate:ray1-8"',
     "watch": "`funrl report RUN` writes the page during a run, `tensorboard --logdir=RUN` follows its curves",
 }
 EXAMPLE = "docs/example_environments.md trains it with examples/env_{}.py"

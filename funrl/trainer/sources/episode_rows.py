@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from funrl.algos.advantages.units import by_unit, episode_fields, episode_units
+from funrl.algos.advantages.units import by_unit, episode_fields, episode_units, units_of
 from funrl.algos.terms import Filter
 from funrl.batch import TOKEN_INT, Batch
 from funrl.data.processors.form import PictureForm
@@ -28,19 +28,14 @@ from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
 from funrl.environments.run import (
     EpisodeLimits,
-    EpisodeRun,
     EpisodeSpending,
     PolicySetup,
-    episode_groups,
-    run_episodes,
 )
 from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh
 from funrl.mesh.rows import gather_table
 from funrl.rollout.episodes import Episode, Node
-from funrl.rollout.policy import RunEndingError
-from funrl.rollout.resident import FirstRankError
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.serve.endpoint import serve_agent
 from funrl.trainer.sources.episode_totals import (
@@ -51,38 +46,19 @@ from funrl.trainer.sources.episode_totals import (
     table_totals,
     totals_of_rank,
 )
-from funrl.trainer.sources.generation import LONGEST_REMARK, RewardedEngine, Rollout, raise_everywhere
+from funrl.trainer.sources.generation import (
+    RewardedEngine,
+    Rollout,
+    RowForm,
+    Span,
+    first_problem,
+    share_table,
+    token_fields,
+)
 from funrl.trainer.sources.pending_rewards import add_totals
-from funrl.trainer.steps.step_rows import Rows, rows_of, take, with_owned
+from funrl.trainer.steps.step_rows import Rows, on_cpu, rows_of, take, with_owned
 
 POLICY, TOOL, OTHERS = 1, 2, 3  # values of `author`
-
-
-class RowForm(NamedTuple):
-    """Form of the rows that are made of episodes.
-
-    Attributes:
-      agents: names of the agents that may have rows.
-      frozen: names of the others, which are not trained.
-      pad: id of the padding token.
-      dtype: of log-probabilities and scores.
-      raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
-        of the one sampled from.
-      versions: whether rows get the version of the weights that sampled each token.
-      choices: experts recorded for each token; 0: none.
-      owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
-      pictures: form in which the model takes pictures; None: it sees none.
-    """
-
-    agents: tuple[str, ...] = ("policy",)
-    frozen: tuple[str, ...] = ()
-    pad: int = 0
-    dtype: torch.dtype = torch.float32
-    raw: bool = False
-    versions: bool = False
-    choices: int = 0
-    owned: Mapping[str, Tensor] | None = None
-    pictures: PictureForm | None = None
 
 
 class EpisodeSetup(NamedTuple):
@@ -96,7 +72,6 @@ class EpisodeSetup(NamedTuple):
       models: agent -> the model that answers for it, as `Request.model`; None: all agents are the policy.
       log: receives this replica's episodes; None: they are not kept.
       source_of: name of the source of a prompt, whose episodes have metrics of their own; None: there is one source.
-      run: runs this replica's episodes, as `run_episodes`.
     """
 
     environment: Environment
@@ -106,7 +81,6 @@ class EpisodeSetup(NamedTuple):
     models: Mapping[str, str] | None = None
     log: list[LoggedEpisode] | None = None
     source_of: Callable[[Example], str] | None = None
-    run: Callable[..., EpisodeRun] = run_episodes
 
 
 class Transcript(NamedTuple):
@@ -128,40 +102,6 @@ class Transcript(NamedTuple):
     pictures: PictureForm | None = None
 
 
-def rewarded_episodes(
-    setup: EpisodeSetup, engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int
-) -> tuple[Rollout, Rows]:
-    """Run `sampling.samples` episodes of each example. Collective.
-
-    Args:
-      setup: how episodes are made.
-      engine: the engine on its mesh; its reward functions are not called.
-      examples: prompts, the same on every rank.
-      sampling: of the policy's replies.
-      seed: of their noise.
-
-    Returns: the episodes as a rollout, whose completions are transcripts and whose score is that of the first agent
-      that is trained; and the rows that can be trained on, without those of unscored agents and of groups in which an
-      episode failed.
-
-    Raises:
-      RewardError: the environment cannot work in this run (`RunEndingError`); raised on every rank.
-    """
-    groups = episode_groups(examples, sampling.samples, seed)
-    run = EpisodeRun([], 0.0, 0.0, (), 0)
-    problem = None
-    try:
-        policy = policy_setup(setup, sampling)
-        run = setup.run(engine.engine, engine.mesh, setup.environment, groups, policy, setup.limits)
-    except (RunEndingError, FirstRankError) as error:
-        problem = str(error)
-    raise_everywhere(problem, (), engine.mesh)
-    if setup.log is not None:
-        seeds = [seed for group in groups for seed in group.seeds]
-        setup.log.extend(LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes)
-    return rollout_of_episodes(setup, engine, run.episodes, examples, sampling, costs=run.costs)
-
-
 def rollout_of_episodes(
     setup: EpisodeSetup,
     engine: RewardedEngine,
@@ -171,7 +111,7 @@ def rollout_of_episodes(
     *,
     costs: Sequence[EpisodeSpending] = (),
 ) -> tuple[Rollout, Rows]:
-    """The episodes of some prompts as a rollout, and their rows; see `rewarded_episodes`. Collective.
+    """The episodes of some prompts as a rollout, and their rows. Collective.
 
     Args:
       setup: how episodes were made.
@@ -180,6 +120,9 @@ def rollout_of_episodes(
       examples: prompts of all ranks.
       sampling: of the policy's replies.
       costs: of each of the episodes; none: they are not known.
+
+    Returns: a rollout, whose completions are transcripts and whose score is that of the first agent that is trained;
+      and the rows that can be trained on, without those of unscored agents and of groups in which an episode failed.
     """
     if engine.proof is not None:
         engine.proof.settle()
@@ -188,31 +131,27 @@ def rollout_of_episodes(
     form = setup.form._replace(dtype=engine.dtype, raw=sampling.reshaped)
     rows, table = rows_of_episodes(episodes, count, sampling.samples, form, mesh)
     transcripts = [transcript_of(number, episode, form) for number, episode in episodes]
-    lengths = torch.zeros(count, dtype=torch.int64)
-    for transcript in transcripts:
-        lengths[transcript.number] = len(transcript.tokens)
+    written = {"length": [len(transcript.tokens) for transcript in transcripts]}
+    _, lengths = share_table([transcript.number for transcript in transcripts], written, count, mesh)
     reward_E = table.reward[:, 0]
-    unscored_E = reward_E.isnan()
     sources = numbers_by_source(setup.source_of, examples, sampling.samples)
     counted = episodes if mesh.index("tensor") == 0 else []  # all ranks of a replica have its episodes
     own_parts = part_totals([episode for _, episode in counted])
     own_totals = totals_of_rank(counted, costs, setup.form.frozen, sources)
-    own_problem = next((episode.problem for _, episode in episodes if episode.problem), "")
-    gathered = collectives.gather_objects((own_parts, own_problem, own_totals), mesh)
-    parts, problems, everywhere = zip(*gathered, strict=True)
+    parts, everywhere = zip(*collectives.gather_objects((own_parts, own_totals), mesh), strict=True)
     if table.failed.any():
-        problem = next(filter(None, problems), "").partition("\n")[0][:LONGEST_REMARK]
-        engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {problem}")
+        problem = next((episode.problem for _, episode in episodes if episode.problem), "").partition("\n")[0]
+        engine.note(f"{int(table.failed.sum())} of {count} episodes failed, such as: {first_problem(problem, mesh)}")
     done = Rollout(
         transcripts,
-        lengths=collectives.psum(lengths.to(mesh.device), mesh, mesh.row_axes),
+        lengths=lengths["length"].long(),
         finished=table.finished,
         score=reward_E.nan_to_num(nan=0.0),
         scores=reward_E[:, None],
         owner=table.owner,
         mesh=mesh,
         dtype=engine.dtype,
-        failed=unscored_E | table.failed,
+        failed=reward_E.isnan() | table.failed,
         entries=add_totals(*parts),
         episodes={**table_totals(table, sources), **add_totals(*everywhere)},
     )
@@ -234,20 +173,23 @@ def rows_of_samples(rows: Rows, samples: np.ndarray) -> np.ndarray:
 
 
 def kept_samples(rows: Rows, filter: Filter | None, count: int) -> np.ndarray:
-    """[count] bool, episodes with rows that a filter keeps for one of their agents.
+    """[count] bool, completions that a filter keeps, or episodes with rows that it keeps for one of their agents.
 
     Args:
-      rows: of the episodes, on the CPU.
-      filter: sees one number for each agent of an episode; None: it keeps all.
+      rows: of them.
+      filter: sees one number for each completion, or agent of an episode, on the CPU; None: it keeps all.
+      count: of the completions or episodes.
     """
-    kept_E = np.zeros(count, dtype=bool)
-    units = episode_units(rows.batch)
-    if not len(units.first):
-        return kept_E
-    episode_U = rows.batch.episode[units.first].numpy()
-    kept_U = np.ones(len(episode_U), dtype=bool) if filter is None else filter(by_unit(rows.batch, units)).numpy()
-    kept_E[episode_U[kept_U]] = True
-    return kept_E
+    if filter is None and rows.examples is None:
+        return np.ones(count, dtype=bool)
+    batch = on_cpu(rows).batch
+    units = units_of(batch)
+    kept = np.zeros(count, dtype=bool)
+    sample_U = np.arange(count) if units is None else batch.episode[units.first].numpy()
+    if filter is not None and len(sample_U):
+        sample_U = sample_U[filter(batch if units is None else by_unit(batch, units)).cpu().numpy()]
+    kept[sample_U] = True
+    return kept
 
 
 def policy_setup(setup: EpisodeSetup, sampling: Sampling) -> PolicySetup:
@@ -291,7 +233,7 @@ def rows_of_episodes(
     numbers = [begins_E[number] + i for (number, _), some in zip(own, paths, strict=True) for i in range(len(some))]
     assert np.array_equal(expected, np.array(numbers, dtype=np.int64)), "a rank's episodes are not ascending"
     flat = [(episode, path) for (_, episode), some in zip(own, paths, strict=True) for path in some]
-    tokens = _token_fields(flat, form, mesh.device)
+    tokens = _fields_of(flat, form, mesh.device)
     columns = {
         "length": torch.tensor([path.length for _, path in flat], dtype=torch.int64, device=mesh.device),
         "agent": torch.tensor(
@@ -332,33 +274,23 @@ def _episode_table(
     own: NumberedEpisodes, paths: Sequence[Sequence[RowPath]], count: int, form: RowForm, mesh: Mesh
 ) -> tuple[EpisodeTable, np.ndarray]:
     """The table of episodes, and the number of rows of each [E], in one collective."""
-    agents = len(form.agents)
-    columns_E = torch.zeros(count, 6 + agents, dtype=torch.float64)
-    index = int(mesh.index(mesh.row_axes))
-    for (number, episode), some in zip(own, paths, strict=True):
-        rewards = [episode.rewards.get(agent) for agent in form.agents]
-        unknown = set(episode.agents()) - {*form.agents, *form.frozen}
-        if unknown:
-            known = [*form.agents, *form.frozen]
-            raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {known}")
-        turns = sum(len(path.trained) for path in some)
-        values = [math.nan if reward is None else float(reward) for reward in rewards]
-        failed = episode.status in ("failed", "cancelled")
-        length = sum(path.length for path in some)
-        row = [index, len(some), failed, _is_finished(episode, some), turns, length, *values]
-        columns_E[number] = torch.tensor(row, dtype=torch.float64)
-    whole_E = collectives.psum(columns_E.to(mesh.device), mesh, mesh.row_axes)
-    owner, rows, failed, finished, turns, tokens = whole_E[:, :6].cpu().unbind(1)
-    device = mesh.device
-    table = EpisodeTable(
-        owner.numpy().astype(np.int64),
-        whole_E[:, 6:],
-        (failed > 0).to(device),
-        (finished > 0).to(device),
-        turns.long().to(device),
-        tokens.long().to(device),
-    )
-    return table, rows.numpy().astype(np.int64)
+    unknown = {agent for _, episode in own for agent in episode.agents()} - {*form.agents, *form.frozen}
+    if unknown:
+        known = [*form.agents, *form.frozen]
+        raise ValueError(f"an episode has agents {sorted(unknown)}; the run knows {known}")
+    rewards = np.array([[x.rewards.get(agent) for agent in form.agents] for _, x in own], dtype=np.float64)  # None: NaN
+    columns = {
+        "rows": [len(some) for some in paths],
+        "failed": [episode.status in ("failed", "cancelled") for _, episode in own],
+        "finished": [_is_finished(episode, some) for (_, episode), some in zip(own, paths, strict=True)],
+        "turns": [sum(len(path.trained) for path in some) for some in paths],
+        "tokens": [sum(path.length for path in some) for some in paths],
+        "reward": rewards.reshape(len(own), len(form.agents)),
+    }
+    owner, table = share_table([number for number, _ in own], columns, count, mesh)
+    failed, finished = table["failed"] > 0, table["finished"] > 0
+    shared = EpisodeTable(owner, table["reward"], failed, finished, table["turns"].long(), table["tokens"].long())
+    return shared, table["rows"].cpu().numpy().astype(np.int64)
 
 
 def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
@@ -367,20 +299,17 @@ def _is_finished(episode: Episode, paths: Sequence[RowPath]) -> bool:
     return episode.status == "done" and all(finish in ("stop", "string") for finish in last)
 
 
-def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
+def _fields_of(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
     """Fields per token of this rank's rows."""
-    longest = max((path.length for _, path in flat), default=1)
-    shape = (len(flat), math.ceil(longest / 8) * 8)
-    tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    rollout_logp = torch.zeros(shape, dtype=form.dtype)
+    spans = [
+        [Span(node.tokens, node.numbers if node in path.trained else None, node.routes) for node in path.nodes]
+        for _, path in flat
+    ]
+    fields = token_fields(spans, form, device)
+    shape = fields["tokens"].shape
+    turn, author, state = torch.zeros(3, *shape, dtype=TOKEN_INT)
     token_reward = torch.zeros(shape, dtype=form.dtype)
-    turn = torch.zeros(shape, dtype=TOKEN_INT)
-    version = torch.zeros(shape, dtype=TOKEN_INT)
-    author = torch.zeros(shape, dtype=TOKEN_INT)
-    state = torch.zeros(shape, dtype=TOKEN_INT)
     read = set[Node]()  # context after a first reply
-    routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
     for row, (episode, path) in enumerate(flat):
         begin = 0
         # A turn has a token at least, so that no number exceeds the row whatever a template has left out.
@@ -389,16 +318,11 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
         context: list[int] = []  # since the reply before
         for node in path.nodes:
             here = slice(begin, begin + len(node.tokens))
-            tokens[row, here] = torch.as_tensor(node.tokens, dtype=TOKEN_INT)
             turn[row, here] = turns
             if node.sampled:
                 turns += 1
                 replied = True
             if node in path.trained:
-                numbers = node.numbers
-                mask[row, here] = True
-                rollout_logp[row, here] = numbers.raw_logp if form.raw else numbers.sampling_logp
-                version[row, here] = torch.as_tensor(numbers.versions, dtype=TOKEN_INT)
                 token_reward[row, here.stop - 1] = episode.turn_rewards.get(node, 0.0)
                 author[row, here] = POLICY
                 state[row, here] = _digest(episode.states.get(node, context))
@@ -408,18 +332,11 @@ def _token_fields(flat: Sequence[tuple[Episode, RowPath]], form: RowForm, device
             context = [] if node.sampled else [*context, *node.tokens]
             if node.owned is not None:
                 context.append(node.owned.digest)
-            if node.routes is not None and form.choices:
-                routes[row, : len(node.routes)] = node.routes.to(TOKEN_INT)
             begin = here.stop
         # A path ends with a trained token, which gets the outcome: that has what the turns of the path earned.
         token_reward[row, begin - 1] -= math.fsum(episode.turn_rewards.get(node, 0.0) for node in path.nodes)
-    fields = {"tokens": tokens, "mask": mask, "turn": turn, "rollout_logp": rollout_logp, "token_reward": token_reward}
-    fields |= {"author": author, "state": state}
-    if form.versions:
-        fields["version"] = version
-    if form.choices:
-        fields["routes"] = routes
-    return {name: x.to(device) for name, x in fields.items()}
+    further = {"turn": turn, "token_reward": token_reward, "author": author, "state": state}
+    return fields | {name: x.to(device) for name, x in further.items()}
 
 
 def _author(node: Node) -> int:

@@ -7,10 +7,11 @@ that every rank filters the same rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,20 +19,19 @@ import torch
 from torch import Tensor
 
 from funrl.batch import TOKEN_INT, Batch
+from funrl.data.processors.form import PictureForm
 from funrl.data.prompts import Example
 from funrl.mesh import collectives
-from funrl.mesh.counter import shared_counter
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.rows import gather_table
-from funrl.mesh.sums import own_range
 from funrl.processes import heartbeat
 from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
-from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine, complete
+from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine
+from funrl.rollout.episodes import SampledNumbers
 from funrl.rollout.requests import Completion, Request, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
-from funrl.rollout.tickets import complete_shared
+from funrl.rollout.tickets import complete_shared, share_tickets
 from funrl.trainer.sources.own_texts import text_after
 from funrl.trainer.sources.pending_rewards import PendingRewards, Rewarded, Totals, add_totals
 from funrl.trainer.steps.step_rows import Rows, rows_of, with_owned
@@ -177,22 +177,30 @@ def run_requests(
     callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
     if engine.proof is not None:
         callbacks = callbacks._replace(iterated=engine.proof.iterated)
-    try:
-        if engine.queue == "tickets":
-            completions = complete_shared(
-                engine.engine, groups, shared_counter(mesh), mesh=mesh, callbacks=callbacks, own=own
-            )
-        else:
-            share = own_range(len(groups), mesh, mesh.row_axes)
-            requests = [request for group in groups[share.start : share.stop] for request in group]
-            completions = complete(engine.engine, [*own, *requests], callbacks)
-    except FloatingPointError:
-        if engine.proof is not None:
-            engine.proof.settle()  # wrong weights explain logits that are not finite
-        raise
-    if engine.proof is not None:
-        engine.proof.settle()
+    size = len(groups[0]) if len(groups) else 1
+    tickets = share_tickets(groups, mesh, size=size, fixed=engine.queue == "fixed")
+    with settle_proof(engine.proof):
+        completions = complete_shared(engine.engine, tickets, mesh, callbacks, own)
     return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+
+
+@contextlib.contextmanager
+def settle_proof(proof: SyncProof | None) -> Iterator[None]:
+    """Settle the proof of an engine's weights after the context, also where the engine's logits are not finite.
+
+    Wrong weights explain them.
+
+    Raises:
+      SyncError: the engine does not hold the trainer's weights.
+    """
+    try:
+        yield
+    except FloatingPointError:
+        if proof is not None:
+            proof.settle()
+        raise
+    if proof is not None:
+        proof.settle()
 
 
 def collected_rollout(
@@ -229,45 +237,68 @@ def collected_rollout(
     entries = add_totals(*collectives.gather_objects(rewards.entries, mesh)) if has_entries else {}
     own_s = time.perf_counter() - generated  # ranks begin at nearly the same time
     reward_s = min(last_rewarded - last_generated, own_s)
+    ended = [x.finish != "paused" for x in completions]  # the others have no reward yet
+    scores = np.zeros((len(completions), len(engine.weights)))
+    failed = np.zeros(len(completions), dtype=bool)
+    if rewards.failed:  # on the rank that asks for rewards
+        scores[ended] = np.reshape(rewards.scores, (-1, len(engine.weights)))
+        failed[ended] = rewards.failed
     columns = {
-        "lengths": torch.tensor([len(x.tokens) for x in completions], dtype=torch.int64, device=mesh.device),
-        "finished": torch.tensor([x.finished for x in completions], dtype=torch.bool, device=mesh.device),
-        "scores": _on_tensor_ranks(rewards.scores, completions, (len(engine.weights),), mesh),
+        "length": [len(x.tokens) for x in completions],
+        "finished": [x.finished for x in completions],
+        "scores": scores,
+        "failed": failed,
     }
-    if engine.on_error != "stop":
-        columns["failed"] = _on_tensor_ranks(rewards.failed, completions, (), mesh) > 0
-    owner_R = torch.zeros(rows, dtype=torch.int64, device=mesh.device)
-    owner_R[[x.number for x in completions]] = int(mesh.index(mesh.row_axes))
-    owner = collectives.psum(owner_R, mesh, mesh.row_axes).cpu().numpy()
-    table = gather_table(columns, owner, mesh, axes=mesh.row_axes)
-    if "failed" in table and table["failed"].any():
-        problem = next(filter(None, collectives.gather_objects(rewards.problem, mesh)))[:LONGEST_REMARK]
-        count = int(table["failed"].sum())
-        engine.note(f"a reward function failed on {count} of {rows} completions, such as: {problem}")
+    owner, table = share_table([x.number for x in completions], columns, rows, mesh)
     scores_RK = table["scores"]
+    failed_R = table["failed"] > 0
+    if failed_R.any():
+        problem = first_problem(rewards.problem, mesh)
+        engine.note(f"a reward function failed on {int(failed_R.sum())} of {rows} completions, such as: {problem}")
     return Rollout(
         completions,
-        table["lengths"],
-        table["finished"],
+        table["length"].long(),
+        table["finished"] > 0,
         score=(scores_RK * scores_RK.new_tensor(engine.weights)).nansum(1),  # NaN: that reward does not apply
         scores=scores_RK,
         owner=owner,
         mesh=mesh,
         dtype=engine.dtype,
         reward_s=reward_s,
-        failed=table.get("failed"),
+        failed=None if engine.on_error == "stop" else failed_R,
         entries=entries,
     )
 
 
-def _on_tensor_ranks(
-    values: Sequence[object], completions: Sequence[Completion], shape: tuple[int, ...], mesh: Mesh
-) -> Tensor:
-    """[r, *shape] float64, values of the completions that have ended, on all tensor ranks; paused ones get zeros."""
-    whole = np.zeros((len(completions), *shape))
-    if values:  # on the rank that asks for rewards
-        whole[[x.finish != "paused" for x in completions]] = np.array(values, dtype=np.float64).reshape(-1, *shape)
-    return collectives.psum(torch.from_numpy(whole).to(mesh.device), mesh, "tensor")
+def share_table(
+    numbers: Sequence[int], columns: Mapping[str, Sequence[object] | np.ndarray], count: int, mesh: Mesh
+) -> tuple[np.ndarray, dict[str, Tensor]]:
+    """The owners of all samples, and columns of facts about them, from what each replica knows of its own. Collective.
+
+    Args:
+      numbers: of this replica's samples.
+      columns: [r] or [r, K] of these, as its first tensor rank has them.
+      count: of all samples.
+      mesh: of the engines.
+
+    Returns: [count] index over the row axes; and [count] or [count, K] float64 by name.
+    """
+    own = {"owner": np.full(len(numbers), int(mesh.index(mesh.row_axes))), **columns}
+    parts = [np.asarray(x, dtype=np.float64) for x in own.values()]
+    wide = [x.reshape(len(numbers), x.shape[1] if x.ndim == 2 else 1) for x in parts]
+    whole = torch.zeros(count, sum(x.shape[1] for x in wide), dtype=torch.float64)
+    if mesh.index("tensor") == 0:
+        whole[list(numbers)] = torch.from_numpy(np.concatenate(wide, 1))
+    bits = collectives.psum(whole.view(torch.int64).to(mesh.device), mesh, (*mesh.row_axes, "tensor"))
+    whole = bits.view(torch.float64)  # the sum of bits, 0 on all other ranks, is exact
+    split = whole.split([x.shape[1] for x in wide], 1)
+    table = {name: x if part.ndim == 2 else x[:, 0] for name, x, part in zip(own, split, parts, strict=True)}
+    return table.pop("owner").cpu().numpy().astype(np.int64), table
+
+
+def first_problem(problem: str, mesh: Mesh) -> str:
+    """Begin of the message of the first rank that has one, "" where there is no problem. Collective."""
+    return next(filter(None, collectives.gather_objects(problem, mesh)), "")[:LONGEST_REMARK]
 
 
 def pending_rewards(engine: RewardedEngine, examples: Sequence[Example], samples: int) -> PendingRewards | None:
@@ -314,24 +345,51 @@ def completion_texts(
     return [text_after(opening[token], token, row, decode=decode) for token, row in zip(before, rows, strict=True)]
 
 
-class CompletionForm(NamedTuple):
-    """The form of rows of completions.
+class RowForm(NamedTuple):
+    """Form of rows that are made of completions or episodes.
 
     Attributes:
+      agents: names of the agents that may have rows.
+      frozen: names of the others, which are not trained.
       pad: id of the padding token.
+      dtype: of log-probabilities and scores.
+      raw: whether `rollout_logp` is of the model's own distribution, as where sampling is truncated or penalised; else
+        of the one sampled from.
       versions: whether rows get the version of the weights that sampled each token.
       choices: experts recorded for each token; 0: none.
+      owned: lines of a row that owns nothing, as `OwnedValues.none`; None: no row owns any.
+      pictures: form in which the model takes pictures; None: it sees none.
     """
 
+    agents: tuple[str, ...] = ("policy",)
+    frozen: tuple[str, ...] = ()
     pad: int = 0
+    dtype: torch.dtype = torch.float32
+    raw: bool = False
     versions: bool = False
     choices: int = 0
+    owned: Mapping[str, Tensor] | None = None
+    pictures: PictureForm | None = None
 
 
-PLAIN_FORM = CompletionForm()
+PLAIN_FORM = RowForm()
 
 
-def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: CompletionForm = PLAIN_FORM) -> Rows:
+class Span(NamedTuple):
+    """Neighbouring tokens of a row that one side wrote.
+
+    Attributes:
+      tokens: their ids.
+      numbers: from the policy, where they are trained; None: they are context.
+      routes: of the row's tokens up to these, as in `Completion`.
+    """
+
+    tokens: Sequence[int] | Tensor
+    numbers: SampledNumbers | None = None
+    routes: Tensor | None = None
+
+
+def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form: RowForm = PLAIN_FORM) -> Rows:
     """Join prompts and completions into rows on the ranks that wrote them, right-padded to a multiple of 8 tokens.
 
     `rollout_logp` is of the whole vocabulary at the temperature, as the trainer's log-probabilities are, regardless of
@@ -350,48 +408,57 @@ def to_rows(examples: Sequence[Example], done: Rollout, sampling: Sampling, form
       sampled.
     """
     samples = sampling.samples
-    pad, versions, choices = form
-    own = done.own
     device = done.mesh.device
     prompt_P = torch.tensor([len(e.tokens) for e in examples], dtype=torch.int64, device=device)
     length_R = prompt_P.repeat_interleave(samples) + done.lengths
-    prompts = [examples[number // samples].tokens for number in own.tolist()]
-    longest = max((len(p) + len(c.tokens) for p, c in zip(prompts, done.completions, strict=True)), default=1)
-    shape = (len(own), math.ceil(longest / 8) * 8)
-    tokens = torch.full(shape, pad, dtype=TOKEN_INT)
-    mask = torch.zeros(shape, dtype=torch.bool)
-    rollout_logp = torch.zeros(shape, dtype=done.dtype)
-    version = torch.zeros(shape, dtype=TOKEN_INT)
-    routes = torch.full((*shape, choices), -1, dtype=TOKEN_INT)
+    prompts = [examples[number // samples] for number in done.own.tolist()]
+    spans = [
+        [Span(prompt.tokens), Span(x.tokens, SampledNumbers(x.raw_logp, x.sampling_logp, x.versions), x.routes)]
+        for prompt, x in zip(prompts, done.completions, strict=True)
+    ]
+    scored = done.scores.shape[1] > 0
     # The trainer's distribution is the tempered model, which is also what was sampled from, unless tokens are truncated
     # or penalised. Then take the model's own: the settings' check ensures that the temperature is 1.
-    for row, (prompt, completion) in enumerate(zip(prompts, done.completions, strict=True)):
-        here = slice(len(prompt), len(prompt) + len(completion.tokens))
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-        tokens[row, here] = completion.tokens
-        mask[row, here] = True
-        rollout_logp[row, here] = completion.raw_logp if sampling.reshaped else completion.sampling_logp
-        version[row, here] = completion.versions.to(TOKEN_INT)
-        if completion.routes is not None and choices:
-            routes[row, : len(completion.routes)] = completion.routes.to(TOKEN_INT)
-    scored = done.scores.shape[1] > 0
     batch = Batch(
-        tokens=tokens.to(device),
-        mask=mask.to(device),
+        **token_fields(spans, form._replace(dtype=done.dtype, raw=sampling.reshaped), device),
         length=length_R,
         group=torch.arange(len(length_R), device=device) // samples,
         score=done.score.to(done.dtype) if scored else None,
         scores=done.scores.to(done.dtype) if scored else None,
         truncated=~done.finished,
-        rollout_logp=rollout_logp.to(device),
-        version=version.to(device) if versions else None,
-        routes=routes.to(device) if choices else None,
         failed=done.failed,
     )
-    rows = rows_of(batch, done.owner, done.mesh)
-    owned = [example.owned for example in examples]
-    like = next((x.values for x in owned if x is not None), None)
-    return with_owned(rows, [owned[number // samples] for number in own.tolist()], like)
+    like = next((x.owned.values for x in examples if x.owned is not None), None)
+    return with_owned(rows_of(batch, done.owner, done.mesh), [prompt.owned for prompt in prompts], like)
+
+
+def token_fields(rows: Sequence[Sequence[Span]], form: RowForm, device: torch.device) -> dict[str, Tensor]:
+    """Fields per token of this rank's rows, right-padded to a multiple of 8 tokens."""
+    longest = max((sum(len(span.tokens) for span in spans) for spans in rows), default=1)
+    shape = (len(rows), math.ceil(longest / 8) * 8)
+    tokens = torch.full(shape, form.pad, dtype=TOKEN_INT)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    rollout_logp = torch.zeros(shape, dtype=form.dtype)
+    version = torch.zeros(shape, dtype=TOKEN_INT)
+    routes = torch.full((*shape, form.choices), -1, dtype=TOKEN_INT)
+    for row, spans in enumerate(rows):
+        begin = 0
+        for span in spans:
+            here = slice(begin, begin + len(span.tokens))
+            tokens[row, here] = torch.as_tensor(span.tokens, dtype=TOKEN_INT)
+            if span.numbers is not None:
+                mask[row, here] = True
+                rollout_logp[row, here] = span.numbers.raw_logp if form.raw else span.numbers.sampling_logp
+                version[row, here] = torch.as_tensor(span.numbers.versions, dtype=TOKEN_INT)
+            if span.routes is not None and form.choices:
+                routes[row, : len(span.routes)] = span.routes.to(TOKEN_INT)
+            begin = here.stop
+    fields = {"tokens": tokens, "mask": mask, "rollout_logp": rollout_logp}
+    if form.versions:
+        fields["version"] = version
+    if form.choices:
+        fields["routes"] = routes
+    return {name: x.to(device) for name, x in fields.items()}
 
 
 def first_texts(

@@ -17,11 +17,11 @@ from funrl.rewards.call import RewardError
 from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
-from funrl.trainer.sources.episode_rows import outcome_rows, rewarded_episodes
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
 from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
-from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample, shown_samples, with_scores
+from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
+from funrl.trainer.sources.heldout import evaluate_heldout
+from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals, add_totals, entry_metrics
 from funrl.trainer.sources.selection import (
     Chosen,
@@ -216,67 +216,28 @@ def rounds_metrics(generation: Generation, rounds: Sequence[SamplingRound], skip
     return metrics
 
 
-def evaluate_heldout(generation: Generation, clock: Clock, show: Show, step: int) -> dict[str, float]:
-    """Complete the held-out prompts, show some completions, and return their metrics."""
-    if generation.remote is not None:
-        with clock.phase("eval"):
-            return generation.remote.evaluate(step, show)
-    heldout, sampling, _, seed, _ = generation.evaluation
-    generation = for_heldout(generation)
-    done, rows = rewarded_rows(generation, clock, heldout, sampling=sampling, seed=seed, phase="eval")
-    return heldout_metrics(generation, done, rows, show, step)
-
-
-def for_heldout(generation: Generation) -> Generation:
-    """The settings whose episodes are not logged, and counted by the sources of the held-out prompts."""
-    if generation.episodes is None:
-        return generation
-    sources = source_of(generation.evaluation.heldout)
-    return generation._replace(episodes=generation.episodes._replace(log=None, source_of=sources))
-
-
-def heldout_metrics(generation: Generation, done: Rollout, rows: Rows, show: Show, step: int) -> dict[str, float]:
-    """Metrics of completions or episodes of the held-out prompts, of which some are shown. Collective."""
-    heldout, sampling, solved, _, table_prompts = generation.evaluation
-    show.samples(step, first_samples(generation, heldout, done, rows=rows, samples=sampling.samples))
-    decode = generation.engine.decode
-    rows = outcome_rows(done, rows)
-    scores = evaluated(heldout, done, rows, solved=solved, decode=decode, names=generation.rewards.names)
-    for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
-        show.evaluated(part)
-    further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
-    if done.episodes:
-        further |= unscored_metrics(scores)
-    return metrics_of(scores, heldout) | further
-
-
 def rewarded_rows(
-    generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int, phase: str = ""
+    generation: Generation, clock: Clock, examples: Sequence[Example], sampling: Sampling, seed: int
 ) -> tuple[Rollout, Rows]:
-    """Completions, and their rows with all rewards.
+    """Completions or episodes, and their rows with all rewards.
 
     Args:
       generation: as of the source.
-      clock: times "generate", "reward" and a phase for each scoring model, or only `phase` if that is given.
+      clock: times "generate", "reward" and a phase for each scoring model.
       examples: prompts, the same on every rank.
       sampling: of the completions.
       seed: of their noise.
-      phase: clock phase for all of it.
     """
-    with clock.phase(phase or "generate"):
+    with clock.phase("generate"):
         if generation.episodes is not None:
-            return rewarded_episodes(generation.episodes, generation.engine, examples, sampling, seed)
+            writer = SampleWriter(generation, examples, sampling, seed, alone=True)
+            return writer.join(writer.run())
         groups = request_groups(examples, sampling, seed)
         done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
         rows = to_rows(examples, done, sampling, generation.form)
-    if done.reward_s and not phase:
+    if done.reward_s:
         clock.move(done.reward_s, "generate", "reward")
-    return done, rescored(generation, rows, examples, phase)
-
-
-def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
-    """Rows with the scores of models that reward them here, if there are some; see `ScoreColumns.rescore`."""
-    return rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
+    return done, rescored(generation, rows, examples)
 
 
 def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, clock: Clock, baseline: bool) -> Rows:
@@ -306,15 +267,9 @@ def one_step_of(generation: Generation, chosen: Sequence[Chosen], begin: int, cl
             places = np.concatenate([part.places for part in chosen])
             greedy = generation.remote.baseline_rows(groups, places, sampling)
         greedy = rescored(generation, greedy, examples)
-    if generation.episodes is not None:
-        return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
-    scores = greedy.batch.score.repeat_interleave(torch.from_numpy(counts).to(device))
-    rows = rows.with_fields(greedy_score=scores.to(rows.batch.score))
-    if not (generation.engine.on_error == "skip" and failed_rows(greedy)):
-        return rows
-    if greedy.batch.failed.all():
-        raise RewardError("a reward function failed on the greedy completions of all prompts, which are the baseline")
-    return take(rows, np.flatnonzero(np.repeat(~greedy.batch.failed.cpu().numpy(), counts)))
+    if generation.episodes is None and generation.engine.on_error == "skip" and failed_rows(greedy):
+        greedy = take(greedy, np.flatnonzero(~greedy.batch.failed.cpu().numpy()))
+    return _compared_with_greedy(rows, np.repeat(np.arange(len(counts)), counts), greedy)
 
 
 def baseline_sampling(sampling: Sampling) -> Sampling:
@@ -323,36 +278,23 @@ def baseline_sampling(sampling: Sampling) -> Sampling:
 
 
 def _compared_with_greedy(rows: Rows, prompt_B: np.ndarray, greedy: Rows) -> Rows:
-    """Rows of episodes with the score that their agent has in the greedy episode of their prompt, if it has one.
+    """Rows with the score of the greedy completion, or greedy episode of their agent, of their prompt, if it has one.
 
     Args:
-      rows: of episodes.
+      rows: of completions or episodes.
       prompt_B: number of each row's prompt.
-      greedy: rows of one episode of each prompt, without those of unscored agents and of episodes that failed.
+      greedy: rows of one completion or episode of each prompt, without those that failed or are unscored.
 
     Raises:
       RewardError: no row is left.
     """
-    agent_B = rows.batch.agent.cpu().numpy()
-    keys_G = np.stack([greedy.batch.episode.cpu().numpy(), greedy.batch.agent.cpu().numpy()], 1).tolist()
-    places = {(prompt, agent): place for place, (prompt, agent) in enumerate(keys_G)}
+    agent_B, agent_G = (x.batch.group * 0 if (agent := x.batch.get("agent")) is None else agent for x in (rows, greedy))
+    keys_G = zip(greedy.batch.group.tolist(), agent_G.tolist(), strict=True)
+    places = {key: place for place, key in enumerate(keys_G)}
     place_B = np.array([places.get(key, -1) for key in zip(prompt_B.tolist(), agent_B.tolist(), strict=True)])
     kept = np.flatnonzero(place_B >= 0)
     if not len(kept):
-        raise RewardError("the greedy episodes of all prompts, which are the baseline, failed or are unscored")
-    compared = take(rows, kept)
+        raise RewardError("the greedy samples of all prompts, which are the baseline, failed or are unscored")
+    compared = rows if len(kept) == len(place_B) else take(rows, kept)
     score_B = greedy.batch.score[torch.from_numpy(place_B[kept]).to(greedy.batch.score.device)]
     return compared.with_fields(greedy_score=score_B.to(rows.batch.score))
-
-
-def first_samples(
-    generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
-) -> list[ShownSample]:
-    """The first sample of each of the first prompts; see `shown_samples`. Collective."""
-    if generation.remote is not None:
-        shown = generation.remote.samples()
-        if generation.rewards.rescore is None:
-            return list(shown.values())
-        return with_scores(shown, rows, samples, generation.rewards.names)
-    decode = generation.engine.decode
-    return shown_samples(done, rows, examples[:SHOWN_PROMPTS], samples, decode=decode, names=generation.rewards.names)

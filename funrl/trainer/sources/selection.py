@@ -15,7 +15,7 @@ from funrl.trainer.sources.episode_rows import kept_samples, rows_of_samples
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.sources.source import EMPTY, Generation
-from funrl.trainer.steps.step_rows import Rows, on_cpu, take
+from funrl.trainer.steps.step_rows import Rows, take
 
 MOST_EMPTY = 5  # steps in a row
 
@@ -48,12 +48,7 @@ def chosen_rows(
 def filter_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
     """[prompts, samples] bool, rows that the filter keeps."""
     samples = generation.sampling.samples
-    if generation.episodes is not None:
-        kept_E = kept_samples(on_cpu(rows), generation.selection.filter, prompts * samples)
-        return kept_E.reshape(prompts, samples)
-    if generation.selection.filter is None:
-        return np.ones((prompts, samples), dtype=bool)
-    return generation.selection.filter(on_cpu(rows).batch).cpu().numpy().reshape(prompts, samples)
+    return kept_samples(rows, generation.selection.filter, prompts * samples).reshape(prompts, samples)
 
 
 def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.ndarray:
@@ -63,14 +58,13 @@ def rewarded_samples(generation: Generation, rows: Rows, prompts: int) -> np.nda
       RewardError: a reward function failed on all of them.
     """
     failed_B = rows.batch.get("failed")
-    if generation.episodes is not None:
-        kept_E = kept_samples(on_cpu(rows), None, prompts * generation.sampling.samples)
-        return kept_E.reshape(prompts, -1)
-    if failed_B is None or generation.engine.on_error != "skip":
-        return np.ones((prompts, generation.sampling.samples), dtype=bool)
-    if failed_B.all():
-        raise RewardError(f"a reward function failed on each of {len(failed_B)} completions; none is left to train on")
-    return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
+    if generation.episodes is None and failed_B is not None and generation.engine.on_error == "skip":
+        if failed_B.all():
+            raise RewardError(
+                f"a reward function failed on each of {len(failed_B)} completions; none is left to train on"
+            )
+        return ~failed_B.cpu().numpy().reshape(prompts, generation.sampling.samples)
+    return kept_samples(rows, None, prompts * generation.sampling.samples).reshape(prompts, -1)
 
 
 def chosen_of_step(

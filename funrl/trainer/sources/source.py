@@ -18,7 +18,7 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.sources.curriculum import PromptSchedule
 from funrl.trainer.sources.episode_rows import EpisodeSetup
 from funrl.trainer.sources.evaluation import PromptEvaluation
-from funrl.trainer.sources.generation import CompletionForm, RewardedEngine, Rollout
+from funrl.trainer.sources.generation import PLAIN_FORM, RewardedEngine, Rollout, RowForm
 from funrl.trainer.sources.observing import Show, ShownSample
 from funrl.trainer.sources.pending_rewards import Totals
 from funrl.trainer.steps.roles import RoleState
@@ -40,13 +40,13 @@ class StoredState(NamedTuple):
     """The form of a source's state in a checkpoint.
 
     Attributes:
-      saved: source's state -> the form of it that a checkpoint stores.
+      saved: (source's state, number of this rank -> the largest of all ranks) -> the form that a checkpoint stores.
       rows: stored state -> its leaves that hold rows, different on each rank; None: the state is the same everywhere.
       restored: state read from a checkpoint, with a share of its rows on each rank -> the source's state.
       spread: whether each rank holds a different part of the state.
     """
 
-    saved: Callable[[trees.Tree], trees.Tree] = lambda state: state
+    saved: Callable[[trees.Tree, Callable[[int], int]], trees.Tree] = lambda state, largest: state
     rows: Callable[[trees.Tree], HeldRows | None] = lambda state: None
     restored: Callable[[trees.Tree], trees.Tree] = lambda state: state
     spread: bool = False
@@ -226,7 +226,7 @@ class Generation(NamedTuple):
     rewards: ScoreColumns = ScoreColumns()
     greedy_baseline: bool = False
     shows: Callable[[int], bool] = lambda step: False
-    form: CompletionForm = CompletionForm()
+    form: RowForm = PLAIN_FORM
     episodes: EpisodeSetup | None = None
     remote: RemoteGenerators | None = None
 

@@ -1,8 +1,7 @@
 """A frozen role on other ranks, as the ranks that ask it see it: rows go there and its fields come back.
 
-The trainer ranks ask a role that scores tokens. Those that generate ask one that rewards completions, for the
-batches of a run that takes the steps one after the other and for evaluations; where groups are written ahead, those
-that train ask it for batches.
+The trainer ranks ask a role that scores tokens, and one that rewards completions of batches. Generator ranks ask the
+latter for evaluations.
 
 What a request says is metadata; a row's tokens go point to point, from the rank that trains it to the one that scores
 it, and its fields come back the same way.
@@ -36,7 +35,7 @@ from funrl.trainer.steps.step_rows import Rows, owned_fields
 READ_FIELDS = ("tokens", "mask")  # that a model reads of a row
 REWARD_FIELDS = (*READ_FIELDS, "rollout_logp")  # that a model which rewards completions reads, and whose dtype it has
 NUMBERS_OF_A_POOL = 1 << 32  # requests to each pool have numbers of their own in the store
-BATCHES = 1 << 31  # the first of those for batches of groups written ahead
+BATCHES = 1 << 31  # the first of those for batches
 
 
 class ScoreRequest(NamedTuple):
@@ -180,7 +179,7 @@ def first_request(pool: int, batches: bool = False) -> int:
 
     Args:
       pool: its number, from 0.
-      batches: whether the request is of the trainer ranks, for batches of groups written ahead.
+      batches: whether the request is of the trainer ranks, for batches.
     """
     return (pool + 1) * NUMBERS_OF_A_POOL + BATCHES * batches
 

@@ -215,12 +215,6 @@ def failed_rows(rows: Rows) -> int:
     return 0 if failed_B is None else int(failed_B.sum())
 
 
-def widened(rows: Rows, multiple: int = 8) -> Rows:
-    """The rows in the width of the longest row of all ranks, rounded up."""
-    width = -(-int(rows.lengths.max(initial=1)) // multiple) * multiple
-    return rows._replace(batch=map_kinds(lambda kind, x: kind.fit(x, width), rows.batch))
-
-
 def counted_by(rows: Rows, mask: str) -> Rows:
     """The rows with the tokens of their episodes counted by another field than the mask. Collective."""
     units = units_of(rows.batch)

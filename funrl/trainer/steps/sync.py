@@ -124,8 +124,8 @@ def refresh_earlier_selves(parts: Parts, state: State, frozen: Mapping[str, tree
     due = {name: earlier_self(role, own, state.step) for name, steps in every.items() if state.step % steps == 0}
     state = state._replace(earlier={**state.earlier, **due})
     engine = parts.generator.engine
-    in_background = isinstance(engine, RemoteEngine) and engine.in_background  # they come with the next sync
-    if engine.version is not None and not in_background:
+    with_sync = isinstance(engine, RemoteEngine) and engine.ahead
+    if engine.version is not None and not with_sync:
         _load_earlier_selves(parts, state, frozen)
     return state
 

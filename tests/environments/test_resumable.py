@@ -15,7 +15,7 @@ from test_run import PROMPTS, Talk, run
 
 from funrl.environments.adapters import message_environment, tool_environment
 from funrl.environments.chat import TemplateChat
-from funrl.environments.ongoing import OngoingEpisodes, Round, recorded_episodes
+from funrl.environments.resumable import GroupRecord, ResumableEpisodes, Round
 from funrl.environments.run import episode_groups
 from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
@@ -67,6 +67,11 @@ def assert_equal_episodes(some, others, tolerance=0.0):
         assert (told(item)[3] - told(other)[3]).abs().max() <= tolerance
 
 
+def reread(record):
+    """The record as a checkpoint gives it."""
+    return GroupRecord.from_text(record.first, record.text)
+
+
 def rounds(
     environment,
     allowance,
@@ -81,18 +86,19 @@ def rounds(
     engine = engine or engine_of()
     groups = episode_groups(examples_of(*PROMPTS), samples, 4)
     by_number = {group.first: group for group in groups}
-    ongoing = OngoingEpisodes(environment, setup, limits)
+    ongoing = ResumableEpisodes(environment, setup, limits)
     done, records, new, own = {}, [], groups, []
     while new or own:
-        result = ongoing.run(engine, SINGLE, Round(new, own, allowance))
+        result = ongoing.continue_groups(engine, SINGLE, Round(new, own, allowance))
         records.append(result)
         between(result)
-        done |= {x.first: recorded_episodes(x.text) for x in result.groups if not x.waiting}
-        own = [(by_number[x.first], x.text, allowance) for x in result.groups if x.waiting]
+        done |= {x.first: x.ended for x in result.records if not x.waiting}
+        again = len(records) <= renewed
+        own = [(by_number[x.first], reread(x) if again else x, allowance) for x in result.records if x.waiting]
         new = []
-        if len(records) <= renewed:
+        if again:
             ongoing.close()
-            ongoing = OngoingEpisodes(environment, setup, limits)
+            ongoing = ResumableEpisodes(environment, setup, limits)
     ongoing.close()
     return [episode for first in sorted(done) for episode in done[first]], records
 
@@ -104,9 +110,9 @@ def test_with_the_same_weights_episodes_are_those_of_one_rollout(name, renewed):
     environment = ENVIRONMENTS[name]
     whole = [episode for _, episode in run(environment, examples_of(*PROMPTS)).episodes]
     episodes, records = rounds(environment, 5, renewed=renewed)
-    assert len(records) > 2 and sum(x.waiting for x in records[0].groups) > 5
+    assert len(records) > 2 and sum(x.waiting for x in records[0].records) > 5
     assert_equal_episodes(episodes, whole, 1e-5)
-    assert not any(run.restarted for run in records)
+    assert not any(run.problems for run in records)
 
 
 class Forking(TemplateChat):
@@ -122,7 +128,7 @@ def test_forks_keep_the_rewards_of_their_turns_over_rollouts():
     assert all(episode.status == "done" and len(episode.turn_rewards) == len(episode.ends) for episode in whole)
     assert whole[0].counts["forks/thinking"] == len(whole[0].ends) - 1 > 1
     episodes, records = rounds(TALK, 5, renewed=99, setup=setup)
-    assert len(records) > 2 and not any(run.restarted for run in records)
+    assert len(records) > 2 and not any(run.problems for run in records)
     assert_equal_episodes(episodes, whole, 1e-5)
     assert [episode.counts for episode in episodes] == [episode.counts for episode in whole]
 
@@ -133,7 +139,7 @@ def test_a_path_grows_by_its_allowance_and_keeps_its_versions(name):
     version = [7]
 
     def sync(result):
-        for record in result.groups:
+        for record in result.records:
             for entry in json.loads(record.text):
                 calls = from_record(record_from_json(entry["done"] or entry["calls"])).ends
                 for call in calls:
@@ -187,11 +193,11 @@ def test_an_environment_that_does_not_repeat_itself_begins_anew():
     environment = message_environment(lambda: Moody(3))
     episodes, records = rounds(environment, 5, renewed=3)
     assert len(episodes) == 12 and all(x.status == "done" and len(x.turn_rewards) == 3 for x in episodes)
-    assert sum(run.restarted for run in records) > 3
-    problem = next(run.problem for run in records if run.restarted)
+    assert sum(len(run.problems) for run in records) > 3
+    problem = next(run.problems[0] for run in records if run.problems)
     assert re.match(r"answer \d of the environment is \[\[\{.*\}\], \d.*, \w+\], it was \[\[", problem)
     alive, records = rounds(environment, 5)
-    assert len(alive) == 12 and not any(run.restarted for run in records)
+    assert len(alive) == 12 and not any(run.problems for run in records)
 
 
 class Leaves(Talk):
@@ -210,7 +216,7 @@ def test_an_environment_that_cannot_begin_again_fails_after_its_tries():
     episodes, records = rounds(message_environment(lambda: Leaves(3)), 5, renewed=1)
     failed = [x for x in episodes if x.status == "failed"]
     assert failed and all("no such place" in x.problem for x in failed)
-    assert sum(run.restarted for run in records) == len(failed)
+    assert sum(len(run.problems) for run in records) == len(failed)
 
 
 class Fragile(Talk):
@@ -234,7 +240,7 @@ def test_a_failed_attempt_stays_counted(renewed):
     Fragile.attempts.clear()
     episodes, records = rounds(message_environment(Fragile), 5, renewed=renewed, limits=EpisodeLimits(retries=2))
     assert [x.status for x in episodes] == ["done"] * 3 + ["failed"] * 3 + ["done"] * 6
-    assert not any(run.restarted for run in records)
+    assert not any(run.problems for run in records)
     if not renewed:
         assert {n for (text, _), n in Fragile.attempts.items() if text == "say it"} == {3}
 
@@ -265,22 +271,22 @@ class Opaque(Talk):
 
 def test_a_message_that_no_checkpoint_holds_is_an_error():
     with pytest.raises(TypeError, match=r"a message of an environment has a object, which .* give text, numbers"):
-        rounds(message_environment(Opaque), 5)
+        rounds(message_environment(Opaque), 5, renewed=1)
 
 
 def of_mesh(mesh, renewed):
     groups = episode_groups(examples_of(*PROMPTS), 3, 4)
     engine = engine_of(mesh, torch.float64)
-    ongoing = OngoingEpisodes(Branches(), SETUP)
+    ongoing = ResumableEpisodes(Branches(), SETUP)
     by_number = {group.first: group for group in groups}
     done = {}
-    result = ongoing.run(engine, mesh, Round(groups, allowance=5))
+    result = ongoing.continue_groups(engine, mesh, Round(groups, allowance=5))
     for _ in range(20):
-        done |= {x.first: recorded_episodes(x.text) for x in result.groups if not x.waiting}
+        done |= {x.first: x.ended for x in result.records if not x.waiting}
         if renewed:
             ongoing.close()
-        own = [(by_number[x.first], x.text, 5) for x in result.groups if x.waiting]
-        result = ongoing.run(engine, mesh, Round((), own))
+        own = [(by_number[x.first], reread(x) if renewed else x, 5) for x in result.records if x.waiting]
+        result = ongoing.continue_groups(engine, mesh, Round((), own))
     ongoing.close()
     return done
 

@@ -1,4 +1,4 @@
-"""docs/asynchrony.md: its numbers are those of the simulation, its snippets run (in test_snippets.py)."""
+"""docs/placement.md: its numbers are those of the simulation, its snippets run (in test_snippets.py)."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ from funrl.rollout.ledger import LedgerRule
 from funrl.trainer.settings.settings import settings_flags, settings_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/asynchrony.md"
+PAGE = ROOT / "docs/placement.md"
 
 
 def command():

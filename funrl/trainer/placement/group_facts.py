@@ -1,0 +1,57 @@
+"""Facts of a group that a replica has written, for every rank of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from funrl.data.prompts import Example
+from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork
+from funrl.trainer.placement.messages import WrittenGroup, versions_of, written_rows
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
+from funrl.trainer.sources.source import Generation
+from funrl.trainer.steps.step_rows import Rows
+
+
+def example_of(generation: Generation, prompt: GroupPrompt | AskedPrompt | None) -> Example:
+    """The example of a group's prompt."""
+    schedule = generation.schedule
+    if isinstance(prompt, AskedPrompt):
+        return schedule.prompts[prompt.place]
+    assert prompt is not None
+    return schedule.examples_at([prompt.position])[0]
+
+
+def describe_group(
+    generation: Generation, work: GroupWork, written: Sequence[tuple[Rollout, Rows]], group: WrittenGroup
+) -> WrittenGroup:
+    """Add the facts of what was written to a group.
+
+    Args:
+      generation: of the replica.
+      work: the group.
+      written: its samples; and its greedy completion or episode, if it has one.
+      group: without rows.
+    """
+    done, rows = written[0]
+    tokens, switches = versions_of(rows)
+    if len(written) > 1:
+        group = group._replace(baseline=written_rows(*written[1]))
+        switches = [*switches, *versions_of(written[1][1])[1]]
+    prompt = work.prompt if isinstance(work.prompt, GroupPrompt) else None
+    shown = _shown(generation, work, done, rows)
+    own = written_rows(done, rows)
+    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown, prompt=prompt)
+
+
+def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
+    """The first sample of a group, if its step shows samples and it is among the first."""
+    if work.place is None:
+        return []
+    batch, place = divmod(work.place, generation.schedule.batch)
+    if place >= SHOWN_PROMPTS or not generation.shows(batch + 1):
+        return []
+    decode = generation.engine.decode
+    samples = generation.sampling.samples
+    names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
+    return shown_samples(done, rows, [example_of(generation, work.prompt)], samples, decode=decode, names=names)

@@ -1,0 +1,186 @@
+"""A generator as a Ray actor: on its event loop each group is a coroutine beside a resident engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib
+import os
+import pickle
+import socket
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from funrl import trees
+from funrl.batch import FIELDS, Batch, as_dict
+from funrl.environments.run import episode_groups
+from funrl.mesh.mesh import Mesh, single
+from funrl.rewards.call import RewardError
+from funrl.rollout.certificate import greedy_of, greedy_requests
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.ray.engine import WeightBucket, pull_weights
+from funrl.rollout.ray.link import GeneratorFacts
+from funrl.rollout.remote.digests import EngineDigests, engine_digests
+from funrl.rollout.resident import ResidentEngine
+from funrl.trainer.jobs.build import build
+from funrl.trainer.jobs.job import RLJob
+from funrl.trainer.jobs.row_source import generation_of, open_rewards
+from funrl.trainer.placement.generate import ShowBuffer
+from funrl.trainer.placement.group_facts import describe_group, example_of
+from funrl.trainer.placement.group_prompts import GroupWork, group_parts
+from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
+from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import write_group
+from funrl.trainer.sources.heldout import for_heldout
+from funrl.trainer.sources.selection import filter_samples
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.step_rows import Rows, rows_of, take
+
+REST_S = 0.2  # that the engine rests at most while there is nothing to do
+
+_T = TypeVar("_T")
+WrittenHeldout = tuple[Rollout, GroupFields] | str  # completions of a prompt and their rows; or the run's problem
+
+
+class GeneratorActor:
+    """A generator of a run. Ray calls its methods on one event loop, on which the engine steps too.
+
+    Example:
+      actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(generator_job(job)))
+      name, room = ray.get(actor.describe.remote())
+      digests = ray.get(actor.load.remote(exchange, version))
+      facts, episodes, *samples = actor.write.options(num_returns=4).remote(work)
+    """
+
+    def __init__(self, job: RLJob) -> None:
+        self._job = job
+        self._notes = ShowBuffer()
+        self._workers = contextlib.ExitStack()  # of rewards; they end with this process
+        self._stepping: asyncio.Task[None] | None = None
+
+    async def describe(self) -> GeneratorFacts:
+        """Make the engine, without weights."""
+        job = self._job
+        pool = self._workers.enter_context(open_rewards(job, 0))
+        self._mesh = single("cuda:0" if job.device == "cuda" else "cpu")
+        parts = build(job, self._mesh, self._notes.note)
+        generator = parts.generator._replace(engine=parts.generator.whole, base=None)  # adapters come merged
+        parts = dataclasses.replace(parts, generator=generator, pool=pool)
+        self._engine = generator.engine
+        generation = generation_of(job, parts, {}, Clock(), self._notes)
+        engine = generation.engine._replace(proof=None, note=self._notes.note)
+        self._generation = generation._replace(engine=engine)
+        self._resident = ResidentEngine(self._engine)
+        requests = generation.sampling.samples + generation.greedy_baseline
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        return GeneratorFacts(name, max(1, job.settings.engines.decode_rows // requests))
+
+    async def ping(self) -> None:
+        """Give a sign of life."""
+
+    async def load(self, exchange: Any, version: int) -> EngineDigests | None:
+        """Load a version of the weights between two steps of the engine; digests, where loads are proved."""
+        ray = importlib.import_module("ray")
+        spec = self._engine.weights
+        buckets: list[WeightBucket] = await exchange.take.remote(version)
+        tree = await asyncio.to_thread(pull_weights, ray, buckets, spec)
+        self._engine.load(spec.named(tree), version)
+        self._stepping = self._stepping or asyncio.create_task(self._step())
+        return engine_digests(self._engine) if self._job.settings.engines.verify_sync else None
+
+    async def write(self, work: GroupWork) -> tuple[object, ...]:
+        """Write and reward a group.
+
+        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; and the rows of
+          each sample, pickled `GroupFields`, or None where there are none.
+        """
+        generation = self._generation
+        samples = generation.sampling.samples
+        assert work.prompt is not None
+        example = example_of(generation, work.prompt)
+        seed = generation.schedule.seed
+        parts = group_parts(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+        writing = (write_group(generation, self._resident, example, *part) for part in parts)
+        try:
+            written = await self._beside(asyncio.gather(*writing))
+        except (RewardError, RunEndingError) as error:
+            group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
+            return (group, True), [], *[None] * samples
+        parts = [(part.done, part.rows) for part in written]
+        group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes)
+        facts = describe_group(generation, work, parts, group)
+        filters = work.place is not None and generation.selection.filter is not None
+        keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
+        episodes = [episode for part in written for episode in part.episodes]
+        return (facts, keeps), episodes, *rows_by_sample(written[0].rows, samples)
+
+    async def write_heldout(self, place: int) -> WrittenHeldout:
+        """Write and reward the samples of a held-out prompt."""
+        generation = for_heldout(self._generation)
+        heldout, sampling, _, seed, _ = generation.evaluation
+        seeds = episode_groups(heldout, sampling.samples, seed)[place].seeds
+        writing = write_group(generation, self._resident, heldout[place], sampling, seeds)
+        try:
+            done, rows, _ = await self._beside(writing)
+        except (RewardError, RunEndingError) as error:
+            return str(error)
+        return done, _fields(rows)
+
+    async def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        """Complete prompts greedily."""
+        done = await self._beside(self._resident.ask_all(greedy_requests(prompts, new_tokens)))
+        return greedy_of(done, self._mesh.device)
+
+    async def _step(self) -> None:
+        """Step the engine for ever."""
+        while True:
+            await self._resident.iterate(self._mesh, REST_S)
+
+    async def _beside(self, program: Awaitable[_T]) -> _T:
+        """The result of a program beside the engine. Raises: what the program or the engine raises."""
+        assert self._stepping is not None
+        task = asyncio.ensure_future(program)
+        await asyncio.wait({task, self._stepping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            self._stepping.result()
+        return task.result()
+
+
+def generator_job(job: RLJob) -> RLJob:
+    """The job of a run as a generator has it, on one device."""
+    devices = dataclasses.replace(job.settings.devices, place=None, mesh="dp1")
+    settings = dataclasses.replace(job.settings, devices=devices)
+    sizes = dict.fromkeys(job.sizes, 1)
+    return dataclasses.replace(job, settings=settings, sizes=sizes, generate_sizes=sizes)
+
+
+def samples_of(fields: Any, rows: int) -> np.ndarray:
+    """[B] sample of each row of a group, from fields that all ranks know."""
+    episode_B = fields.get("episode")
+    return np.arange(rows) if episode_B is None else episode_B.cpu().numpy()
+
+
+def rows_by_sample(rows: Rows, samples: int) -> list[np.ndarray | None]:
+    """Bytes of the rows of each sample of a group; None where it has no row."""
+    sample_B = samples_of(as_dict(rows.batch), len(rows.owner))
+    numbers = [np.flatnonzero(sample_B == sample) for sample in range(samples)]
+    return [
+        np.frombuffer(pickle.dumps(_fields(take(rows, own)), pickle.HIGHEST_PROTOCOL), np.uint8) if len(own) else None
+        for own in numbers
+    ]
+
+
+def rows_of_fields(fields: GroupFields, mesh: Mesh) -> Rows:
+    """The rows of `GroupFields`, on one rank."""
+    batch = Batch(FIELDS | fields.further if fields.further else FIELDS, **fields.fields)
+    batch = batch._replace(**trees.map(lambda x: x.to(mesh.device), as_dict(batch)))
+    return rows_of(batch, mesh=mesh)
+
+
+def _fields(rows: Rows) -> GroupFields:
+    return GroupFields(trees.map(lambda x: x.cpu(), as_dict(rows.batch)), further_fields(rows.batch))

@@ -1,0 +1,393 @@
+"""Trainer-side client of generators on Ray: their groups become batches, and rows go to the ranks that train them.
+
+    actors -- facts --> first rank: link, ledger, batch     (kilobytes a group)
+    actors -- rows  --> object store of its node            (once a row: it outlives the actor and its node)
+                        object store --> rank that trains a row, which takes the samples that it needs
+
+A batch of 16,384 rows of 33,000 tokens has 16 bytes a token, 8.6 GB: that many cross to the first rank's node while the
+trainer updates, and all but the rows of that node cross once more, to each node its own. The first rank maps these
+objects and never unpickles rows of others. Its node needs a store of (S + 1) batches; Ray keeps on disk what is more.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from funrl import trees
+from funrl.environments.logged import LoggedEpisode
+from funrl.kinds import Value
+from funrl.mesh.collectives import from_first_rank
+from funrl.mesh.mesh import Mesh
+from funrl.mesh.pools.ray_pool import generators_on_ray
+from funrl.processes.heartbeat import beat, entered, left
+from funrl.rewards.call import RewardError
+from funrl.rollout.elsewhere import Greedy
+from funrl.rollout.ledger import Ledger, LedgerRule
+from funrl.rollout.ray.engine import RayEngine
+from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
+from funrl.rollout.remote.digests import EngineDigests
+from funrl.trainer.checkpoints.saved_episodes import write_episodes
+from funrl.trainer.jobs.job import Job, RLJob
+from funrl.trainer.jobs.row_source import remarked_generation
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, prompt_of_place
+from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
+from funrl.trainer.placement.joined_groups import in_place_of, join_groups
+from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_origins
+from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
+from funrl.trainer.placement.source import needs_tokens, source_of_generators
+from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
+from funrl.trainer.sources.observing import Show
+from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
+from funrl.trainer.steps.clock import Clock
+from funrl.trainer.steps.parts import GeneratingParts, Parts
+from funrl.trainer.steps.step_rows import Rows, join_rows, take
+from funrl.trainer.storage.shard_server import CheckpointError
+
+SIGN_S = 5.0  # between two signs of the first rank to the others, while it waits
+ROWS = "rows"  # topic of the exchange
+
+
+class RayBoard:
+    """The groups of a run on the trainer's first rank, for its link: which prompt each place has.
+
+    A place keeps its prompt in each attempt, until another prompt refills it.
+
+    Attributes:
+      replicas: number of replicas by which metrics divide; generators come and go.
+      deliver: receives a group that has ended, as `GeneratorCall.then`.
+
+    Example:
+      board.open(ledger)
+      board.train(batch=0, version=0)
+      call = board.take(place=0)
+      call.then((facts, True), references, objects)
+    """
+
+    replicas = 1
+
+    def __init__(self, link: GeneratorLink, rule: LedgerRule, *, weighed: bool, samples: int) -> None:
+        """Begin before the first place.
+
+        Args:
+          link: receives the ledger.
+          rule: of the ledger.
+          weighed: whether weights choose the prompts of batches ahead.
+          samples: of a group.
+        """
+        self.deliver: Callable[[GroupWork, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
+        self._link = link
+        self._rule = rule
+        self._weighed = weighed
+        self._samples = samples
+        self._opened: Ledger | None = None
+        self._prompts = itertools.count()  # of the order
+        self._given: dict[int, Sequence[int]] = {}  # positions of prompts, by batch
+        self._waiting: dict[int, GroupWork] = {}  # by place
+        self._running: dict[int, GroupWork] = {}
+
+    def open(self, ledger: Ledger) -> None:
+        """Have generators begin places of a ledger."""
+        with self._link.changed:
+            self._opened = copy.deepcopy(ledger)
+            self._link.ledger = ledger
+
+    def train(self, batch: int, version: int) -> None:
+        """Record the version that a batch is trained with."""
+        with self._link.changed:
+            self._link.batches[version] = batch
+        self._link.wake()
+
+    def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
+        """Take the positions of the prompts of batches from `first` on."""
+        with self._link.changed:
+            self._given = dict(enumerate(positions, first))
+
+    def ask(self, works: Sequence[GroupWork], replica: int | None = None) -> None:
+        """Ask for groups; those without a place are written with the newest weights."""
+        del replica
+        with self._link.changed:
+            self._waiting |= {work.place: work for work in works if work.place is not None}
+        self._link.begin([self._call_of(work) for work in works if work.place is None])
+
+    def take(self, place: int) -> GeneratorCall | None:
+        """The call that writes a place; see `WorkBoard`."""
+        work = self._waiting.pop(place, None)
+        if work is None and self._rule.staleness:
+            work = GroupWork(place, place, prompt=self._prompt(place))
+        if work is None:
+            return None
+        self._running[place] = work
+        return self._call_of(work)
+
+    def put_back(self, places: Sequence[int]) -> None:
+        """Keep places for another generator; see `WorkBoard`."""
+        self._waiting |= {place: self._running.pop(place) for place in places}
+
+    def replace(self, place: int) -> None:
+        """Give a place that waits again another prompt."""
+        self._waiting[place] = GroupWork(place, place, prompt=self._prompt(place))
+
+    def _call_of(self, work: GroupWork) -> GeneratorCall:
+        def ended(value: Any, references: Sequence[Any], objects: Sequence[Any]) -> None:
+            if work.place is not None:
+                del self._running[work.place]
+            self.deliver(work, value, references, objects)
+
+        return GeneratorCall("write", (work,), ended, objects=1 + self._samples)
+
+    def _prompt(self, place: int) -> GroupPrompt:
+        assert self._opened is not None
+        chosen = self._given.__getitem__ if self._weighed else None
+        return prompt_of_place(self._opened, place, take=self._prompts.__next__, chosen=chosen)
+
+
+class RayGenerators(GroupGenerators):
+    """Trainer-side client of generators on Ray; a `RemoteGenerators`."""
+
+    def __init__(self, job: RLJob, engine: RayEngine, generation: Generation, show: Show) -> None:
+        """Ask for generators, on the first rank.
+
+        Args:
+          job: of the run.
+          engine: through which weights go.
+          generation: of the trainer ranks.
+          show: receives remarks.
+        """
+        rule = ledger_rule(job, generation)
+        super().__init__(engine, show, rule=rule, generation=generation, early=needs_tokens(job, generation))
+        self._generation = generation
+        self._ray = engine.ray
+        self._exchange = engine.exchange
+        self._notes: list[str] = []
+        self._replaced: dict[int, WrittenGroup] = {}  # by place, which other prompts refill
+        self._objects: dict[int, tuple[Sequence[Any], Sequence[Any]]] = {}  # references and values of samples
+        self._logged: dict[int, Sequence[LoggedEpisode]] = {}
+        self._link = GeneratorLink(_request(job, engine), self._exchange, self._notes.append)
+        self._board = RayBoard(self._link, rule, weighed=self.weighed, samples=self._samples)
+        self._board.deliver = self._keep
+        self._link.board = self._board
+        engine.complete = self._greedy
+        engine.wait_for_digests = self._wait_for_digests
+        if self.mesh.rank == 0:
+            engine.publish = self._link.publish
+            engine.digests_of = self._digests
+            self._link.start()
+
+    def take_step(self, next_rows: NextRows, state: trees.Tree, step: int, steps: int) -> StepRows:
+        """Rows of a step; see `GroupGenerators`. Collective."""
+        with self._link.changed:
+            for number in self._released:
+                self._objects.pop(number, None)
+                self._logged.pop(number, None)
+        self._released.clear()
+        self._unlogged.clear()
+        if self.mesh.rank == 0:
+            self._exchange.drop.remote([(ROWS, step - 1)])
+        return super().take_step(next_rows, state, step, steps)
+
+    def write_episodes(self, folder: Path) -> int:
+        """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
+        episodes = [
+            logged._replace(number=place * samples + logged.number)
+            for numbers, samples in self._rounds
+            for place, number in enumerate(numbers)
+            for logged in self._logged.get(number, ())
+        ]
+        nbytes = 0
+        problem = ""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            nbytes = write_episodes(folder, episodes, Mesh())
+        except OSError as error:
+            problem = f"{error.filename or folder}: cannot be written: {(error.strerror or str(error)).lower()}"
+        if problem := from_first_rank(problem, self.mesh):
+            raise CheckpointError(problem)
+        return nbytes
+
+    def end_step(self) -> None:
+        """Take the batch of a step; see `GroupGenerators`. Collective."""
+        with self._link.changed:
+            super().end_step()
+
+    def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
+        """Have generators evaluate the newest weights, before other work; see `Source`. Collective."""
+        wait = self._begin("write_heldout", [(place,) for place in range(len(self._generation.evaluation.heldout))])
+        return lambda: self._evaluated_by(wait, step)
+
+    def close(self) -> None:
+        """End the generators, and leave the cluster."""
+        if self.mesh.rank == 0:
+            self._link.close()
+            self._ray.kill(self._exchange)
+        self._ray.shutdown()
+
+    def _refilled(self, lost: Sequence[int]) -> list[int]:
+        with self._link.changed:
+            return super()._refilled(lost)
+
+    def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
+        """Groups that have ended; see `GroupGenerators`. Collective."""
+        groups = self._awaited_by(lambda: self._complete(numbers), name)
+        if groups is not None and self.mesh.world > 1:
+            references = {
+                (number, sample): [reference]
+                for number in groups
+                for sample, reference in enumerate(self._objects.get(number, ((), ()))[0])
+            }
+            self._ray.get(self._exchange.post.remote((ROWS, self.step), references))
+        return from_first_rank(groups, self.mesh)
+
+    def _awaited_by(self, look: Callable[[], Any], name: str) -> Any:
+        """Wait until `look` gives a result on the first rank, under the lock; None on the others. Collective.
+
+        Raises:
+          Exception: whatever ends the run, such as ClusterError.
+        """
+        entered(name)
+        result = None
+        while True:
+            if self.mesh.rank == 0:
+                try:
+                    with self._link.changed:
+                        result = self._look(look)
+                finally:
+                    while self._notes:
+                        self.show.note(self._notes.pop(0))
+            if from_first_rank(result is not None, self.mesh):
+                break
+            beat()
+        left()
+        return result
+
+    def _look(self, look: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + SIGN_S
+        while True:
+            self._link.check()
+            result = look()
+            if result is not None or self._notes or not self._link.changed.wait(max(0.0, deadline - time.monotonic())):
+                return result
+
+    def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
+        """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
+        group, keeps = value
+        if work.place is not None and work.place in self._replaced:
+            group = in_place_of(self._replaced.pop(work.place), group)
+        if self.refills and not keeps and self.ledger is not None and self.ledger.refill([work.number]):
+            self._replaced[work.number] = group
+            self._board.replace(work.number)
+            return
+        self._written[work.number] = group
+        self._logged[work.number] = objects[0]
+        self._objects[work.number] = references[1:], objects[1:]
+
+    def _received(self, rows: Rows, origins: np.ndarray, to: np.ndarray, mesh: Mesh) -> dict[str, Value]:
+        """Fields of the rows that this rank trains, from the object store; see `GroupGenerators`."""
+        origins = origins[to == int(mesh.index(mesh.row_axes))]
+        if not len(origins):
+            return own_fields(rows.batch)[0]
+        places = []
+        for number, own in split_origins(origins):
+            written = self._groups[number].rows
+            sample_B = samples_of(written.fields, len(written.owner))
+            places += [((number, int(sample_B[row])), int((sample_B[:row] == sample_B[row]).sum())) for row in own]
+        keys = list(dict.fromkeys(key for key, _ in places))
+        if self.mesh.rank == 0:
+            objects = [self._objects[number][1][sample] for number, sample in keys]
+        else:
+            taken = self._ray.get(self._exchange.take.remote((ROWS, self.step), keys))
+            objects = self._ray.get([reference for [reference] in taken])
+        alone = Mesh(device=self.mesh.device, timeout=self.mesh.timeout)
+        samples = {key: rows_of_fields(pickle.loads(x), alone) for key, x in zip(keys, objects, strict=True)}
+        return own_fields(join_rows([take(samples[key], np.array([index])) for key, index in places]).batch)[0]
+
+    def _digests(self, version: int) -> EngineDigests | None:
+        """Digests of a generator that holds a version; None: no one does."""
+        with self._link.changed:
+            self._link.check()
+            digests = self._link.digests
+        return digests if digests is not None and digests.version == version else None
+
+    def _wait_for_digests(self, version: int) -> EngineDigests:
+        """Digests of a generator, once it holds the newest weights. Collective."""
+        digests = self._awaited_by(lambda: self._digests(version), f"the generators' weights {version}")
+        return from_first_rank(digests, self.mesh)
+
+    def _begin(self, method: str, arguments: Sequence[tuple[object, ...]]) -> Callable[[str], list[Any]]:
+        """Begin calls of generators with the newest weights.
+
+        Returns: a function that waits for their values, which the first rank gets; collective, with a name.
+        """
+        values: dict[int, Any] = {}
+
+        def call(number: int, own: tuple[object, ...]) -> GeneratorCall:
+            return GeneratorCall(method, own, lambda value, references, objects: values.update({number: value}))
+
+        if self.mesh.rank == 0:
+            self._link.begin([call(number, own) for number, own in enumerate(arguments)])
+        look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
+        return lambda name: self._awaited_by(look, name) or []
+
+    def _greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+        results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
+        tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
+        return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)
+
+    def _evaluated_by(self, wait: Callable[[str], list[Any]], step: int) -> dict[str, float]:
+        """Metrics of an evaluation. Collective.
+
+        Raises:
+          RewardError: a reward function or the environment has failed; on every rank.
+        """
+        written = wait(f"the generators' evaluation after step {step}")
+        problem: str | None = next((x for x in written if isinstance(x, str)), None)
+        metrics = None if problem is not None or self.mesh.rank else self._heldout_metrics(written, step)
+        metrics, problem = from_first_rank((metrics, problem), self.mesh)
+        if problem is not None:
+            raise RewardError(problem)
+        return metrics
+
+    def _heldout_metrics(self, written: Sequence[Any], step: int) -> dict[str, float]:
+        alone = Mesh(device=self.mesh.device)
+        generation = for_heldout(self._generation)
+        generation = generation._replace(engine=generation.engine._replace(mesh=alone))
+        samples = generation.evaluation.sampling.samples
+        facts = [done._asdict() for done, _ in written]
+        done, rows = join_groups(facts, [rows_of_fields(x, alone) for _, x in written], alone, samples=samples)
+        completions = [
+            x._replace(number=place * samples + x.number) for place, of in enumerate(facts) for x in of["completions"]
+        ]
+        return heldout_metrics(generation, done._replace(completions=completions), rows, self.show, step)
+
+
+def ray_source(job: Job, parts: Parts, frozen: Mapping[str, trees.Tree], clock: Clock, show: Show) -> Source:
+    """The source of trainer ranks whose rows generators on Ray write; a `MakeSource`."""
+    assert isinstance(job, RLJob) and isinstance(parts, GeneratingParts)
+    generation = remarked_generation(job, parts, frozen, clock, show)
+    engine: object = parts.generator.engine
+    assert isinstance(engine, RayEngine)
+    generators = RayGenerators(job, engine, generation, show)
+    return source_of_generators(job, generation, generators, clock, show)
+
+
+def _request(job: RLJob, engine: RayEngine) -> ActorRequest:
+    """Actors of a run."""
+    bounds = generators_on_ray(job.settings.devices.place)
+    assert bounds is not None
+    ray = engine.ray
+    resource = "GPU" if job.device == "cuda" else "CPU"
+    amount = {"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}
+    own = None if engine.mesh.rank else ray.put(generator_job(job))
+
+    def start() -> Any:
+        actor = ray.remote(GeneratorActor).options(**amount, max_concurrency=1 << 16)
+        return actor.remote(own)
+
+    return ActorRequest(bounds, resource, start, 60.0 * job.settings.waiting.timeout)

@@ -1,0 +1,235 @@
+"""Completions or episodes of prompts, written beside an engine's steps, and their rows."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from funrl.data.prompts import Example
+from funrl.environments.logged import LoggedEpisode
+from funrl.environments.run import EpisodeGroup, EpisodeRun, EpisodeRunner, episode_groups, run_of_replica
+from funrl.kinds import joined_lines
+from funrl.mesh.collectives import from_first
+from funrl.rollout.policy import RunEndingError
+from funrl.rollout.requests import Completion, Request, request_seed
+from funrl.rollout.resident import ResidentEngine, run_beside
+from funrl.rollout.sampling_parameters import Sampling
+from funrl.rollout.tickets import run_groups, share_tickets
+from funrl.trainer.sources.episode_rows import EpisodeSetup, policy_setup, rollout_of_episodes
+from funrl.trainer.sources.generation import (
+    Rollout,
+    collected_rollout,
+    pending_rewards,
+    raise_everywhere,
+    settle_proof,
+    to_rows,
+)
+from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples, with_scores
+from funrl.trainer.sources.pending_rewards import PendingRewards
+from funrl.trainer.sources.source import Generation
+from funrl.trainer.steps.step_rows import Rows
+
+REWARDS_S = 0.005  # between two looks whether workers have rewarded a group
+
+
+class WrittenSamples(NamedTuple):
+    """Completions or episodes of one prompt.
+
+    Attributes:
+      done, rows: what was written, and its rows.
+      episodes: for the log of the run, with numbers from 0; empty where the log keeps none.
+    """
+
+    done: Rollout
+    rows: Rows
+    episodes: Sequence[LoggedEpisode] = ()
+
+
+class CompletionRun(NamedTuple):
+    """Completions of this replica.
+
+    Attributes:
+      completions: ascending by their numbers.
+      pending: their rewards; None: another rank asks for them, or there are none.
+      begin: when they began, by `time.perf_counter`.
+    """
+
+    completions: Sequence[Completion]
+    pending: PendingRewards | None
+    begin: float
+
+
+Share = Sequence[Completion] | EpisodeRun | RunEndingError  # what a replica wrote, or the error that ends the run
+
+
+def join_samples(
+    generation: Generation, run: CompletionRun | EpisodeRun, examples: Sequence[Example], sampling: Sampling
+) -> tuple[Rollout, Rows]:
+    """Completions or episodes of all replicas with their rewards, and their rows. Collective.
+
+    Args:
+      generation: as of a source.
+      run: of this replica.
+      examples: prompts of all replicas.
+      sampling: of the samples.
+
+    Raises:
+      RewardError: a reward function failed; raised on every rank.
+    """
+    engine = generation.engine
+    if isinstance(run, EpisodeRun):
+        return rollout_of_episodes(generation.setup, engine, run.episodes, examples, sampling, costs=run.costs)
+    count = len(examples) * sampling.samples
+    done = collected_rollout(engine, run.completions, run.pending, rows=count, begin=run.begin)
+    return done, to_rows(examples, done, sampling, generation.form)
+
+
+class SampleWriter:
+    """Writer of this replica's share of the completions or episodes of some prompts.
+
+    They depend on prompts, seeds and weights alone, whichever replica writes them and beside what.
+
+    Example:
+      writer = SampleWriter(generation, examples, sampling, seed=0, alone=True)
+      done, rows = writer.join(writer.run())
+    """
+
+    def __init__(
+        self, generation: Generation, examples: Sequence[Example], sampling: Sampling, seed: int, *, alone: bool
+    ) -> None:
+        """Begin without samples. Collective over the mesh to generate on.
+
+        Args:
+          generation: as of a source, on that mesh.
+          examples: prompts of all replicas.
+          sampling: of the samples.
+          seed: of their noise.
+          alone: whether the engines write nothing else meanwhile. Replicas then take prompts as they have room; else
+            each begins an equal range of them at once.
+        """
+        engine = generation.engine
+        groups = episode_groups(examples, sampling.samples, seed)
+        fixed = not alone or engine.queue == "fixed"
+        self.generation = generation
+        self._examples = examples
+        self._sampling = sampling
+        self._seed = seed
+        self._alone = alone
+        self._tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=fixed)
+        self._pending = None
+        if generation.episodes is None:
+            self._pending = pending_rewards(engine, examples, sampling.samples)
+        self._begin = time.perf_counter()
+
+    def run(self) -> Share | None:
+        """Step the engine until the share is written; None on the other tensor ranks. Collective over the mesh.
+
+        Raises:
+          SyncError: the engine does not hold the trainer's weights.
+        """
+        engine = self.generation.engine
+        with settle_proof(engine.proof):
+            return run_beside(engine.engine, engine.mesh, self.write)
+
+    async def write(self, resident: ResidentEngine) -> Share:
+        """Write the share, on this replica's first tensor rank."""
+        setup = self.generation.episodes
+        if setup is not None:
+            try:
+                return await _runner(setup, self._sampling).run(resident, self._tickets)
+            except RunEndingError as error:
+                return error
+        ended = None if self._pending is None else self._pending.add
+
+        def begin(group: EpisodeGroup) -> asyncio.Task[list[Completion]]:
+            return resident.start(resident.ask_all(group_requests(group, self._sampling), ended))
+
+        groups = await run_groups(resident, self._tickets, resident.room if self._alone else lambda: sys.maxsize, begin)
+        return sorted((done for group in groups for done in group), key=lambda done: done.number)
+
+    def join(self, share: Share | None) -> tuple[Rollout, Rows]:
+        """The samples of all replicas with their rewards, and their rows. Collective.
+
+        Args:
+          share: of this replica; None on its other tensor ranks.
+
+        Raises:
+          RewardError: a reward function failed, or the environment cannot work in this run; raised on every rank.
+        """
+        generation = self.generation
+        mesh = generation.engine.mesh
+        raise_everywhere(str(share) if isinstance(share, RunEndingError) else None, (), mesh)
+        if generation.episodes is None:
+            run = CompletionRun(from_first(share, mesh, "tensor"), self._pending, self._begin)
+        else:
+            run = run_of_replica(share if isinstance(share, EpisodeRun) else None, mesh)
+            if generation.episodes.log is not None:
+                seeded = ((n, request_seed(self._seed, n), episode) for n, episode in run.episodes)
+                generation.episodes.log.extend(LoggedEpisode(*logged) for logged in seeded)
+        return join_samples(generation, run, self._examples, self._sampling)
+
+
+def group_requests(group: EpisodeGroup, sampling: Sampling) -> list[Request]:
+    """The requests of a group whose prompt is completed."""
+    example = group.example
+    owned = joined_lines([example.owned])
+    return [Request(n, example.tokens, sampling, seed, owned=owned) for n, seed in enumerate(group.seeds, group.first)]
+
+
+def rescored(generation: Generation, rows: Rows, examples: Sequence[Example], phase: str = "") -> Rows:
+    """Rows with the scores of models that reward them here, if there are some; see `ScoreColumns.rescore`."""
+    return rows if generation.rewards.rescore is None else generation.rewards.rescore(rows, examples, phase)
+
+
+def first_samples(
+    generation: Generation, examples: Sequence[Example], done: Rollout, rows: Rows, samples: int
+) -> list[ShownSample]:
+    """The first sample of each of the first prompts; see `shown_samples`. Collective."""
+    if generation.remote is not None:
+        shown = generation.remote.samples()
+        if generation.rewards.rescore is None:
+            return list(shown.values())
+        return with_scores(shown, rows, samples, generation.rewards.names)
+    decode = generation.engine.decode
+    return shown_samples(done, rows, examples[:SHOWN_PROMPTS], samples, decode=decode, names=generation.rewards.names)
+
+
+async def write_group(
+    generation: Generation, resident: ResidentEngine, example: Example, sampling: Sampling, seeds: Sequence[int]
+) -> WrittenSamples:
+    """Write and reward samples of a prompt.
+
+    Args:
+      generation: as of a source; its mesh is this process alone, and the engine's proof is None.
+      resident: the engine.
+      example: the prompt.
+      sampling: of the samples, as many as there are seeds.
+      seeds: of each sample.
+
+    Raises:
+      RewardError, RunEndingError: the run ends.
+    """
+    group = EpisodeGroup(example, 0, seeds)
+    logged: list[LoggedEpisode] = []
+    setup = generation.episodes
+    if setup is not None:
+        run = await _runner(setup, sampling).run_alone(resident, group)
+        if setup.log is not None:
+            logged = [LoggedEpisode(number, seeds[number], episode) for number, episode in run.episodes]
+    else:
+        pending = pending_rewards(generation.engine, [example], len(seeds))
+        ended = None if pending is None else pending.add
+        begin = time.perf_counter()
+        completions = await resident.ask_all(group_requests(group, sampling), ended)
+        while pending is not None and not pending.ready():
+            await asyncio.sleep(REWARDS_S)
+        run = CompletionRun(completions, pending, begin)
+    done, rows = join_samples(generation, run, [example], sampling)
+    return WrittenSamples(done, rows, logged)
+
+
+def _runner(setup: EpisodeSetup, sampling: Sampling) -> EpisodeRunner:
+    return EpisodeRunner(setup.environment, policy_setup(setup, sampling), setup.limits)
