@@ -10,8 +10,9 @@ READ_AFTER = 32  # iterations of the engine, the same on the ranks of a replica,
 class SyncProof:
     """The newest sync's digests, compared once the engine has begun to generate with its weights.
 
-    The comparison is collective: every rank reads it after `READ_AFTER` iterations of its engine, or when it has none
-    left, and in any case before rows of these weights are used.
+    The comparison is collective: every rank reads it after `READ_AFTER` iterations of its engine on completions to
+    train on, or when it has none left; after an evaluation or episodes when these are written. In any case that is
+    before rows of these weights are used.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ PAGE = ROOT / "docs/placement.md"
 
 
 def command():
-    (line,) = re.findall(r"^```bash\n(funrl rollout_is --dry_run .*)\n```", PAGE.read_text(), re.M)
+    (line,) = re.findall(r"^```bash\n(funrl rollout_is --dry_run --model=.*)\n```", PAGE.read_text(), re.M)
     return shlex.split(line)
 
 

@@ -108,7 +108,8 @@ def test_two_of_them_on_a_mesh():
     ],
 )
 def test_three_steps_of_ppo_with_adapters(mesh, more):
-    assert_golden(golden_run(mesh, "lora", **more), FOLDER / "lora.json", 3, 1e-9)
+    # Some gradients of adapters are 0 at first: Adam divides their rounding by itself, and last bits grow to 1e-9.
+    assert_golden(golden_run(mesh, "lora", **more), FOLDER / "lora.json", 3, 1e-8)
 
 
 def assert_equal_steps(steps, golden, tolerance):

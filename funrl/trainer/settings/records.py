@@ -392,7 +392,7 @@ class DeviceSettings:
     place: str | None = flag(
         None,
         "ranks to train, generate, or score for a role, such as 'train:dp4@0-3 generate:dp2@4-5 reference:1@6'; "
-        "generate:2 adds two, generate:ray1-8 one to eight on a Ray cluster; auto:8 chooses by a dry run",
+        "generate:2 adds two; generate:ray1-8: on a Ray cluster; auto:8 chooses by a dry run",
         chosen="all do both",
         kinds=RL,
     )

@@ -89,7 +89,12 @@ def fields_with_defaults(raw: ConfigFields) -> dict[str, Any]:
 
 
 def fields_as_written(raw: ConfigFields) -> dict[str, Any]:
-    """The fields of a config.json of `config_to_hf`, and the rotary ones where transformers has them."""
+    """The fields of a config.json of `config_to_hf`, and the rotary ones where transformers has them.
+
+    Raises:
+      ModelError: a size is too large.
+    """
+    _check_sizes(raw)
     rope = {"rope_type": "default", "rope_theta": raw["rope_theta"], **raw.get("rope_scaling", {})}
     return {**raw, "rope_parameters": rope}
 
