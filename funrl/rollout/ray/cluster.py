@@ -38,7 +38,7 @@ class ReferenceExchange:
         return list(references.values()) if keys is None else [references[key] for key in keys]
 
     def drop(self, topics: Collection[Hashable]) -> None:
-        """Let go of topics."""
+        """Forget topics and their references."""
         for topic in topics:
             self._topics.pop(topic, None)
 

@@ -13,12 +13,11 @@ from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.step_rows import Rows
 
 
-def example_of(generation: Generation, prompt: GroupPrompt | AskedPrompt | None) -> Example:
+def example_of(generation: Generation, prompt: GroupPrompt | AskedPrompt) -> Example:
     """The example of a group's prompt."""
     schedule = generation.schedule
     if isinstance(prompt, AskedPrompt):
         return schedule.prompts[prompt.place]
-    assert prompt is not None
     return schedule.examples_at([prompt.position])[0]
 
 
@@ -54,4 +53,4 @@ def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -
     decode = generation.engine.decode
     samples = generation.sampling.samples
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-    return shown_samples(done, rows, [example_of(generation, work.prompt)], samples, decode=decode, names=names)
+    return shown_samples(done, rows, [example_of(generation, work.known_prompt)], samples, decode=decode, names=names)

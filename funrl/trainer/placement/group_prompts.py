@@ -115,6 +115,13 @@ class GroupWork(NamedTuple):
     version: int = 0
     prompt: GroupPrompt | AskedPrompt | None = None
 
+    @property
+    def known_prompt(self) -> GroupPrompt | AskedPrompt:
+        """`prompt` of a group that a replica has taken. Raises: RuntimeError, it has none yet."""
+        if self.prompt is None:
+            raise RuntimeError(f"group {self.number} has no prompt yet")
+        return self.prompt
+
 
 def baseline_of(number: int) -> int:
     """Number under which a replica keeps the greedy completion or episode that it has written with a group."""

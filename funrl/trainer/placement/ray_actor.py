@@ -100,10 +100,10 @@ class GeneratorActor:
         """
         generation = self._generation
         samples = generation.sampling.samples
-        assert work.prompt is not None
-        example = example_of(generation, work.prompt)
+        prompt = work.known_prompt
+        example = example_of(generation, prompt)
         seed = generation.schedule.seed
-        parts = group_parts(work.prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+        parts = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
         try:
             written = await self._beside(asyncio.gather(*writing))

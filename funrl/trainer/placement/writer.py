@@ -360,8 +360,7 @@ class GroupWriter:
         seed = generation.schedule.seed
         dropped: list[DroppedPrompt] = []
         while True:
-            prompt = work.prompt
-            assert prompt is not None
+            prompt = work.known_prompt
             example = example_of(generation, prompt)
             split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
             parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
