@@ -329,7 +329,7 @@ def test_older_weights_are_taken_where_newer_ones_are_waited_for():
     writer = GroupWriter.__new__(GroupWriter)
     writer.__dict__ |= {"engine": engine, "mesh": single(), "resident": object(), "_receiver": buffer}
     writer.evaluates = False
-    writer._told = 5
+    writer._reported = 5
     writer._measured = True
     writer._take_weights = lambda arrived: setattr(engine, "version", arrived.transfer.version)
     writer.take_version(5)

@@ -53,7 +53,7 @@ class GroupLink(Protocol):
         """The next group that this replica may begin; None: there is none yet. It is this replica's from now on.
 
         Args:
-          held: the newest version of weights that this replica has told.
+          held: the newest version of weights that this replica has reported by `hold`.
         """
         ...
 

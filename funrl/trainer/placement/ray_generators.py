@@ -1,4 +1,4 @@
-"""Trainer-side client of generators on Ray: their groups become batches, and rows go to the ranks that train them.
+"""Trainer-side client of generators on Ray: their groups become batches, and each trainer rank gets its rows.
 
     actors -- facts --> first rank: link, ledger, batch     (kilobytes a group)
     actors -- rows  --> object store of its node            (once a row: it outlives the actor and its node)

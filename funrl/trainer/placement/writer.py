@@ -124,7 +124,7 @@ class GroupWriter:
         self._tasks: dict[GroupWork, asyncio.Task[GroupResult]] = {}
         self._held: dict[int, Rows] = {}
         self._logged: dict[int, list[LoggedEpisode]] = {}  # by group; of the newest batch too
-        self._told: int | None = None  # the newest version that the others know of
+        self._reported: int | None = None  # the newest version that the others know of
         self._measured = False
         self._next_look = 0.0
         self._next_sign = 0.0
@@ -279,19 +279,19 @@ class GroupWriter:
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
         version = self.engine.version
-        if self.resident is None or version is None or version == self._told:
+        if self.resident is None or version is None or version == self._reported:
             return
-        for passed in range(version if self._told is None else self._told + 1, version + 1):
+        for passed in range(version if self._reported is None else self._reported + 1, version + 1):
             self._link.hold(passed)
-        self._told = version
+        self._reported = version
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        if self.resident is None or self._told is None or not self._link.is_open():
+        if self.resident is None or self._reported is None or not self._link.is_open():
             return
         begun = []
         room = self._room(self.resident)
-        while (room > 0 or not self._tasks) and (work := self._link.next_group(self._told)) is not None:
+        while (room > 0 or not self._tasks) and (work := self._link.next_group(self._reported)) is not None:
             self._tasks[work] = self._loop.create_task(self._write(work))
             begun.append(work)
             room -= self._requests
