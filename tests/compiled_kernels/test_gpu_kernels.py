@@ -22,6 +22,7 @@ CASES = (
     "strided_keys_are_written",
     "adamw_equals_torch",
     "leaves_of_any_dtype_are_updated",
+    "a_step_in_place_clips_and_applies",
     # rows of logits
     "sums_equal_float64",
     "gradients_equal_float64",
