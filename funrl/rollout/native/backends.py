@@ -16,12 +16,12 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.arguments import real_of
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
-from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
