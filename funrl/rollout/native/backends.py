@@ -21,7 +21,7 @@ from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
-from funrl.compiled_kernels.packed import real_of
+from funrl.compiled_kernels.packed import BITS, real_of
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
@@ -207,6 +207,12 @@ class TorchBackend:
         if heads is None:
             return False
         return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
+
+    @property
+    def mixes(self) -> bool:
+        """True if a pass with prompts may have a static shape: attention takes lengths from the device."""
+        exact = self.mesh.device.type == "cpu" and self._dtype in BITS and kernels_work()
+        return self.lanes == 1 and not self.cell_bytes and (exact or self.by_kernel)
 
     @property
     def rows_at_once(self) -> int:

@@ -34,6 +34,7 @@ from funrl.rollout.native.static_decode import StaticDecode, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
+AHEAD = 4  # passes of static shape that the host begins before it reads the first, where no row needs it meanwhile
 DRAFTED_ROWS = {"cpu": 16}  # tokens of a pass up to which drafts pay; a GPU computes 128 in about the time of one
 log = logging.getLogger(__name__)
 
@@ -251,22 +252,8 @@ class NativeEngine:
         self._make_room()
         if self._scheduler.short_of_pages:  # the choice of rows to preempt depends on what has been sampled
             self._poll()
-        if self._decoded_by_static_pass():
-            return self._sequences.take_ended()
-        if self._sizes.cells:  # a state cannot take back a token behind the end of a sequence
-            self._poll()
-        plan = self._scheduler.plan()
-        if plan is None:
-            self._poll()
-            return self._sequences.take_ended()
-        output = run_plan(self._backend, plan)
-        self._passes += 1
-        self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
-        self._scheduler.settle()
-        if self._sequences.needs_sync or (self._static is None and self._time_to_poll()):
-            self._poll()
-        elif self._static is not None:
-            self._poll(1)
+        if not self._decoded_by_static_pass():
+            self._run_planned_pass()
         return self._sequences.take_ended()
 
     def unfinished(self) -> int:
@@ -343,7 +330,7 @@ class NativeEngine:
         return sequence
 
     def _decoded_by_static_pass(self) -> bool:
-        """Run a pass of static shape if the next pass only decodes. The host then waits for the previous one only."""
+        """Run a pass of static shape if the next pass only decodes. The host then waits for an earlier one only."""
         slots = None if self._static is None else self._scheduler.only_decoding()
         if self._static is None or slots is None:
             return False
@@ -358,11 +345,37 @@ class NativeEngine:
         self._sequences.append(slots, sampled)
         self._scheduler.decoded(slots)
         self._passes += 1
-        self._poll(1)
+        self._poll(self._unread_passes)
         return True
+
+    def _run_planned_pass(self) -> None:
+        """Plan a pass, which may compute prompts, and run it in static shape if it has one."""
+        if self._sizes.cells:  # a state cannot take back a token behind the end of a sequence
+            self._poll()
+        plan = self._scheduler.plan()
+        if plan is None:
+            self._poll()
+            return
+        self._passes += 1
+        sampled = None if self._static is None else self._static.run_plan(plan, Spare(self._sizes.pages))
+        if sampled is None:
+            output = run_plan(self._backend, plan)
+            self._sequences.sample(self._backend, output, plan.sampling_slots, plan.sources, plan.ahead)
+        else:
+            self._sequences.append(plan.sampling_slots, sampled)
+        self._scheduler.settle()
+        if self._static is not None and not self._sequences.needs_sync:
+            self._poll(self._unread_passes)
+        elif self._sequences.needs_sync or self._time_to_poll():
+            self._poll()
 
     def _time_to_poll(self) -> bool:
         return self._passes % self._poll_every == 0 or self._sequences.any_at_limit
+
+    @property
+    def _unread_passes(self) -> int:
+        """Number of the latest passes of static shape whose tokens the host need not read yet."""
+        return AHEAD if self._scheduler.steady(AHEAD) else 1
 
     def _poll(self, *keep: int) -> None:
         """Poll all but the last `keep` passes, and release the pages and rows of ended requests."""
