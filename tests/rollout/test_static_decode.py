@@ -17,7 +17,9 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
-from funrl.rollout.native import backends, sequences, static_decode
+from funrl.models.model import Lora
+from funrl.rollout.engine import complete
+from funrl.rollout.native import backends, cache_sizes, sequences, static_decode
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.captured import CapturedFunctions
 from funrl.rollout.native.device.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
@@ -79,29 +81,100 @@ class ClonedCopy(HostCopy):
         super().__init__([x.clone() for x in tensors])
 
 
+STOP_TOKENS = Sampling(max_new_tokens=5, stop=(3,))
 SAMPLINGS = [
     Sampling(max_new_tokens=12, stop=(3, 17), samples=2),
     Sampling(max_new_tokens=10, stop=(5,), top_k=9, top_p=0.8, temperature=1.3),
 ]
 
 
-@pytest.mark.slow
-def test_recorded_passes_draw_the_same(monkeypatch):
-    """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights."""
+@pytest.fixture
+def recording(monkeypatch):
+    """Engines whose passes are recorded in place of a capture: (config, options) -> a plain and a recording one."""
     monkeypatch.setattr(CapturedFunctions, "_try_capture", recorded)
     monkeypatch.setattr(static_decode, "HostCopy", ClonedCopy)
+
+    def engines(config, **options):
+        plain, engine = (engine_of(config, packed=False, static=static, **options) for static in (False, True))
+        engine._static._graphs._capture = True
+        return plain, engine
+
+    return engines
+
+
+@pytest.mark.slow
+def test_recorded_passes_draw_the_same_over_loads_of_other_weights(recording):
+    """Passes that are replayed on the tensors of when they were recorded, over admissions, ends, and other weights.
+
+    The weights that came first are the caller's. So the second ones get memory of their own, which the next ones are
+    copied to: the passes of then stay.
+    """
     config = decoder_config(**SMALL | {"layers": 1}, windows=(6,))
-    how = {"packed": False, "max_rows": 6, "dtype": torch.float64}
-    plain, engine = engine_of(config, **how), engine_of(config, **how, static=True)
+    plain, engine = recording(config, max_rows=6, dtype=torch.float64)
     graphs = engine._static._graphs
-    graphs._capture = True
-    for seed, sampling in enumerate(SAMPLINGS):
+    known: list[dict] = []
+    for seed in range(4):
+        given = weights(config, torch.float64, seed)
+        numbers = trees.map(torch.clone, given)
         for item in (plain, engine):
-            item.load(item.weights.named(weights(config, torch.float64, seed)), seed)
-        assert graphs.captured == 0, "they would compute with the old weights"
-        assert_same(completed(engine, PROMPTS, sampling, seed), completed(plain, PROMPTS, sampling, seed), 1e-12)
-        assert graphs.captured >= 3
+            item.load(item.weights.named(given), seed)
+        stay = {key: graph for key, graph in graphs._graphs.items() if known and known[-1].get(key) is graph}
+        assert len(stay) == (len(known[-1]) if seed >= 2 else 0) == graphs.captured
+        for sampling in SAMPLINGS[:: 1 if seed < 2 else -1]:
+            assert_same(completed(engine, PROMPTS, sampling, seed), completed(plain, PROMPTS, sampling, seed), 1e-12)
+        fresh = engine_of(config, torch.float64, seed, packed=False)
+        assert_same(completed(engine, PROMPTS, STOP_TOKENS), completed(fresh, PROMPTS, STOP_TOKENS), 1e-12)
+        assert all(torch.equal(x, y) for x, y in zip(trees.leaves(given), trees.leaves(numbers), strict=True))
+        assert graphs.captured >= 3 and any(form.tokens for form in graphs._graphs)
+        known.append(dict(graphs._graphs))
     assert engine.cost().used_pages == 0
+    with pytest.raises(KeyError, match="embed"):
+        engine.load([], 9)
+    assert engine.version is None and graphs.captured
+    engine.load(engine.weights.named(weights(config, torch.float64, 1)), 1)
+    plain.load(plain.weights.named(weights(config, torch.float64, 1)), 1)
+    assert_same(completed(engine, PROMPTS, SAMPLINGS[0]), completed(plain, PROMPTS, SAMPLINGS[0]), 1e-12)
+    done: list[list] = []
+    for item in (plain, engine):
+        item.submit(requests_of(PROMPTS, SAMPLINGS[0], 5))
+        early = [ended for _ in range(5) for ended in item.step()]
+        item.load(item.weights.named(weights(config, torch.float64, 2)), 2)
+        done.append(early + [ended for _ in range(50) for ended in item.step()])
+    assert_same(*(sorted(x, key=lambda ended: ended.number) for x in done), 1e-12)
+    assert any({*ended.versions.tolist()} == {1, 2} for ended in done[1]) and graphs.captured
+    engine.pause()
+    assert graphs.captured == 0, "they have the addresses of a cache that is gone"
+
+
+@pytest.mark.slow
+def test_recorded_passes_outlive_new_factors_of_an_adapter(recording):
+    config = decoder_config(**SMALL | {"layers": 1})
+    plain, engine = recording(config, max_rows=6, dtype=torch.float64)
+    graphs = engine._static._graphs
+    known = {}
+    for seed, rank in enumerate((2, 2, 2, 2, 3)):
+        lora = Lora(rank, alpha=4.0, targets=("q", "up"))
+        generator = torch.Generator().manual_seed(seed)
+        shapes = engine.adapter_weights(lora).names.values()
+        factors = [(name, torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes]
+        for item in (plain, engine):
+            item.load_adapter("own", lora, factors, seed)
+        assert graphs.captured == (len(known) if 2 <= seed < 4 else 0)
+        requests = [request._replace(adapter="own") for request in requests_of(PROMPTS, SAMPLINGS[0], seed)]
+        assert_same(complete(engine, requests), complete(plain, requests), 1e-12)
+        known = dict(graphs._graphs)
+        assert known
+
+
+@pytest.mark.slow
+def test_without_memory_for_two_copies_of_the_weights_a_load_frees_the_cache(recording, monkeypatch):
+    plain, engine = recording(decoder_config(**SMALL | {"layers": 1}), dtype=torch.float64)
+    for item in (plain, engine):
+        completed(item, PROMPTS, SAMPLINGS[0])
+    assert engine._static.captured and engine.cost().pages
+    monkeypatch.setattr(cache_sizes, "free_bytes", lambda mesh: 99)
+    engine.load(engine.weights.named(weights(engine.model.config, torch.float64)), 1)
+    assert engine._static.captured == 0 and engine.cost().pages == 0
 
 
 def test_a_row_that_ends_is_frozen_and_writes_to_the_spare_page():

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funrl import trees
 from funrl.mesh.mesh import SINGLE, Mesh
 from funrl.models.errors import ModelError
 from funrl.models.lora import Adapter, scale_of
@@ -136,16 +137,18 @@ class NativeEngine:
     def load(self, named_weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace this rank's shards of all weights; see `Engine`.
 
-        Tensors that already have the engine's dtype and device are not copied.
+        Tensors that already have the engine's dtype and device are not copied, unless passes are captured as CUDA
+        graphs: those outlive the load, if there is memory for the new weights beside the old ones and the cache.
 
         Raises:
           KeyError: a name is missing, unknown, or given twice.
           ModelError: a shape is not that of this rank's shard.
         """
-        self._drop_cache()
-        self._backend.drop()
+        static = self._keep_captured()
         self.version = None
-        self._backend.load(shards(self.weights, named_weights))
+        if static is None:
+            self._backend.drop()
+        (static or self._backend).load(shards(self.weights, named_weights))
         self.version = version
         self._sequences.of_version(version)
 
@@ -175,10 +178,11 @@ class NativeEngine:
         if self.version is None:
             raise RuntimeError("the engine has no weights: load the base before its adapters")
         spec = self.adapter_weights(lora)
-        self._drop_cache()
+        static = self._keep_captured()
         known = self.adapters.get(name)
         number = next(self._numbers) if known is None else known.number
-        self._backend.load_adapter(number, Adapter(shards(spec, named_weights), scale_of(lora)))
+        adapter = Adapter(shards(spec, named_weights), scale_of(lora))
+        (static or self._backend).load_adapter(number, adapter)
         self.adapters[name] = LoadedAdapter(number, lora, spec, version)
         self._sequences.of_version(version, number)
 
@@ -284,7 +288,10 @@ class NativeEngine:
         return self._sequences.take_ended_of(wanted) + done
 
     def pause(self) -> None:
-        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`."""
+        """Make `step` do nothing, and free the memory of keys and values, which are recomputed after `resume`.
+
+        CUDA graphs hold the addresses of this memory, and are captured anew after `resume`.
+        """
         self._drop_cache()
         self._backend.rest()
         self._room.forget()
@@ -394,6 +401,21 @@ class NativeEngine:
         self._sizes = sizes
         self._backend.resize(*sizes)
         self._scheduler.resize(*sizes)
+
+    def _keep_captured(self) -> StaticDecode | None:
+        """Preempt all requests before new weights come, and forget what the cache holds.
+
+        Returns: the passes of static shape if some are captured and stay so, and with them the cache's memory; else
+          None, and this memory is free.
+        """
+        static = self._static
+        if static is None or not static.captured or not self._room.takes(trees.nbytes(static.weights)):
+            self._drop_cache()
+            return None
+        self._poll()
+        self._scheduler.restart()
+        self._scheduler.resize(*self._sizes)
+        return static
 
     def _drop_cache(self) -> None:
         """Preempt all requests and free the memory of keys and values."""

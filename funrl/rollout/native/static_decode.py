@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funrl import trees
+from funrl.models.lora import Adapter
 from funrl.models.model import Model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.captured import CapturedFunctions
@@ -77,10 +79,25 @@ class StaticDecode:
         """Number of captured passes."""
         return self._graphs.captured
 
+    @property
+    def weights(self) -> trees.Tree:
+        """The weights that passes compute with."""
+        return dict(self._backend.held())
+
     def drop(self) -> None:
         """Forget what depends on the addresses of weights and cache."""
         self._graphs.drop()
         self._serials[:] = NO_HOLDER
+
+    def load(self, params: trees.Tree) -> None:
+        """Replace the weights; captured passes stay if the new ones fit into the memory of those before."""
+        if not self._backend.overwrite(params):
+            self.drop()
+
+    def load_adapter(self, number: int, adapter: Adapter) -> None:
+        """Replace the factors of an adapter likewise."""
+        if not self._backend.overwrite_adapter(number, adapter):
+            self.drop()
 
     def sampling_groups(self, slots: np.ndarray) -> SamplingGroups | None:
         """The sampling groups of `slots`; None: one pass of static shape cannot sample them."""
