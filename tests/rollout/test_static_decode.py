@@ -17,6 +17,7 @@ from funrl.mesh.collectives import gather_objects
 from funrl.mesh.launch import launch
 from funrl.mesh.mesh import SINGLE, Mesh, parse
 from funrl.models import decoder_config, decoder_model
+from funrl.models.errors import ModelError
 from funrl.models.model import Lora
 from funrl.rollout.engine import complete
 from funrl.rollout.native import backends, cache_sizes, sequences, static_decode
@@ -25,7 +26,7 @@ from funrl.rollout.native.device.captured import CapturedFunctions
 from funrl.rollout.native.device.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
 from funrl.rollout.native.device.host_copy import HostCopy
 from funrl.rollout.native.engine import AHEAD, NativeOptions, native_engine
-from funrl.rollout.native.static_decode import bucket, row_bucket
+from funrl.rollout.native.static_decode import bucket, drafts_problem, row_bucket
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
@@ -228,6 +229,15 @@ def test_where_there_are_none_the_reason_is_told(caplog):
     assert engine._static is None
     assert [x for x in caplog.messages if "static shape: drafts are made on the host" in x] == caplog.messages[-1:]
     assert native_engine(decoder_model(CONFIGS["llama"]), options=NativeOptions(packed=False))._static is None
+
+
+def test_drafts_of_several_rows_are_refused_on_a_gpu():
+    model = decoder_model(CONFIGS["llama"])
+    mesh = Mesh(parse("dp1"), 0, torch.device("cuda"))
+    message = "speculate is 2 and max_rows 8: drafts are made on the host, so that no pass on cuda is a CUDA graph"
+    with pytest.raises(ModelError, match=message):
+        native_engine(model, mesh, options=NativeOptions(speculate=2, max_rows=8))
+    assert drafts_problem("cuda", 1) is None is drafts_problem("cpu", 512)
 
 
 @pytest.mark.parametrize("static", [True, False])

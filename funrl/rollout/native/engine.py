@@ -31,7 +31,7 @@ from funrl.rollout.native.passes import Backend, run_plan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequence import RunningSequence
 from funrl.rollout.native.sequences import RunningSequences
-from funrl.rollout.native.static_decode import StaticDecode, static_problem
+from funrl.rollout.native.static_decode import StaticDecode, drafts_problem, static_problem
 from funrl.rollout.requests import Completion, Request, check_requests
 
 POLL_EVERY = {"cpu": 1}  # passes between polls; polling a GPU (every 8 passes) makes the host wait for it
@@ -447,7 +447,8 @@ def native_engine(
       note: receives the reason why the compiled decoding step is not used.
 
     Raises:
-      ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with.
+      ModelError: the model has a value head instead of an unembedding, or keeps states that an option cannot go with;
+        or there are drafts of several rows on a GPU.
     """
     if not model.generates:
         raise ModelError("a model with a value head cannot generate: it has no unembedding")
@@ -457,6 +458,11 @@ def native_engine(
     for name, reason in options_without_states(model).items():
         if given := getattr(options, name):
             raise ModelError(f"{name} is {getattr(given, '__name__', given)}: {reason}; leave it out")
+    if options.speculate and (problem := drafts_problem(mesh.device.type, options.max_rows)):
+        raise ModelError(
+            f"speculate is {options.speculate} and max_rows {options.max_rows}: {problem}; leave speculate out, or let "
+            "max_rows be 1"
+        )
     backend = backend_of(model, mesh, dtype, options, layer=layer, note=note)
     by_static = mesh.device.type == "cuda" if options.static is None else options.static
     problem = static_problem(model, backend, options.speculate) if by_static else None

@@ -259,3 +259,13 @@ def static_problem(model: Model, backend: Backend, speculate: int) -> str | None
     if model.owned is not None:
         return "prompts may own pictures, whose positions are made on the host"
     return None
+
+
+def drafts_problem(device: str, max_rows: int) -> str | None:
+    """Reason why an engine may not draft; None: it may."""
+    if device == "cpu" or max_rows == 1:
+        return None
+    return (
+        f"drafts are made on the host, so that no pass on {device} is a CUDA graph, and several rows lose more time by "
+        "that than drafts save"
+    )
