@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
-from funrl.compiled_kernels.arguments import real_of
+from funrl.compiled_kernels.arguments import BITS, real_of
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
 from funrl.compiled_kernels.exact.dispatch import kernels_work
 from funrl.compiled_kernels.exact.packs import forget
@@ -38,6 +38,7 @@ from funrl.rollout.sampling_parameters import Sampling
 ROUTE = torch.int16  # dtype of recorded ids of experts
 log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
+BASE = -1  # the weights that adapters stand on, among numbers of adapters
 
 
 class TorchBackend:
@@ -75,15 +76,44 @@ class TorchBackend:
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._owned = OwnedPrompts(model)
+        self._fixed: set[int] = set()  # adapters whose memory is this backend's own; `BASE`: the weights' is
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
+        self._fixed.discard(BASE)
         unembed_VD = self.model.unembedding(params)
         forget(*trees.leaves(params))
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
         self._unembed_VD = unembed_VD
+
+    def overwrite(self, params: trees.Tree) -> bool:
+        """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
+
+        Tensors that came by `load` may be the caller's. They are not written to, but replaced by copies once.
+        """
+        if BASE not in self._fixed:
+            self.drop()
+            self.load(trees.map(torch.clone, params))
+            self._fixed.add(BASE)
+            return False
+        held = self._params, self._unembed_VD
+        self.load(params)
+        _copy_into(held, (self._params, self._unembed_VD))
+        self._params, self._unembed_VD = held
+        self._fixed.add(BASE)
+        return True
+
+    def overwrite_adapter(self, number: int, adapter: Adapter) -> bool:
+        """`overwrite` for the factors of an adapter; the scale is a constant of captured passes."""
+        held = self._adapters.get(number)
+        if held is None or number not in self._fixed or form_of(held) != form_of(adapter):
+            self.load_adapter(number, Adapter(trees.map(torch.clone, adapter.factors), adapter.scale))
+            self._fixed.add(number)
+            return False
+        _copy_into(held.factors, adapter.factors)
+        return True
 
     def drop(self) -> None:
         self._params = None
@@ -99,6 +129,7 @@ class TorchBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         self._adapted.pop(number, None)
+        self._fixed.discard(number)
         if adapter is None:
             del self._adapters[number]
         else:
@@ -209,6 +240,12 @@ class TorchBackend:
         return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
 
     @property
+    def mixes(self) -> bool:
+        """True if a pass with prompts may have a static shape: attention takes lengths from the device."""
+        exact = self.mesh.device.type == "cpu" and self._dtype in BITS and kernels_work()
+        return self.lanes == 1 and not self.cell_bytes and (exact or self.by_kernel)
+
+    @property
     def rows_at_once(self) -> int:
         """Bound on the rows whose logits are computed together."""
         return max(1, LOGITS // self.model.config.vocab)
@@ -224,6 +261,18 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
+
+
+def form_of(adapter: Adapter) -> tuple[float, list[tuple[str, torch.Size]]]:
+    """What passes that were captured with an adapter depend on, beside its numbers."""
+    return adapter.scale, [(name, x.shape) for name, x in trees.named(adapter.factors)]
+
+
+def _copy_into(held: trees.Tree, new: trees.Tree) -> None:
+    """Copy the numbers of tensors into others of the same shapes."""
+    for x, source in zip(trees.leaves(held), trees.leaves(new), strict=True):
+        x.copy_(source)
+    forget(*trees.leaves(held))
 
 
 class PackedBackend:
