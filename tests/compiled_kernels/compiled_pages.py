@@ -1,10 +1,11 @@
-"""The kernels of `gpu_kernels` and of `logit_rows` compiled for GPUs that this machine need not have, as a program.
+"""The kernels of `gpu_kernels` and `logit_rows` compiled for GPUs that this machine need not have, as a program.
 
 It prints as JSON, for each GPU and kernel, what the assembly says.
 """
 
 import json
 
+import compiled_decode
 import compiled_rows
 import torch  # noqa: F401  # before triton, which it may bring along
 import triton
@@ -53,6 +54,8 @@ def main():
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled(kernel, gpu))
         for kernel in compiled_rows.TYPES:
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_rows.compiled(kernel, gpu))
+        for kernel in compiled_decode.KERNELS:
+            results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_decode.compiled(kernel, gpu))
     print(json.dumps(results))
 
 

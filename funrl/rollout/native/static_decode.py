@@ -139,6 +139,7 @@ class StaticDecode:
         state = self._updated(slots)
         rows = row_bucket(max(len(plan.slots), len(plan.sampling_slots)), len(self._lengths) - 1)
         tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
+        self._backend.stack_weights()
         form = self._form(slots, rows, groups)._replace(tokens=tokens)
         state.table_SP[-1].fill_(spare.page)
         inputs = self._mixed_inputs(plan, form, spare)

@@ -6,17 +6,17 @@ So the host can begin a pass without waiting for the one before, and a CUDA grap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from funrl.compiled_kernels.decode_slots import ADAPTER, CELL, ENDED, LENGTH, LIMIT, STOP, SlotState
 from funrl.compiled_kernels.paged_attention import Paging, decode_paging
+from funrl.rollout.native.device.row_sampler import sample_next_tokens, samples_by_kernels
 from funrl.rollout.sampling import sample_tokens, stream_noise
 from funrl.rollout.sampling_parameters import Sampling
-
-# Rows of `DecodeState.numbers_CS`. Stop tokens follow, padded with -1.
-LENGTH, PROMPT, LIMIT, SEED, GROUP, ENDED, ADAPTER, CELL, STOP = range(9)
 
 
 class RowAdapters(NamedTuple):
@@ -207,6 +207,8 @@ def _sample_next(
     decoder: Decoder, state: DecodeState, rows: _Rows, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample the next token of each row from its hidden state, and update the state; as `decode_pass`."""
+    if samples_by_kernels(hidden_BD.device, groups):
+        return _sample_by_kernels(decoder, state, rows.slots_B, hidden_BD, groups=groups)
     rows_B, token_B, numbers_CB, running_B = rows
     length_B, prompt_B, limit_B, seed_B, group_B = numbers_CB[:ENDED]
     sampled_B, *logps = _sample(
@@ -235,3 +237,31 @@ def _sample(
             sampled = tokens if sampled is None else tuple(map(torch.where, (in_group_R,) * 3, tokens, sampled))
         parts.append(sampled)
     return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+
+def fused_pass(
+    decoder: Decoder,
+    hidden: Callable[[Tensor, SlotState], Tensor],
+    state: DecodeState,
+    rows_B: Tensor,
+    groups: tuple[tuple[int, Sampling], ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode_pass` whose hidden states come straight from the state, and whose kernels sample and update it.
+
+    Args:
+      decoder: the model.
+      hidden: (slots, state) -> hidden states [B, D] of their last tokens, as `FusedDecoder.hidden`.
+      state, rows_B: as in `decode_pass`.
+      groups: as `DecodeForm.sampling_groups`.
+    """
+    hidden_BD = hidden(rows_B, SlotState(*state))
+    if samples_by_kernels(hidden_BD.device, groups):
+        return _sample_by_kernels(decoder, state, rows_B, hidden_BD, groups=groups)
+    return _sample_next(decoder, state, _read_rows(state, rows_B), hidden_BD, groups=groups)
+
+
+def _sample_by_kernels(
+    decoder: Decoder, state: DecodeState, rows_B: Tensor, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Twice as many rows as operators take at a time: no probabilities stand beside the logits.
+    return sample_next_tokens(SlotState(*state), rows_B, hidden_BD, groups, decoder.logits, 2 * decoder.rows_at_once)
