@@ -244,7 +244,7 @@ def test_what_is_given_needs_no_warm_start_and_has_none():
     given = Given(records=PROMPTS, rewards=(len_reward,))
     assert prepare(Settings(), grpo, given).warmstart_steps == 0
     assert prepare(Settings(), sft, Given(records=TEXTS)).warmstart_steps == 0
-    with pytest.raises(SettingsError, match="--warmstart_steps=7: only the embedded task has demonstrations"):
+    with pytest.raises(SettingsError, match="--warmstart_steps=7 does nothing without the embedded task"):
         prepare(settings_of(warmstart_steps=7), grpo, given)
 
 
@@ -270,8 +270,8 @@ def test_prompts_of_a_file_need_no_warm_start_on_the_command_line_either(tmp_pat
             {"recipe": "grpo", "model": "nowhere/nothing"},
             "is not a directory, nor the name of a model in the local Hugging Face cache",
         ),
-        ({"recipe": "grpo", "reward": len_reward}, "prompts and a reward are given together"),
-        ({"recipe": "grpo", "prompts": PROMPTS}, "prompts need a reward"),
+        ({"recipe": "grpo", "reward": len_reward}, "reward=... needs --prompts=FILE.jsonl"),
+        ({"recipe": "grpo", "prompts": PROMPTS}, "prompts=... needs --reward"),
         ({"recipe": "grpo", "prompts": PROMPTS, "reward": lambda prompt: 0.0}, "the prompts' fields make the call"),
         ({"recipe": "sft", "prompts": PROMPTS}, "there is no field 'completion'"),
         ({"recipe": "grpo", "steps": 0}, "--steps=0: it must be at least 1"),
