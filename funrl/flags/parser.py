@@ -94,10 +94,8 @@ def read(flags: Iterable[Flag], argv: Sequence[str]) -> Read:
     table.set_gnu_getopt(True)
     try:
         rest = table(list(argv), known_only=True)[1:]
-    except absl.IllegalFlagValueError as error:  # "flag --steps=0: it must be at least 1"
+    except absl.Error as error:  # "flag --steps=0: it must be at least 1"
         raise SettingsError(str(error).removeprefix("flag ")) from None
-    except absl.Error as error:
-        raise SettingsError(str(error)) from None
     given = frozenset(name for name in table if table[name].present)
     return Read(table.flag_values_dict(), given, tuple(rest))
 
