@@ -37,7 +37,7 @@ from funrl.rollout.vllm.engine import vllm_engine, vllm_weights
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.sharding import driven_generate_sizes
 from funrl.trainer.lowered.backend import make_engine_backend
-from funrl.trainer.settings.declaration import SettingsError, parts
+from funrl.trainer.settings.declaration import SettingsError, parts, refusing
 from funrl.trainer.settings.scorers import JUDGE
 from funrl.trainer.settings.settings import Settings, given_flag
 from funrl.trainer.steps.parts import AdaptedBase, FrozenAgent, Generator
@@ -185,10 +185,8 @@ def check_engine(settings: Settings, model: Model, mesh: Mesh, sampling: Samplin
             f"{engine}: a repetition_penalty of {penalties.pop()} would count the padding of shorter prompts; leave it "
             "out (--repetition_penalty, --eval_repetition_penalty), or use --engine=native"
         )
-    try:
+    with refusing(f"{engine}: ", ModelError, ImportError):
         MAKERS[settings.engines.engine].check(settings, model, mesh)
-    except (ModelError, ImportError) as error:
-        raise SettingsError(f"{engine}: {error}") from error
 
 
 def policy_generator(job: Job, placed: Placed, policy: Placed, layer: Layer, note: Callable[[str], None]) -> Generator:
