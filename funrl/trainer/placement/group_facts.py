@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funrl.data.prompts import Example
-from funrl.trainer.placement.group_prompts import AskedPrompt, GroupPrompt, GroupWork
+from funrl.trainer.placement.group_prompts import GroupWork
 from funrl.trainer.placement.messages import WrittenGroup, versions_of, written_rows
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
@@ -13,22 +12,13 @@ from funrl.trainer.sources.source import Generation
 from funrl.trainer.steps.step_rows import Rows
 
 
-def example_of(generation: Generation, prompt: GroupPrompt | AskedPrompt) -> Example:
-    """The example of a group's prompt."""
-    schedule = generation.schedule
-    if isinstance(prompt, AskedPrompt):
-        return schedule.prompts[prompt.place]
-    return schedule.examples_at([prompt.position])[0]
-
-
 def describe_group(
-    generation: Generation, work: GroupWork, written: Sequence[tuple[Rollout, Rows]], group: WrittenGroup
+    generation: Generation, written: Sequence[tuple[Rollout, Rows]], group: WrittenGroup
 ) -> WrittenGroup:
     """Add the facts of what was written to a group.
 
     Args:
       generation: of the replica.
-      work: the group.
       written: its samples; and its greedy completion or episode, if it has one.
       group: without rows.
     """
@@ -37,10 +27,9 @@ def describe_group(
     if len(written) > 1:
         group = group._replace(baseline=written_rows(*written[1]))
         switches = [*switches, *versions_of(written[1][1])[1]]
-    prompt = work.prompt if isinstance(work.prompt, GroupPrompt) else None
-    shown = _shown(generation, work, done, rows)
+    shown = _shown(generation, group.work, done, rows)
     own = written_rows(done, rows)
-    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown, prompt=prompt)
+    return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
 
 
 def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -> list[ShownSample]:
@@ -53,4 +42,5 @@ def _shown(generation: Generation, work: GroupWork, done: Rollout, rows: Rows) -
     decode = generation.engine.decode
     samples = generation.sampling.samples
     names = generation.rewards.names[: done.scores.shape[1]]  # models reward it where it is trained
-    return shown_samples(done, rows, [example_of(generation, work.known_prompt)], samples, decode=decode, names=names)
+    example = generation.schedule.prompts[work.prompt.index]
+    return shown_samples(done, rows, [example], samples, decode=decode, names=names)

@@ -22,14 +22,14 @@ from funrl.trainer.steps.step_rows import Rows, join_rows, rows_of
 ORIGIN = {"origin": Field("row", "source", "the row's number among those of the generator ranks", dtype="int")}
 
 
-def in_place_of(lost: WrittenGroup, group: WrittenGroup) -> WrittenGroup:
+def in_place_of(lost: WrittenGroup | None, group: WrittenGroup) -> WrittenGroup:
     """A group that has taken the place of one which the filter has dropped, with the prompt of that among its own."""
-    if lost.prompt is None or lost.written is None:
+    if lost is None or lost.written is None:
         return group
     facts = lost.written.rollout
     failed = lost.written.fields.get("failed")
     count = 0 if failed is None else int(failed.sum())
-    prompt = DroppedPrompt(lost.prompt.position, count, facts["entries"], facts["episodes"])
+    prompt = DroppedPrompt(lost.work.prompt.position, count, facts["entries"], facts["episodes"])
     return group._replace(dropped=[*lost.dropped, prompt], waited_s=group.waited_s + lost.waited_s)
 
 

@@ -14,7 +14,7 @@ from funrl.batch import FIELDS, Batch, as_dict, kind_of, schema_of
 from funrl.fields import Field
 from funrl.kinds import FieldKind, Value
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
-from funrl.trainer.placement.group_prompts import GroupPrompt
+from funrl.trainer.placement.group_prompts import GroupWork
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.observing import ShownSample
@@ -47,6 +47,7 @@ class WrittenGroup(NamedTuple):
 
     Attributes:
       generator: the replica, by its index over the row axes.
+      work: the group, with the prompt that it has at the end.
       written: its rows; None where there is a problem.
       tokens: version -> sampled tokens of the rows.
       switches: of each row, (first sampled token, version) pairs; those of `baseline` follow.
@@ -54,13 +55,12 @@ class WrittenGroup(NamedTuple):
       shown: its first sample, where samples are shown.
       notes: remarks.
       problem: message of the `RewardError` that ends the run; None without one.
-      prompt: of the group; None where there is a problem, or the trainer ranks have asked for it.
       dropped: prompts before it in this place, whose rows the filter dropped.
       baseline: row of the greedy completion of the prompt, or rows of its greedy episode; None: there is none.
-      attempt: how often its place has begun, this time included.
     """
 
     generator: int
+    work: GroupWork
     written: WrittenRows | None
     tokens: Mapping[int, int]
     switches: Sequence[Sequence[tuple[int, int]]]
@@ -68,10 +68,8 @@ class WrittenGroup(NamedTuple):
     shown: Sequence[ShownSample] = ()
     notes: Sequence[str] = ()
     problem: str | None = None
-    prompt: GroupPrompt | None = None
     dropped: Sequence[DroppedPrompt] = ()
     baseline: WrittenRows | None = None
-    attempt: int = 1
 
     @property
     def rows(self) -> WrittenRows:
