@@ -7,7 +7,7 @@ from funrl.mesh.pools import channel
 from funrl.trainer.placement import board
 from funrl.trainer.placement.board import AGAIN, GroupBoard
 from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
-from funrl.trainer.placement.messages import WrittenGroup
+from funrl.trainer.placement.written_groups import WrittenGroup
 
 
 @pytest.fixture(autouse=True)

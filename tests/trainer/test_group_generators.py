@@ -22,10 +22,9 @@ from funrl.trainer.placement import board, groups
 from funrl.trainer.placement.board import GroupBoard
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, group_parts, prompts_at
 from funrl.trainer.placement.groups import GroupGenerators
-from funrl.trainer.placement.joined_groups import age_metrics
 from funrl.trainer.placement.logged import LoggedGroup
-from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, origins_of, split_origins
 from funrl.trainer.placement.writer import GroupWriter
+from funrl.trainer.placement.written_groups import WrittenGroup, WrittenRows, age_metrics, origins_of, split_origins
 from funrl.trainer.sources.curriculum import PromptSchedule, weighing
 from funrl.trainer.sources.evaluation import PromptEvaluation
 from funrl.trainer.sources.observing import ShownSample, with_scores
@@ -322,10 +321,7 @@ class OneBuffer:
     def arrived(self):
         self.looks += 1
         assert self.looks < 100, "it waits for weights for which there is no room"
-        return WeightDelivery(WeightTransfer(self.next), self.next, {})
-
-    def complete(self, number):
-        return True
+        return WeightDelivery(WeightTransfer(self.next), {})
 
     def release(self):
         self.next += 1

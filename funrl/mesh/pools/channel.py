@@ -29,7 +29,7 @@ LONGEST_S = 0.02
 STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
 KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
-GENERATE = "generate"  # the pool that answers, where no other one is named
+GENERATING = "generate"  # the pool that answers, where no other one is named
 PROGRESS_S = 5.0  # between two signs of progress
 
 
@@ -46,7 +46,7 @@ class End(NamedTuple):
 class Requests:
     """The asking side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATE) -> None:
+    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
         """Begin without a request.
 
         Args:
@@ -110,7 +110,7 @@ class Requests:
 class Answers:
     """The answering side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh, pool: str = GENERATE) -> None:
+    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
         """Begin before the first request.
 
         Args:
@@ -240,7 +240,7 @@ def wait_for_keys(
       ranks: that wait with this one.
       waits_for: name of what comes, for the error.
       limit_s: seconds that the answering side may make no progress; None: without a limit.
-      progress: key of the answering side's progress; "": of `GENERATE`.
+      progress: key of the answering side's progress; "": of `GENERATING`.
 
     Raises:
       MeshError: it has made none for so long.
@@ -283,9 +283,9 @@ class ProgressLimit:
         Args:
           limit_s: seconds without progress; None: no limit.
           waits_for: name of what comes, for the error.
-          key: whose value in the store changes with progress; "": that of `GENERATE`.
+          key: whose value in the store changes with progress; "": that of `GENERATING`.
         """
-        self.key = key or progress_key(GENERATE)
+        self.key = key or progress_key(GENERATING)
         self.limit_s = limit_s
         self.waits_for = waits_for
         self.progress = b""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
 from funrl.trainer.placement.group_prompts import GroupWork
-from funrl.trainer.placement.messages import WrittenGroup
+from funrl.trainer.placement.written_groups import WrittenGroup
 
 GROUPS_KEY = "funrl/groups"
 WORK_KEY = f"{GROUPS_KEY}/work"

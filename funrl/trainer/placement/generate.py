@@ -23,7 +23,7 @@ from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
-from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
+from funrl.rollout.remote.digests import compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
@@ -122,13 +122,13 @@ class GeneratorRank:
         assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
         self.writer.take_version(request.version)
         if isinstance(request, DigestsRequest):
-            return engine_digests(self.generator.engine)
+            return engine_digests(self.generator.whole if request.base else self.generator.engine)
         if isinstance(request, GreedyRequest):
             return self._greedy(request)
         self.heldout = HeldoutWriter(self.generation, request.step)
         return self.writer.begin_evaluation(self.heldout.write)
 
-    def _load(self, request: LoadRequest) -> EngineDigests | None:
+    def _load(self, request: LoadRequest) -> None:
         """Take weights."""
         generator = self.generator
         engine = generator.engine
@@ -141,7 +141,6 @@ class GeneratorRank:
             plan = generator.to_whole
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
-        return engine_digests(engine) if request.digests else None
 
     def _greedy(self, request: GreedyRequest) -> Greedy:
         """Greedy completions of the first replica, beside the groups."""

@@ -32,14 +32,19 @@ from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, GROUPS_KEY, WORK_KEY, GroupBoard
 from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, baseline_of, prompts_at
-from funrl.trainer.placement.joined_groups import ORIGIN, age_metrics, in_place_of, joined_rows
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
     SendGroupsRequest,
     WrittenFiles,
+)
+from funrl.trainer.placement.written_groups import (
+    ORIGIN,
     WrittenGroup,
+    age_metrics,
+    in_place_of,
+    joined_rows,
     own_fields,
 )
 from funrl.trainer.sources.curriculum import UNWEIGHTED

@@ -31,8 +31,7 @@ from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_step
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
-from funrl.trainer.placement.joined_groups import age_metrics, join_groups
-from funrl.trainer.placement.messages import switches_of
+from funrl.trainer.placement.written_groups import age_metrics, join_groups, switches_of
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.generation import Rollout, pending_rewards
 from funrl.trainer.sources.group_rows import CompletionRun, join_samples

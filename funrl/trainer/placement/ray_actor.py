@@ -30,9 +30,8 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_facts import describe_group
 from funrl.trainer.placement.group_prompts import GroupWork, group_parts
-from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
+from funrl.trainer.placement.written_groups import GroupFields, WrittenGroup, describe_group, further_fields
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout

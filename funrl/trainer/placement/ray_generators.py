@@ -37,10 +37,9 @@ from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
 from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.joined_groups import in_place_of, join_groups
-from funrl.trainer.placement.messages import WrittenGroup, own_fields, split_origins
 from funrl.trainer.placement.ray_actor import GeneratorActor, generator_job, rows_of_fields, samples_of
 from funrl.trainer.placement.source import needs_tokens, source_of_generators
+from funrl.trainer.placement.written_groups import WrittenGroup, in_place_of, join_groups, own_fields, split_origins
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows

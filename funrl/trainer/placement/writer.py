@@ -29,12 +29,12 @@ from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
 from funrl.trainer.placement.board import GroupBoard
-from funrl.trainer.placement.group_facts import describe_group
 from funrl.trainer.placement.group_prompts import GroupWork, baseline_of, group_parts, prompts_at
-from funrl.trainer.placement.messages import (
+from funrl.trainer.placement.messages import SendGroupsRequest
+from funrl.trainer.placement.written_groups import (
     GroupFields,
-    SendGroupsRequest,
     WrittenGroup,
+    describe_group,
     further_fields,
     own_fields,
     split_origins,
@@ -197,8 +197,7 @@ class GroupWriter:
             self.step()
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            complete = self.resident is not None and self._has_arrived()
-            if from_first(complete, self.mesh, "tensor"):
+            if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
                 self.take()
             else:
                 heartbeat.beat()
@@ -270,15 +269,10 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        if not self.evaluates and self._has_arrived():
+        if not self.evaluates and self._receiver.arrived() is not None:
             return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
-
-    def _has_arrived(self) -> bool:
-        """True if all tensor ranks have weights that the engine has not. Raises: MeshError."""
-        arrived = self._receiver.arrived()
-        return arrived is not None and self._receiver.complete(arrived.number)
 
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
