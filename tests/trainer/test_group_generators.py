@@ -307,8 +307,14 @@ def test_ages_are_of_tokens():
 
 
 def test_rows_of_a_group_that_is_begun_again_are_a_run_of_their_own():
-    runs = split_origins(np.concatenate([origins_of(0, 2), origins_of(1, 2), origins_of(1, 1)]))
+    owners = [(0, np.array([3, 3])), (1, np.array([3, 3])), (1, np.array([3]))]
+    runs = split_origins(np.concatenate([origins_of(*owner) for owner in owners]))
     assert [(number, rows.tolist()) for number, rows in runs] == [(0, [0, 1]), (1, [0, 1, 0])]
+
+
+def test_rows_of_several_ranks_are_numbered_on_each():
+    origins = origins_of(7, np.array([0, 1, 1, 0, 1]))
+    assert (origins >> 32).tolist() == [7] * 5 and (origins & 0xFFFFFFFF).tolist() == [0, 0, 1, 1, 2]
 
 
 class OneBuffer:

@@ -22,7 +22,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, Requests, limit_of, run_store, wait_for_keys
+from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
@@ -31,11 +31,19 @@ from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, GROUPS_KEY, WORK_KEY, GroupBoard
-from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, baseline_of, prompts_at
+from funrl.trainer.placement.group_prompts import (
+    HELDOUT,
+    ChosenPrompts,
+    GroupPrompt,
+    GroupWork,
+    baseline_of,
+    prompts_at,
+)
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
+    ScoresRequest,
     SendGroupsRequest,
     WrittenFiles,
 )
@@ -46,7 +54,9 @@ from funrl.trainer.placement.written_groups import (
     in_place_of,
     joined_rows,
     own_fields,
+    remote_rows,
 )
+from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, Show, ShownSample
 from funrl.trainer.sources.prompts import BASELINE_SEED
@@ -54,16 +64,15 @@ from funrl.trainer.sources.source import DroppedPrompt, Generation, NextRows, Re
 from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
-ServeUntil = Callable[[Requests, int, str], None]
 GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
 
 def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
-    """The rule by which groups of a run are begun, refilled and taken; `generation` is of the trainer ranks."""
+    """The rule by which groups of a run are begun, refilled and taken."""
     given = job.settings
     rule = LedgerRule(given.run.batch_prompts, given.asynchrony.staleness, given.asynchrony.window)
     prompts = generation.selection.rounds
-    return rule._replace(prompts=prompts, scores=prompts > 1 and generation.rewards.rescore is not None).checked()
+    return rule._replace(prompts=prompts, scores=prompts > 1 and bool(scorers_of(given))).checked()
 
 
 class GroupGenerators:
@@ -88,7 +97,6 @@ class GroupGenerators:
         rule: LedgerRule,
         generation: Generation,
         early: bool = False,
-        serve_until: ServeUntil | None = None,
     ) -> None:
         """Name the ranks.
 
@@ -98,7 +106,6 @@ class GroupGenerators:
           rule: of the ledger.
           generation: of the trainer ranks.
           early: whether rows come as soon as they are written, and not when the batch is complete.
-          serve_until: as `RewardsOfTrainers.serve_until`; None: trainer ranks reward nothing for generator ranks.
         """
         self.engine = engine
         self.requests = engine.requests
@@ -106,7 +113,6 @@ class GroupGenerators:
         self.generating = engine.weights.mesh
         self.show = show
         self.early = early
-        self.serve_until = serve_until
         self.step = 0
         self._schedule = generation.schedule
         self._samples = generation.sampling.samples
@@ -126,7 +132,9 @@ class GroupGenerators:
         self._left: list[int] = []  # positions of prompts that a run which has ended passed over
         self._first = 0  # position of the prompt of place 0, where each place has the next one
         self._greedy = generation.greedy_baseline
-        self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
+        self._rescore = generation.rewards.rescore
+        self._heldout = generation.evaluation.heldout
+        self.rewards_baselines = self._rescore is not None and self._greedy
         self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
@@ -376,14 +384,20 @@ class GroupGenerators:
     def begin_evaluation(self, step: int) -> Callable[[], dict[str, float]]:
         """Have replicas evaluate the newest weights beside their groups; see `Source`. Collective."""
         self.requests.forget(self.requests.post(BeginEvaluationRequest(step, self.engine.version or 0)))
-        return lambda: self._evaluated(EndEvaluationRequest(), step, self.show)
+        return lambda: self._evaluated(step)
 
-    def _evaluated(self, request: EndEvaluationRequest, step: int, show: Show) -> dict[str, float]:
-        """Metrics of the evaluation that a request ends."""
-        number = self.requests.post(request)
-        metrics, samples, table = self._answer(number, f"the generators' evaluation after step {step}")
-        show.samples(step, samples)
-        show.evaluated(table)
+    def _evaluated(self, step: int) -> dict[str, float]:
+        """Metrics of the evaluation after a step, whose completions models score on the trainer ranks."""
+        name = f"the generators' evaluation after step {step}"
+        answer = self._answer(self.requests.post(EndEvaluationRequest()), name)
+        if self._rescore is not None:
+            rows = remote_rows(HELDOUT, answer, self.generating, self.mesh.device)
+            scored = self._rescore(self.moved_early(rows, len(self._heldout)), self._heldout, "eval").batch
+            scores = ScoresRequest(scored.score.cpu(), scored.scores.cpu())
+            answer = self._answer(self.requests.post(scores), name)
+        metrics, samples, table = answer
+        self.show.samples(step, samples)
+        self.show.evaluated(table)
         return dict(metrics)
 
     def log(self) -> list[tuple[object, ...]] | None:
@@ -462,8 +476,6 @@ class GroupGenerators:
 
     def _answer(self, number: int, waits_for: str) -> Any:
         """The value of an answer, after its remarks have been shown. Raises: RewardError."""
-        if self.serve_until is not None:
-            self.serve_until(self.requests, number, waits_for)
         value, notes, problem = self.requests.answer(number, waits_for)
         for note in notes:
             self.show.note(note)

@@ -226,6 +226,10 @@ class GroupWriter:
             self.step()
         return from_first(None if task is None else task.result(), self.mesh, "tensor")
 
+    def keep(self, number: int, rows: Rows) -> None:
+        """Keep this replica's rows of those that all replicas have written, until `send` hands them over."""
+        self._held[number] = rows_of(take(rows, rows.own).batch, mesh=self._alone)
+
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
         own = np.flatnonzero(request.owner == self._board.owner)
