@@ -231,9 +231,10 @@ def test_the_saved_form_of_what_is_begun_continues_with_the_same_bits():
     assert metrics == same and begun_places(after)
 
 
-def test_begun_rows_of_an_earlier_version_are_refused_by_name():
+@pytest.mark.parametrize("leaf", ["paused", "columns/finished"])
+def test_begun_rows_of_an_earlier_version_are_refused_by_name(leaf):
     _, state = begin(small_job(**PARTIAL), single())
-    record = Recorded(Path("step-1"), {"source/begun/paused": Array((6,), "bool", (6,))}, {})
+    record = Recorded(Path("step-1"), {f"source/begun/{leaf}": Array((6,), "bool", (6,))}, {})
     with pytest.raises(CheckpointError, match=r"step-1: it has unfinished completions.*with the version that wrote it"):
         load(record, state, {}, mesh=single(), server=ShardServer())
 

@@ -28,7 +28,7 @@ from funrl.rewards.call import CompletedRow, RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.engine import NO_CALLBACKS, Callbacks, Engine
 from funrl.rollout.episodes import SampledNumbers
-from funrl.rollout.requests import Completion, Request, RequestGroups
+from funrl.rollout.requests import Completion, RequestGroups
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.rollout.sync_proof import SyncProof
 from funrl.rollout.tickets import complete_shared, share_tickets
@@ -127,7 +127,7 @@ class RewardedEngine(NamedTuple):
 
 
 def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampling, seed: int) -> Rollout:
-    """Complete and reward all prompts.
+    """Complete and reward all prompts. The proof of the engine's weights ends meanwhile.
 
     Args:
       engine: engine and rewards.
@@ -137,49 +137,19 @@ def rollout(engine: RewardedEngine, examples: Sequence[Example], sampling: Sampl
 
     Raises:
       RewardError: a reward function failed on some rank; raised on every rank, with the prompt and completion.
-    """
-    groups = request_groups(examples, sampling, seed)
-    return run_requests(engine, groups, examples, rows=len(examples) * sampling.samples)
-
-
-def request_groups(examples: Sequence[Example], sampling: Sampling, seed: int) -> RequestGroups:
-    """The requests of prompts, a group for each; the arguments are those of `rollout`."""
-    owned = [example.owned for example in examples]
-    return RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
-
-
-def run_requests(
-    engine: RewardedEngine,
-    groups: Sequence[Sequence[Request]],
-    examples: Sequence[Example],
-    *,
-    rows: int,
-) -> Rollout:
-    """Complete requests and reward the completions.
-
-    The proof of the engine's weights ends meanwhile.
-
-    Args:
-      engine: engine and rewards.
-      groups: groups of requests of all replicas, shared out by the queue.
-      examples: prompts of all requests in the order of their numbers, each with the same number of requests.
-      rows: number of requests of all replicas, numbered from 0.
-
-    Raises:
-      RewardError: as in `rollout`.
       SyncError: the engine does not hold the trainer's weights.
     """
-    mesh = engine.mesh
-    pending = pending_rewards(engine, examples, rows // len(examples))
+    owned = [example.owned for example in examples]
+    groups = RequestGroups([example.tokens for example in examples], sampling, seed, owned=owned)
+    pending = pending_rewards(engine, examples, sampling.samples)
     begin = time.perf_counter()
     callbacks = NO_CALLBACKS if pending is None else Callbacks(finished=pending.add)
     if engine.proof is not None:
         callbacks = callbacks._replace(iterated=engine.proof.iterated)
-    size = len(groups[0]) if len(groups) else 1
-    tickets = share_tickets(groups, mesh, size=size, fixed=engine.queue == "fixed")
+    tickets = share_tickets(groups, engine.mesh, size=sampling.samples, fixed=engine.queue == "fixed")
     with settle_proof(engine.proof):
-        completions = complete_shared(engine.engine, tickets, mesh, callbacks)
-    return collected_rollout(engine, completions, pending, rows=rows, begin=begin)
+        completions = complete_shared(engine.engine, tickets, engine.mesh, callbacks)
+    return collected_rollout(engine, completions, pending, rows=len(examples) * sampling.samples, begin=begin)
 
 
 @contextlib.contextmanager

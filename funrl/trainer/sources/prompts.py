@@ -18,7 +18,7 @@ from funrl.rollout.engine import onload_engine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.generation import Rollout, request_groups, run_requests, to_rows
+from funrl.trainer.sources.generation import Rollout, rollout, to_rows
 from funrl.trainer.sources.group_rows import SampleWriter, first_samples, rescored
 from funrl.trainer.sources.heldout import evaluate_heldout
 from funrl.trainer.sources.observing import Show
@@ -159,8 +159,7 @@ def rewarded_rows(
         if generation.episodes is not None:
             writer = SampleWriter(generation, examples, sampling, seed, alone=True)
             return writer.join(writer.run())
-        groups = request_groups(examples, sampling, seed)
-        done = run_requests(generation.engine, groups, examples, rows=len(examples) * sampling.samples)
+        done = rollout(generation.engine, examples, sampling, seed)
         rows = to_rows(examples, done, sampling, generation.form)
     if done.reward_s:
         clock.move(done.reward_s, "generate", "reward")
