@@ -364,15 +364,6 @@ class ResumableEpisodes(EpisodeRunner):
         self._ended(number, episode.done)
         return episode.done
 
-    async def ask(self, number: int, request: Request) -> Completion:
-        """Complete a request of an episode, perhaps in part."""
-        self._beginning.discard(number)
-        resident = self.resident
-        resident.keep(number, len(request.prompt) + request.sampling.max_new_tokens)
-        completion = await resident.ask(request)
-        resident.keep(number, len(request.prompt) + len(completion.tokens))
-        return completion
-
     def park(self, number: int) -> None:
         """Note that a call of an episode is parked."""
         self._beginning.discard(number)
