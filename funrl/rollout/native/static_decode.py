@@ -28,6 +28,7 @@ from funrl.rollout.native.device.decode_state import (
     mixed_pass,
 )
 from funrl.rollout.native.device.host_copy import HostCopy, device_copy
+from funrl.rollout.native.device.row_sampler import SamplingGroups
 from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
@@ -36,7 +37,6 @@ from funrl.rollout.sampling_parameters import Sampling
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to
 ROW_STEPS = ((8, 64), (16, 256), (32, 512))  # above 8: (step, largest number of rows that it is for)
-SamplingGroups = tuple[tuple[int, Sampling], ...]
 
 
 class _MixedBuffer(NamedTuple):
