@@ -22,6 +22,7 @@ CASES = (
     "strided_keys_are_written",
     "adamw_equals_torch",
     "leaves_of_any_dtype_are_updated",
+    "a_step_in_place_clips_and_applies",
     # fused decoding
     "norms_equal_float64",
     "gates_equal_float64",

@@ -16,6 +16,7 @@ from funrl.mesh.mesh import Mesh, parse
 from funrl.models import compile_layer, decoder_config, decoder_model
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device import decode_state
+from funrl.rollout.native.device.captured import CapturedFunctions
 from funrl.rollout.native.device.decode_state import DecodeForm, Spare, empty_state
 from funrl.rollout.native.device.row_sampler import row_sampler_error
 from funrl.rollout.native.engine import NativeOptions, native_engine
@@ -83,6 +84,26 @@ def test_stacked_weights_are_the_models_own_and_follow_a_load():
     sampling = Sampling(max_new_tokens=6)
     assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
     assert backend._fused is first
+
+
+def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
+    """Passes with prompts are captured first; a graph must not read weights that are stacked later, and so freed."""
+    config = PLAIN["llama"]
+    engine, plain = (engine_of(config, torch.float64, packed=False, static=True) for _ in range(2))
+    backend = fused_backend(engine)
+    addresses = lambda: tuple(x.data_ptr() for _, x in backend.held())  # noqa: E731
+    seen = []
+    run = CapturedFunctions.run
+    watched = lambda graphs, form, function: (seen.append((form.tokens, addresses())), run(graphs, form, function))[1]  # noqa: E731
+    monkeypatch.setattr(CapturedFunctions, "run", watched)
+    sampling = Sampling(max_new_tokens=6)
+    completed(engine, PROMPTS, sampling)
+    assert seen[0][0] and len({read for _, read in seen}) == 1
+    for seed in (1, 2, 3):
+        kept = backend.overwrite(trees.map(torch.clone, weights(config, torch.float64, seed)))
+        plain.load(plain.weights.named(weights(config, torch.float64, seed)), seed)
+        assert kept == (seed > 1) and (not kept or addresses() == seen[-1][1])
+        assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
 
 
 def pass_on_meta(monkeypatch, rows, layers):

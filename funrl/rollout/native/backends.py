@@ -18,6 +18,7 @@ from torch import Tensor
 
 from funrl import trees
 from funrl.compiled_kernels import decode_step
+from funrl.compiled_kernels.arguments import BITS, real_of
 from funrl.compiled_kernels.decode_slots import PassForm
 from funrl.compiled_kernels.decode_step import StepSizes
 from funrl.compiled_kernels.exact.adapters import PackedAdapter, TokenAdapters
@@ -26,7 +27,6 @@ from funrl.compiled_kernels.exact.packs import forget
 from funrl.compiled_kernels.fused_decode import FusedDecoder, fused_problem
 from funrl.compiled_kernels.kernel_library import KernelError, library, library_problem
 from funrl.compiled_kernels.linear_logprob import project
-from funrl.compiled_kernels.packed import real_of
 from funrl.compiled_kernels.paged_attention import Paging, kernel_for, paging_of
 from funrl.mesh.collectives import all_gather
 from funrl.mesh.mesh import Mesh
@@ -50,6 +50,7 @@ from funrl.rollout.sampling_parameters import Sampling
 ROUTE = torch.int16  # dtype of recorded ids of experts
 log = logging.getLogger(__name__)
 LOGITS = 1 << 26  # logits computed at a time at most
+BASE_WEIGHTS = -1  # the weights that adapters stand on, among numbers of adapters
 
 
 class TorchBackend:
@@ -89,16 +90,48 @@ class TorchBackend:
         self._fused: FusedDecoder | None = None
         self._stacks = False  # whether `load` stacks weights for fused kernels
         self._owned = OwnedPrompts(model)
+        self._fixed: set[int] = set()  # adapters whose memory is this backend's own; `BASE_WEIGHTS`: the weights' is
         self.spare = 0
 
     def load(self, params: trees.Tree) -> None:
+        self._take(params)
+        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
+
+    def _take(self, params: trees.Tree) -> None:
+        self._fixed.discard(BASE_WEIGHTS)
         unembed_VD = self.model.unembedding(params)
         forget(*trees.leaves(params))
         if unembed_VD.element_size() == 2 and not unembed_VD.is_cuda and not kernels_work():
             unembed_VD = unembed_VD.float()  # `project` would convert it at every step
         self._params = params
-        self._fused = FusedDecoder(self._fused_sizes, params) if self._stacks and self._fused_sizes else None
         self._unembed_VD = unembed_VD
+
+    def overwrite(self, params: trees.Tree) -> bool:
+        """Copy weights into the memory of those before, which captured passes read; False: they have new memory.
+
+        Tensors that came by `load` may be the caller's. They are not written to, but replaced by copies once.
+        """
+        if BASE_WEIGHTS not in self._fixed:
+            self.drop()
+            self.load(trees.map(torch.clone, params))
+            self._fixed.add(BASE_WEIGHTS)
+            return False
+        held = self._params, self._unembed_VD  # stacked weights of fused kernels are the memory of these
+        self._take(params)
+        _copy_into(held, (self._params, self._unembed_VD))
+        self._params, self._unembed_VD = held
+        self._fixed.add(BASE_WEIGHTS)
+        return True
+
+    def overwrite_adapter(self, number: int, adapter: Adapter) -> bool:
+        """`overwrite` for the factors of an adapter; the scale is a constant of captured passes."""
+        held = self._adapters.get(number)
+        if held is None or number not in self._fixed or adapter_form(held) != adapter_form(adapter):
+            self.load_adapter(number, Adapter(trees.map(torch.clone, adapter.factors), adapter.scale))
+            self._fixed.add(number)
+            return False
+        _copy_into(held.factors, adapter.factors)
+        return True
 
     def drop(self) -> None:
         self._params = self._fused = None
@@ -114,6 +147,7 @@ class TorchBackend:
 
     def load_adapter(self, number: int, adapter: Adapter | None) -> None:
         self._adapted.pop(number, None)
+        self._fixed.discard(number)
         if adapter is None:
             del self._adapters[number]
         else:
@@ -203,22 +237,22 @@ class TorchBackend:
         self, state: DecodeState, rows_B: Tensor, form: DecodeForm, spare: Spare
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`decode_pass` with these weights and this cache; on a GPU by fused kernels, where they compute the model."""
-        if self._cache is not None and form.adapters == (-1,) and (fused := self._fused_decoder()) is not None:
+        self.stack_weights()
+        if self._cache is not None and self._fused is not None and form.adapters == (-1,):
             hidden = functools.partial(
-                fused.hidden, pages=self._cache.pages, form=PassForm(self.page_tokens, form.pages, spare.page)
+                self._fused.hidden, pages=self._cache.pages, form=PassForm(self.page_tokens, form.pages, spare.page)
             )
             return fused_pass(self, hidden, state, rows_B, groups=form.sampling_groups)
         return decode_pass(self, state, rows_B, form=form, spare=spare)
 
-    def _fused_decoder(self) -> FusedDecoder | None:
-        """The weights for fused kernels, stacked when the first pass needs them; None: kernels do not compute it.
+    def stack_weights(self) -> None:
+        """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
 
-        The first pass of a form is not captured, so that no graph stacks weights; later ones are stacked at `load`.
+        Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
         """
         if self._fused is None and self._fused_sizes is not None:
             self._fused = FusedDecoder(self._fused_sizes, self._params)
             self._stacks = True
-        return self._fused
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
@@ -253,6 +287,12 @@ class TorchBackend:
         return kernel_for(device, self._dtype, heads.head, self.page_tokens, plain=heads.plain) is not None
 
     @property
+    def mixes(self) -> bool:
+        """True if a pass with prompts may have a static shape: attention takes lengths from the device."""
+        exact = self.mesh.device.type == "cpu" and self._dtype in BITS and kernels_work()
+        return self.lanes == 1 and not self.cell_bytes and (exact or self.by_kernel)
+
+    @property
     def rows_at_once(self) -> int:
         """Bound on the rows whose logits are computed together."""
         return max(1, LOGITS // self.model.config.vocab)
@@ -268,6 +308,18 @@ class TorchBackend:
             parts.append(sample_tokens(logits_RV, noise_here, sampling, seen_RV=seen_here))
         token_R, sampling_logp_R, raw_logp_R = (torch.cat(x) for x in zip(*parts, strict=True))
         return token_R, sampling_logp_R, raw_logp_R
+
+
+def adapter_form(adapter: Adapter) -> tuple[float, list[tuple[str, torch.Size]]]:
+    """What passes that were captured with an adapter depend on, beside its numbers."""
+    return adapter.scale, [(name, x.shape) for name, x in trees.named(adapter.factors)]
+
+
+def _copy_into(held: trees.Tree, new: trees.Tree) -> None:
+    """Copy the numbers of tensors into others of the same shapes."""
+    for x, source in zip(trees.leaves(held), trees.leaves(new), strict=True):
+        x.copy_(source)
+    forget(*trees.leaves(held))
 
 
 class PackedBackend:

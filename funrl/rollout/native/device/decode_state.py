@@ -61,12 +61,40 @@ class DecodeForm(NamedTuple):
       pages: bound on the pages of a sequence that attention reads.
       sampling_groups: (number, parameters) pairs of the ways in which sequences are sampled; no repetition penalty.
       adapters: numbers of the adapters of the sequences, ascending; -1: some have none.
+      tokens: number of new tokens, padded, of a pass that also computes prompts; 0: one of each row.
     """
 
     rows: int
     pages: int
     sampling_groups: tuple[tuple[int, Sampling], ...]
     adapters: tuple[int, ...] = (-1,)
+    tokens: int = 0
+
+
+class MixedInputs(NamedTuple):
+    """Inputs of a pass that computes prompts beside decoding: N tokens of S sequences, R of which are sampled after.
+
+    All are int64. Padding tokens are in sequences of the spare slot, and write to the spare page.
+
+    Attributes:
+      tokens_N: token ids.
+      places_N, positions_N: as in `Paging`.
+      adapters_N: number of each token's adapter.
+      slots_S: slot of each sequence, whose pages it reads.
+      offsets_S1, ends_S: as in `Paging`; a padding sequence may have no token.
+      sampled_R: index of the token after which each row samples.
+      slots_R: slot of each row, without repetition except the spare one.
+    """
+
+    tokens_N: Tensor
+    places_N: Tensor
+    positions_N: Tensor
+    adapters_N: Tensor
+    slots_S: Tensor
+    offsets_S1: Tensor
+    ends_S: Tensor
+    sampled_R: Tensor
+    slots_R: Tensor
 
 
 class Decoder(Protocol):
@@ -125,6 +153,33 @@ def decode_pass(
     adapters = RowAdapters(form.adapters, rows.numbers_CB[ADAPTER])
     hidden_BD = decoder.hidden(rows.token_B, paging, adapters, cells_B)
     return _sample_next(decoder, state, rows, hidden_BD, groups=form.sampling_groups)
+
+
+def mixed_pass(
+    decoder: Decoder, state: DecodeState, inputs: MixedInputs, form: DecodeForm
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute new tokens of some sequences, such as prompts, and sample a token of each row.
+
+    No shape depends on data, and the host never waits. Attention takes the lengths of the sequences from the device.
+
+    Args:
+      decoder: the model and its cache.
+      state: updated in place; it has the pages of all sequences, and all numbers of the rows.
+      inputs: tokens and rows of the pass.
+      form: constants of the pass.
+
+    Returns: as `decode_pass`.
+    """
+    table_SP = state.table_SP[:, : form.pages].index_select(0, inputs.slots_S)
+    sequences, pages = table_SP.shape
+    # Kernels read from it that some sequence has one new token, and the largest number that one may have.
+    bounds_G5 = torch.tensor([[0, 0, sequences, 1, pages], [0, 0, 1, form.tokens, pages]])
+    paging = Paging(
+        inputs.places_N, inputs.positions_N, table_SP, inputs.offsets_S1.int(), inputs.ends_S.int(), bounds_G5
+    )
+    hidden_ND = decoder.hidden(inputs.tokens_N, paging, RowAdapters(form.adapters, inputs.adapters_N))
+    hidden_RD = hidden_ND.index_select(0, inputs.sampled_R)
+    return _sample_next(decoder, state, _read_rows(state, inputs.slots_R), hidden_RD, groups=form.sampling_groups)
 
 
 class _Rows(NamedTuple):
