@@ -14,6 +14,7 @@ from funrl.compiled_kernels.fused_decode import SPLIT_PRODUCT_ROWS, fused_decode
 from funrl.compiled_kernels.gpu_kernels.trials import trial_problem
 from funrl.mesh.mesh import Mesh, parse
 from funrl.models import compile_layer, decoder_config, decoder_model
+from funrl.models.model import Lora
 from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device import decode_state
 from funrl.rollout.native.device.captured import CapturedFunctions
@@ -104,6 +105,22 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
         plain.load(plain.weights.named(weights(config, torch.float64, seed)), seed)
         assert kept == (seed > 1) and (not kept or addresses() == seen[-1][1])
         assert_same(completed(engine, PROMPTS, sampling), completed(plain, PROMPTS, sampling), 1e-9)
+
+
+def test_weights_that_adapters_stand_on_are_not_stacked():
+    config = PLAIN["llama"]
+    engine = engine_of(config, torch.float64, packed=False, static=True)
+    backend = fused_backend(engine)
+    q = dict(backend.held())["layers/0/attn/q"]
+    lora = Lora(2, alpha=4.0, targets=("q",))
+    spec = engine.adapter_weights(lora)
+    engine.load_adapter(
+        "a", lora, [(name, torch.zeros(shape, dtype=torch.float64)) for name, shape in spec.names.values()]
+    )
+    completed(engine, PROMPTS, Sampling(max_new_tokens=4))
+    engine.drop_adapter("a")
+    completed(engine, PROMPTS, Sampling(max_new_tokens=4))
+    assert backend._fused is None and dict(backend.held())["layers/0/attn/q"] is q, "captured passes read it"
 
 
 def pass_on_meta(monkeypatch, rows, layers):
