@@ -1,10 +1,12 @@
 """The kernels of fused decoding compiled for GPUs that this machine need not have; compiled_pages.py is the program."""
 
-import torch  # noqa: F401  # before triton, which it may bring along
+import torch  # before triton, which it may bring along
 import triton
 from triton.compiler import ASTSource
 
+from funrl.compiled_kernels import fused_decode
 from funrl.compiled_kernels.gpu_kernels import decode_kernels, sampler_kernels
+from funrl.rollout.native.device import row_sampler
 
 HALF, FULL, WIDE, WHOLE, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 SLOTS = {"length_row": 0, "ended_row": 5}
@@ -51,6 +53,41 @@ KERNELS = {  # types of the arguments, constants, warps; of Qwen3 1.7B
         4,
     ),
 }
+
+
+TYPES = {torch.float32: FULL, torch.float64: WIDE, torch.int64: LONG, torch.int32: WHOLE, torch.bfloat16: HALF}
+
+
+def compile_trials(gpu):
+    """Compile each kernel as the trials on the first pass call it; returns their names. Nothing is computed."""
+    names = []
+
+    def compile_call(kernel, grid, args, constants, warps=4):
+        signature = {}
+        known = {**constants, "pdl": True}
+        for name, value in zip(kernel.arg_names, args, strict=False):
+            if isinstance(value, torch.Tensor):
+                signature[name] = TYPES[value.dtype]
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            elif value == 1:  # as Triton specializes
+                known[name] = 1
+            else:
+                signature[name] = "i32"
+        signature |= dict.fromkeys(known, "constexpr")
+        source = ASTSource(
+            kernel,
+            {name: signature[name] for name in kernel.arg_names},
+            constexprs={(kernel.arg_names.index(name),): value for name, value in known.items()},
+        )
+        triton.compile(source, target=gpu, options={"num_warps": warps, "launch_pdl": True})
+        names.append(kernel.__name__)
+
+    fused_decode.runs_kernels = lambda x: True
+    decode_kernels.launch_kernel = sampler_kernels.launch_kernel = compile_call
+    fused_decode.fused_decode_error("cpu")
+    row_sampler.row_sampler_error("cpu")
+    return names
 
 
 def compiled(kernel, gpu):

@@ -56,6 +56,7 @@ def main():
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_rows.compiled(kernel, gpu))
         for kernel in compiled_decode.KERNELS:
             results[f"{name} {kernel.__name__}"] = compiled_rows.facts(compiled_decode.compiled(kernel, gpu))
+    results["trials"] = compiled_decode.compile_trials(compiled_rows.GPUS["sm_90"])
     print(json.dumps(results))
 
 
