@@ -152,6 +152,15 @@ def test_a_weight_is_packed_once_a_version_and_dies_with_its_memory(monkeypatch)
     assert len(packed) == 3 and sum(known.memory.expired() for known in packs._KNOWN.values()) <= 1  # the last one's
 
 
+@needs_kernels
+def test_another_thread_may_drop_dead_weights_at_the_same_time(monkeypatch):
+    linear(draw(4, 96), weight_of(192, 96))
+    assert packs._KNOWN
+    monkeypatch.setattr(torch.UntypedStorage, "_expired", lambda _: packs._KNOWN.clear() or True)
+    packs._drop_dead()
+    assert not packs._KNOWN
+
+
 @needs_onednn
 def test_who_computes_is_told_by_the_weight(monkeypatch):
     monkeypatch.setattr(kernels, "computes_exactly", lambda *_: False)  # as where there is no compiler
