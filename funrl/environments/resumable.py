@@ -35,8 +35,8 @@ from funrl.mesh.mesh import Mesh
 from funrl.rollout.engine import Engine
 from funrl.rollout.episode_records import from_record, record_from_json, to_json, to_record
 from funrl.rollout.episode_replay import EpisodeLog, LogError, LoggedPolicy, completion_of
-from funrl.rollout.episodes import Episode, Node, Trajectory
-from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, PolicySetup
+from funrl.rollout.episodes import Episode, Trajectory
+from funrl.rollout.policy import EPISODE_LIMITS, EpisodeLimits, Policy, PolicySetup, RunEndingError, with_turn
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, run_beside, run_coroutine
 from funrl.rollout.sampling_parameters import Sampling
@@ -46,6 +46,23 @@ _CALLERS: ContextVar[tuple[asyncio.Task[object], ...]] = ContextVar("callers", d
 PARKED = 0  # the allowance of an episode that is rebuilt: every call that its log does not answer is parked
 UNKNOWN_WAIT_S = 1.0  # between two checks whether episodes that wait for something unknown have waited long enough
 SETTLING = 32  # turns of the event loop, after which coroutines that only wait for each other have run
+
+
+class CompletionEnvironment:
+    """An environment whose episodes are one reply to a prompt, which has no reward yet."""
+
+    async def run(self, policy: Policy, example: Example, seed: int) -> Episode:
+        """Complete a prompt.
+
+        Raises:
+          RunEndingError: the engine cannot take the request.
+        """
+        del seed
+        try:
+            _, trajectory = await policy.sample(policy.start(example.tokens))
+        except ValueError as error:
+            raise RunEndingError(str(error)) from error
+        return Episode([trajectory], {trajectory.agent: None})
 
 
 class UnfinishedEpisode(NamedTuple):
@@ -217,9 +234,21 @@ class _LiveGroup:
 class ResumableEpisodes(EpisodeRunner):
     """The unfinished episodes of this replica. They live on its first tensor rank, on a loop that stands still."""
 
-    def __init__(self, environment: Environment, setup: PolicySetup, limits: EpisodeLimits = EPISODE_LIMITS):
-        """Begin without episodes; the arguments are those of `run_episodes`."""
+    def __init__(
+        self,
+        environment: Environment,
+        setup: PolicySetup,
+        limits: EpisodeLimits = EPISODE_LIMITS,
+        ended: Callable[[int, Episode], None] = lambda number, episode: None,
+    ):
+        """Begin without episodes.
+
+        Args:
+          environment, setup, limits: as of `run_episodes`.
+          ended: called with the number of an episode and the episode once it has ended.
+        """
         super().__init__(environment, setup, limits)
+        self._ended = ended
         self._live: dict[int, _LiveGroup] = {}  # by number of the first episode
         self._episodes: dict[int, tuple[_LiveGroup, _LiveEpisode]] = {}
         self._problems: list[str] = []
@@ -261,7 +290,7 @@ class ResumableEpisodes(EpisodeRunner):
             await self._rebuild(running)
             for live, (_, _, allowance) in zip(running, groups.own, strict=True):
                 live.renew(allowance)
-            await self._take_and_settle(tickets, running, groups.allowance)
+            await self._settle(running, tickets, groups.allowance)
             records = [live.write_record() for live in running]
         except BaseException:
             await _end_groups(self._live, list(self._live))
@@ -271,25 +300,25 @@ class ResumableEpisodes(EpisodeRunner):
                 del self._live[live.group.first]
         return GroupRun(sorted(records, key=lambda record: record.first), self._problems)
 
-    async def _take_and_settle(
-        self, tickets: Tickets[EpisodeGroup], running: list[_LiveGroup], allowance: int | None
+    async def _settle(
+        self, running: list[_LiveGroup], tickets: Tickets[EpisodeGroup] | None = None, allowance: int | None = None
     ) -> None:
-        """Take new groups as there is room, and wait until all are settled."""
+        """Wait until groups are settled, and begin those of tickets meanwhile as there is room."""
         while True:
             idle = all(live.settled for live in running)
             room = self._room()
-            if tickets.left and (room > 0 or idle):
+            left = tickets is not None and tickets.left
+            if tickets is not None and left and (room > 0 or idle):
                 running += [await self._start(group, None, allowance) for group in tickets.take(max(room, 1))]
-            elif tickets.left or not idle:
-                await self.resident.progress(TAKE_EVERY_S if tickets.left else UNKNOWN_WAIT_S)
+            elif left or not idle:
+                await self.resident.progress(TAKE_EVERY_S if left else UNKNOWN_WAIT_S)
             elif await _stay_settled(running):
                 return
 
-    async def _rebuild(self, groups: Sequence[_LiveGroup]) -> None:
+    async def _rebuild(self, groups: list[_LiveGroup]) -> None:
         """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
         while True:
-            while not (all(live.settled for live in groups) and await _stay_settled(groups)):
-                await self.resident.progress(UNKNOWN_WAIT_S)
+            await self._settle(groups)
             policies = [policy for live in groups for policy in live.policies]
             differing = [policy for policy in policies if policy is not None and policy.difference]
             for policy in differing:
@@ -332,16 +361,8 @@ class ResumableEpisodes(EpisodeRunner):
             else:
                 episode.done = done
             episode.log = EpisodeLog()
+        self._ended(number, episode.done)
         return episode.done
-
-    async def ask(self, number: int, request: Request) -> Completion:
-        """Complete a request of an episode, perhaps in part."""
-        self._beginning.discard(number)
-        resident = self.resident
-        resident.keep(number, len(request.prompt) + request.sampling.max_new_tokens)
-        completion = await resident.ask(request)
-        resident.keep(number, len(request.prompt) + len(completion.tokens))
-        return completion
 
     def park(self, number: int) -> None:
         """Note that a call of an episode is parked."""
@@ -396,18 +417,7 @@ class _OpenCall:
         """The trajectory with the turn so far."""
         none = torch.zeros(0)
         begun = self.begun or Completion(0, none.long(), none, none, none.long(), finish="paused")
-        node = Node(
-            self.trajectory.leaf,
-            begun.tokens.tolist(),
-            sampled=True,
-            raw_logp=begun.raw_logp,
-            sampling_logp=begun.sampling_logp,
-            versions=begun.versions,
-            finish="paused",
-            sampling=self.sampling,
-            seed=self.seed,
-        )
-        return dataclasses.replace(self.trajectory, leaf=node)
+        return with_turn(self.trajectory, begun, self.sampling, self.seed)
 
 
 class ResumablePolicy(LoggedPolicy):
@@ -503,10 +513,10 @@ class ResumablePolicy(LoggedPolicy):
             most = self.allowance - path - call.fresh
             if most < 1:
                 return None
-        computed = self._prefix(call.trajectory.leaf).computed if call.begun is None else len(tokens) + written - 1
-        request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, computed=computed)
-        owned = self._prefix(call.trajectory.leaf).owned
-        completion = await self._runner.ask(self._number, request._replace(owned=owned))
+        prefix = self._prefix(call.trajectory.leaf)
+        request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, owned=prefix.owned)
+        computed = prefix.computed if call.begun is None else len(tokens) + written - 1
+        completion = await self._runner.ask(self._number, request._replace(computed=computed))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
             call.begun = completion

@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from types import MappingProxyType
 from typing import NamedTuple
 
 from funrl.kinds import OwnedLines
@@ -34,11 +33,10 @@ from funrl.rollout.episodes import (
     exchange_of,
     tokens_or_messages,
 )
-from funrl.rollout.requests import Completion
+from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
 
-# (prompt, sampling, seed, tokens of the prompt that an earlier call has computed, values that the prompt owns)
-Complete = Callable[[Sequence[int], Sampling, int, int, OwnedLines | None], Awaitable[Completion]]
+Complete = Callable[[Request], Awaitable[Completion]]  # of a request whose number means nothing
 Serve = Callable[["Policy", str], AbstractAsyncContextManager[Endpoint]]
 
 
@@ -109,7 +107,7 @@ class Policy:
     """The policy of one episode. Calls of `sample` may run concurrently.
 
     Attributes:
-      setup, limits: as in `__init__`.
+      complete, setup, limits: as in `__init__`.
       chat, sampling: of the setup.
       served: the endpoints, which end with the episode.
     """
@@ -120,19 +118,16 @@ class Policy:
         setup: PolicySetup,
         seed: int,
         limits: EpisodeLimits = EPISODE_LIMITS,
-        frozen: Mapping[str, Complete] = MappingProxyType({}),
     ):
         """Make it.
 
         Args:
-          complete: completes a prompt.
+          complete: completes a request by the model that it names.
           setup: how it samples and renders.
           seed: of the episode, as of a request; see `call_seed`.
           limits: of its trajectories.
-          frozen: complete prompts of the agents that a frozen model answers for.
         """
-        self._complete = complete
-        self._frozen = frozen
+        self.complete = complete
         self.setup = setup
         self._seed = seed
         self.limits = limits
@@ -261,23 +256,9 @@ class Policy:
             reading = chat.read(tokens[:begin], [*tokens[begin:], *written], trajectory.tools)
             self._read["tool_calls"] += len(reading.tool_calls) + len(reading.problems)
             self._read["call_errors"] += len(reading.problems)
-        node = Node(
-            trajectory.leaf,
-            completion.tokens.tolist(),
-            sampled=True,
-            raw_logp=completion.raw_logp,
-            sampling_logp=completion.sampling_logp,
-            versions=completion.versions,
-            routes=completion.routes,
-            messages=() if chat is None else (reading.message,),
-            finish=completion.finish,
-            sampling=sampling,
-            seed=seed,
-            problems=reading.problems,
-        )
-        longer = dataclasses.replace(trajectory, leaf=node)
+        longer = with_turn(trajectory, completion, sampling, seed, None if chat is None else reading)
         self._sampled.append(longer)
-        return Reply(*reading, tokens=node.tokens, finish=completion.finish), longer
+        return Reply(*reading, tokens=longer.leaf.tokens, finish=completion.finish), longer
 
     async def endpoint(self, agent: str = "policy") -> Endpoint:
         """Serve an agent over HTTP until the episode ends; `ends` gives the trajectories of its replies.
@@ -312,11 +293,9 @@ class Policy:
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Complete a trajectory, whose token ids are `tokens`."""
         prefix = self._prefix(trajectory.leaf)
-        return await self.completer(trajectory.agent)(tokens, sampling, seed, prefix.computed, prefix.owned)
-
-    def completer(self, agent: str) -> Complete:
-        """The function that completes the prompts of an agent."""
-        return self._frozen[agent] if self._model(agent) else self._complete
+        model = self._model(trajectory.agent)
+        request = Request(0, tokens, sampling, seed, computed=prefix.computed, model=model, owned=prefix.owned)
+        return await self.complete(request)
 
     def _model(self, agent: str) -> str:
         """Name of the model that answers for an agent; "": the policy."""
@@ -418,3 +397,31 @@ class Policy:
         if ordinal == 0 and not model and asked == default and prefix.begins_as(self._first):
             return self._seed
         return call_seed(self._seed, key, "ordinal", ordinal)
+
+
+def with_turn(
+    trajectory: Trajectory, completion: Completion, sampling: Sampling, seed: int, reading: ReadReply | None = None
+) -> Trajectory:
+    """A trajectory with the turn that a request has sampled.
+
+    Args:
+      trajectory: before the turn.
+      completion: the turn.
+      sampling, seed: of the request.
+      reading: the message of the turn; None: it is not known.
+    """
+    node = Node(
+        trajectory.leaf,
+        completion.tokens.tolist(),
+        sampled=True,
+        raw_logp=completion.raw_logp,
+        sampling_logp=completion.sampling_logp,
+        versions=completion.versions,
+        routes=completion.routes,
+        messages=() if reading is None else (reading.message,),
+        finish=completion.finish,
+        sampling=sampling,
+        seed=seed,
+        problems=() if reading is None else reading.problems,
+    )
+    return dataclasses.replace(trajectory, leaf=node)
