@@ -153,7 +153,7 @@ def test_a_host_four_passes_ahead_changes_no_bit(run, monkeypatch):
     requests = drawn_requests(SAMPLINGS)
     engines = []
     for ahead in (1, 4):
-        monkeypatch.setattr(native, "AHEAD", ahead)
+        monkeypatch.setattr(native, "PASSES_AHEAD", ahead)
         engine = engine_of(CONFIGS["llama"], packed=False, static=True)
         polls = []
         poll = engine._sequences.poll

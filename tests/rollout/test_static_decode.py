@@ -25,7 +25,7 @@ from funrl.rollout.native.backends import TorchBackend
 from funrl.rollout.native.device.captured import CapturedFunctions
 from funrl.rollout.native.device.decode_state import STOP, DecodeForm, Spare, decode_pass, empty_state
 from funrl.rollout.native.device.host_copy import HostCopy
-from funrl.rollout.native.engine import AHEAD, NativeOptions, native_engine
+from funrl.rollout.native.engine import PASSES_AHEAD, NativeOptions, native_engine
 from funrl.rollout.native.static_decode import bucket, drafts_problem, row_bucket
 from funrl.rollout.requests import requests_of
 from funrl.rollout.sampling_parameters import Sampling
@@ -206,7 +206,7 @@ def test_a_row_that_ended_costs_no_page_and_no_token():
     assert_same(completed(engine, PROMPTS, how), completed(plain, PROMPTS, how), 1e-12)
     cost, other = engine.cost(), plain.cost()
     assert cost.decoded == other.decoded and cost.used_pages == 0
-    assert other.passes < cost.passes <= other.passes + AHEAD
+    assert other.passes < cost.passes <= other.passes + PASSES_AHEAD
 
 
 def test_what_a_pass_of_static_shape_cannot_draw_goes_the_other_way(monkeypatch):
@@ -399,7 +399,7 @@ def test_decoding_copies_once_a_pass_and_reads_four_passes_later(on_device):
         for _ in range(10):
             assert not on_device.step()
     assert on_device.cost().passes - before == 10 == CountedCopy.made and decoding.names
-    assert CountedCopy.ages[-6:] == [AHEAD] * 6  # each is read while later passes compute
+    assert CountedCopy.ages[-6:] == [PASSES_AHEAD] * 6  # each is read while later passes compute
 
 
 def test_a_copy_to_the_host_is_asynchronous_and_waited_for_when_it_is_read(monkeypatch):
