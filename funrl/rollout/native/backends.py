@@ -88,7 +88,7 @@ class TorchBackend:
         self._adapters: dict[int, Adapter] = {}
         self._adapted: dict[int, trees.Tree] = {}  # weights with one adapter for all tokens
         self._fused: FusedDecoder | None = None
-        self._stacks = False  # whether `load` stacks weights for fused kernels
+        self._stacks: bool | None = None  # whether `load` stacks weights for fused kernels; None: until the first pass
         self._owned = OwnedPrompts(model)
         self._fixed: set[int] = set()  # adapters, or `NO_ADAPTER`, whose memory is no caller's
         self.spare = 0
@@ -250,10 +250,12 @@ class TorchBackend:
         """Stack weights for fused kernels, where these compute the model, as `load` does from then on.
 
         Weights get other memory: it is called before each pass that may be captured, and does nothing after the first.
+        With adapters, whose passes have no fused kernels, the weights stay, as they may be the trainer's.
         """
-        if self._fused is None and self._fused_sizes is not None:
-            self._fused = FusedDecoder(self._fused_sizes, self._params)
-            self._stacks = True
+        if self._stacks is None:
+            self._stacks = self._fused_sizes is not None and not self._adapters
+            if self._fused_sizes is not None and self._stacks:
+                self._fused = FusedDecoder(self._fused_sizes, self._params)
 
     @functools.cached_property
     def _fused_sizes(self) -> StepSizes | None:
