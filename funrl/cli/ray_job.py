@@ -155,6 +155,10 @@ def ray_command(argv: Sequence[str]) -> int:
     words = [*argv[end + 1 :]]
     words = program_words(words[1:] if words[:1] == ["funrl"] else words, usage)
     command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
+    if command.settings.estimate.dry_run:  # which needs no cluster
+        from funrl.cli.main import run_program
+
+        return run_program(words[0], words[1:])
     request = device_request(command.settings, line.values["nodes"])
     try:
         ray = importlib.import_module("ray")
@@ -186,8 +190,6 @@ def device_request(settings: Settings, nodes: int) -> DeviceRequest:
     Raises:
       SettingsError: its ranks do not fit the nodes, or Ray starts no ranks for it.
     """
-    if settings.estimate.dry_run:
-        raise SettingsError("--dry_run needs no cluster: leave out `ray --`")
     if settings.devices.device not in (None, "cpu", "cuda"):
         raise SettingsError(f"--device={settings.devices.device}: `funrl ray` places GPUs and CPUs; use cuda or cpu")
     placement = settings.devices.placement
