@@ -99,7 +99,7 @@ def _main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return run_program(name, argv[2:])
+    return _program(name, argv[2:])
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
@@ -111,7 +111,7 @@ def _command(name: str) -> Callable[[Sequence[str]], int]:
     return own.get(name, inference)
 
 
-def run_program(name: str, words: Sequence[str]) -> int:
+def _program(name: str, words: Sequence[str]) -> int:
     """Run the experiment or recipe with this name, or print its help; return the exit status."""
     pages = {**dict.fromkeys((*flags.HELP, "help"), listing), "flags": flags.page}
     pages |= dict.fromkeys(("--version", "version"), lambda: f"funrl {funrl.__version__}")

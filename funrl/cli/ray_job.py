@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
-from funrl.cli.command import read_command
+from funrl.cli.command import read_command, with_models
 from funrl.cli.doctor import experiment_of
 from funrl.cli.line import program_words, read_words
 from funrl.cli.usages import COMMANDS
@@ -154,11 +154,13 @@ def ray_command(argv: Sequence[str]) -> int:
     _, line = read_words(RAY_FLAGS, argv[:end], usage, least=0, most=0)
     words = [*argv[end + 1 :]]
     words = program_words(words[1:] if words[:1] == ["funrl"] else words, usage)
-    command = read_command(experiment_of(words[0]), [f"funrl {words[0]}", *words[1:]], writes=True)
+    program = [f"funrl {words[0]}", *words[1:]]
+    command = read_command(experiment_of(words[0]), program, writes=True)
     if command.settings.estimate.dry_run:  # which needs no cluster
-        from funrl.cli.main import run_program
+        from funrl.cost.report import dry_run
 
-        return run_program(words[0], words[1:])
+        print(dry_run(with_models(command).settings, command.compose, program))
+        return 0
     request = device_request(command.settings, line.values["nodes"])
     try:
         ray = importlib.import_module("ray")
