@@ -91,7 +91,11 @@ def test_captured_passes_read_one_memory_also_after_a_load(monkeypatch):
     addresses = lambda: tuple(x.data_ptr() for _, x in backend.held())  # noqa: E731
     seen = []
     run = CapturedFunctions.run
-    watched = lambda graphs, form, function: (seen.append((form.tokens, addresses())), run(graphs, form, function))[1]  # noqa: E731
+
+    def watched(graphs, form, *given):
+        seen.append((form.tokens, addresses()))
+        return run(graphs, form, *given)
+
     monkeypatch.setattr(CapturedFunctions, "run", watched)
     sampling = Sampling(max_new_tokens=6)
     completed(engine, PROMPTS, sampling)

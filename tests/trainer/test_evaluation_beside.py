@@ -55,8 +55,8 @@ class Events:
         self.weights[state.step] = trees.map(lambda x: x.clone(), state.roles["policy"].params)
         return begin_evaluation(evaluator, state, **first)
 
-    def evaluated(self, evaluate, generators, request, step, show):
-        metrics = evaluate(generators, request, step, show)
+    def evaluated(self, evaluate, generators, step):
+        metrics = evaluate(generators, step)
         self.names.append(("evaluated", step))
         return metrics
 

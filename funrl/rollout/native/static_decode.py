@@ -7,6 +7,7 @@ few numbers of tokens.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,6 @@ from funrl.rollout.native.device.row_sampler import SamplingGroups
 from funrl.rollout.native.passes import Backend, PassPlan
 from funrl.rollout.native.scheduler import Scheduler
 from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
-from funrl.rollout.sampling_parameters import Sampling
 
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to
@@ -143,7 +143,8 @@ class StaticDecode:
         form = self._form(slots, rows, groups)._replace(tokens=tokens)
         state.table_SP[-1].fill_(spare.page)
         inputs = self._mixed_inputs(plan, form, spare)
-        sampled = self._graphs.run(form, lambda: mixed_pass(self._backend, state, inputs, form))
+        compute = functools.partial(mixed_pass, self._backend, state, inputs, form)
+        sampled = self._graphs.run(form, compute, "passes with prompts")
         if plan.copies:
             self._backend.copy_pages(*zip(*plan.copies, strict=True))
         self._lengths[plan.sampling_slots] += 1

@@ -22,7 +22,7 @@ from funrl.fields import FIELDS
 from funrl.kinds import Value
 from funrl.mesh.collectives import from_first_rank
 from funrl.mesh.mesh import Mesh
-from funrl.mesh.pools.channel import Pauses, ProgressLimit, limit_of, run_store, wait_for_keys
+from funrl.mesh.pools.channel import PROGRESS_S, Pauses, ProgressLimit, limit_of
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
@@ -30,7 +30,7 @@ from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, GROUPS_KEY, WORK_KEY, GroupBoard
+from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, WORK_KEY, GroupBoard
 from funrl.trainer.placement.group_prompts import (
     HELDOUT,
     ChosenPrompts,
@@ -143,7 +143,6 @@ class GroupGenerators:
             engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
         self._counts: dict[str, float] = {}  # metrics of places in the newest step
-        self._collections = 0
         self._waited_s = 0.0
 
     def choose(self, state: trees.Tree, step: int, steps: int) -> tuple[trees.Tree, dict[str, float]]:
@@ -502,51 +501,44 @@ class GroupGenerators:
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Some groups that have ended, or else those of the next batch, by number. Collective."""
-        ready = f"{GROUPS_KEY}/ready"
-        key = f"{ready}/{self._collections}"
         entered(name)
+        pauses = Pauses(1)
+        limit = ProgressLimit(limit_of(self.mesh), name, WORK_KEY)
         groups = None
-        if self.ledger is not None:
-            groups = self._awaited(self.ledger, numbers, name)
-            run_store().set(key, "1")
-            run_store().delete_key(f"{ready}/{self._collections - 2}")
-        else:
-            wait_for_keys([key], self.mesh.world, name, limit_of(self.mesh))
-        self._collections += 1
-        groups = from_first_rank(groups, self.mesh)
+        while not from_first_rank(groups is not None, self.mesh):  # so that the others wait a few seconds at a time
+            sign = time.monotonic() + PROGRESS_S
+            while self.ledger is not None and groups is None and time.monotonic() < sign:
+                if self._read_deliveries(self.ledger):
+                    pauses = Pauses(1)
+                groups = self._complete(self.ledger, numbers)
+                if groups is None:
+                    pauses.sleep()
+                    limit.check()
+            beat()
         left()
-        return groups
+        return from_first_rank(groups, self.mesh)
 
-    def _awaited(self, ledger: Ledger, awaited: Sequence[int], waits_for: str) -> dict[int, WrittenGroup]:
-        """Wait on the first rank for the groups of the batch by number, or for some of them.
+    def _read_deliveries(self, ledger: Ledger) -> int:
+        """Note the groups that have been delivered since the last call; returns their number."""
+        count = 0
+        while (group := self._board.next_delivery()) is not None:
+            self._deliver(ledger, group)
+            beat()
+            count += 1
+        return count
+
+    def _complete(self, ledger: Ledger, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
+        """Groups by number, or one that ends the run; None: some are not written.
 
         Args:
-          ledger: of the run.
-          awaited: numbers of groups; none: the batch.
-          waits_for: name of the groups.
+          awaited: numbers of groups; none: those of the batch.
         """
-        pauses = Pauses(1)
-        limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        while True:
-            while (group := self._board.next_delivery()) is not None:
-                self._deliver(ledger, group)
-                beat()
-                pauses = Pauses(1)
-            if (groups := self._complete(awaited)) is not None:
-                return groups
-            pauses.sleep()
-            limit.check()
-
-    def _complete(self, awaited: Sequence[int]) -> dict[int, WrittenGroup] | None:
-        """The groups that `_awaited` waits for, or one that ends the run; None: some are not written."""
         if problems := [item for item in self._written.items() if item[1].problem is not None]:
             return dict(problems[:1])
-        if self.ledger is None:
-            return None
-        self.ledger.fill_batch()
+        ledger.fill_batch()
         numbers = awaited
-        if not awaited and len(self.ledger.batch) == self._rule.places:
-            numbers = [self._numbers[place] for place in sorted(self.ledger.batch)]
+        if not awaited and len(ledger.batch) == self._rule.places:
+            numbers = [self._numbers[place] for place in sorted(ledger.batch)]
         if not numbers or not self._written.keys() >= set(numbers):
             return None
         return {number: self._written.pop(number) for number in numbers}

@@ -18,6 +18,7 @@ from funrl.mesh.mesh import Mesh
 from funrl.mesh.pools.handover import LineForm, blank_fields, line_forms
 from funrl.trainer.placement.group_prompts import GroupWork
 from funrl.trainer.sources.generation import Rollout
+from funrl.trainer.sources.group_rows import WrittenSamples
 from funrl.trainer.sources.observing import SHOWN_PROMPTS, ShownSample, shown_samples
 from funrl.trainer.sources.pending_rewards import add_totals
 from funrl.trainer.sources.source import DroppedPrompt, Generation
@@ -93,9 +94,7 @@ class GroupFields(NamedTuple):
     further: dict[str, Field]
 
 
-def describe_group(
-    generation: Generation, written: Sequence[tuple[Rollout, Rows]], group: WrittenGroup
-) -> WrittenGroup:
+def describe_group(generation: Generation, written: Sequence[WrittenSamples], group: WrittenGroup) -> WrittenGroup:
     """Add the facts of what was written to a group.
 
     Args:
@@ -103,11 +102,11 @@ def describe_group(
       written: its samples; and its greedy completion or episode, if it has one.
       group: without rows.
     """
-    done, rows = written[0]
+    done, rows, _ = written[0]
     tokens, switches = versions_of(rows)
     if len(written) > 1:
-        group = group._replace(baseline=written_rows(*written[1]))
-        switches = [*switches, *versions_of(written[1][1])[1]]
+        group = group._replace(baseline=written_rows(written[1].done, written[1].rows))
+        switches = [*switches, *versions_of(written[1].rows)[1]]
     shown = _shown(generation, group.work, done, rows)
     own = written_rows(done, rows)
     return group._replace(written=own, tokens=tokens, switches=switches, shown=shown)
