@@ -797,9 +797,7 @@ class EvaluationSettings:
     )
     eval_prompts: int = flag(256, "held-out prompts, demonstrations or pairs", at_least(1), kinds=RUN_KINDS, needs=())
     eval_samples: int = flag(
-        1,
-        "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature",
-        at_least(1),
+        1, "completions of a held-out prompt, for pass@k and maj@k; 2 or more need a temperature", at_least(1)
     )
     eval_temperature: float | None = flag(
         None,
