@@ -21,10 +21,12 @@ def run(folder, *flags, program=BENCHMARKS / "gpu.py"):
 
 @pytest.mark.slow
 def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
-    done, rows = run(tmp_path, "--parts=kernels,train,decode,vllm")
+    done, rows = run(tmp_path, "--parts=kernels,train,decode,mixed,vllm")
     assert done.returncode == 0, done.stderr
-    by_part = {part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "vllm")}
-    assert [len(x) for x in by_part.values()] == [14, 4, 3, 1]
+    by_part = {
+        part: [row for row in rows if row["part"] == part] for part in ("kernels", "train", "decode", "mixed", "vllm")
+    }
+    assert [len(x) for x in by_part.values()] == [14, 4, 3, 2, 1]
     measured = [row for row in rows if row["part"] != "vllm"]
     assert all(row["value"] > 0 and row["bound"] > 0 and row["share"] > 0 for row in measured)
     attention = next(row for row in rows if row["name"] == "varlen attention, one row of 64, forward")

@@ -30,9 +30,8 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_facts import describe_group, example_of
 from funrl.trainer.placement.group_prompts import GroupWork, group_parts
-from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
+from funrl.trainer.placement.written_groups import GroupFields, WrittenGroup, describe_group, further_fields
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import write_group
 from funrl.trainer.sources.heldout import for_heldout
@@ -100,19 +99,16 @@ class GeneratorActor:
         """
         generation = self._generation
         samples = generation.sampling.samples
-        prompt = work.known_prompt
-        example = example_of(generation, prompt)
-        seed = generation.schedule.seed
-        parts = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+        example = generation.schedule.prompts[work.prompt.index]
+        parts = group_parts(work, generation.sampling)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
         try:
             written = await self._beside(asyncio.gather(*writing))
         except (RewardError, RunEndingError) as error:
-            group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
+            group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
             return (group, True), [], *[None] * samples
-        parts = [(part.done, part.rows) for part in written]
-        group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes)
-        facts = describe_group(generation, work, parts, group)
+        group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
+        facts = describe_group(generation, written, group)
         filters = work.place is not None and generation.selection.filter is not None
         keeps = not filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
