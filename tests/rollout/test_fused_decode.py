@@ -129,7 +129,7 @@ def test_weights_that_adapters_stand_on_are_not_stacked():
 
 def pass_on_meta(monkeypatch, rows, layers):
     """Operators of a pass of Qwen3 1.7B by kernels, on a device without numbers."""
-    monkeypatch.setattr(decode_state, "samples_by_kernels", lambda device, groups: True)
+    monkeypatch.setattr(decode_state, "samples_by_kernels", lambda hidden_BD, groups: True)
     config = decoder_config(**QWEN3 | {"layers": layers, "tied": True, "qk_norm": True})
     model = decoder_model(config)
     backend = TorchBackend(model, Mesh(parse("dp1"), 0, torch.device("meta")), torch.bfloat16, None, 256)

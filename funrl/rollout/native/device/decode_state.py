@@ -207,7 +207,7 @@ def _sample_next(
     decoder: Decoder, state: DecodeState, rows: _Rows, hidden_BD: Tensor, groups: tuple[tuple[int, Sampling], ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sample the next token of each row from its hidden state, and update the state; as `decode_pass`."""
-    if samples_by_kernels(hidden_BD.device, groups):
+    if samples_by_kernels(hidden_BD, groups):
         return _sample_by_kernels(decoder, state, rows.slots_B, hidden_BD, groups=groups)
     rows_B, token_B, numbers_CB, running_B = rows
     length_B, prompt_B, limit_B, seed_B, group_B = numbers_CB[:ENDED]
@@ -255,7 +255,7 @@ def fused_pass(
       groups: as `DecodeForm.sampling_groups`.
     """
     hidden_BD = hidden(rows_B, SlotState(*state))
-    if samples_by_kernels(hidden_BD.device, groups):
+    if samples_by_kernels(hidden_BD, groups):
         return _sample_by_kernels(decoder, state, rows_B, hidden_BD, groups=groups)
     return _sample_next(decoder, state, _read_rows(state, rows_B), hidden_BD, groups=groups)
 

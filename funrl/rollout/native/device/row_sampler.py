@@ -20,10 +20,10 @@ from funrl.rollout.sampling_parameters import Sampling
 SamplingGroups = tuple[tuple[int, Sampling], ...]
 
 
-def samples_by_kernels(device: torch.device, groups: SamplingGroups) -> bool:
-    """True if kernels sample these groups on a device."""
+def samples_by_kernels(hidden_BD: Tensor, groups: SamplingGroups) -> bool:
+    """True if kernels sample these groups from logits of hidden states, which are in float32."""
     plain = not any(sampling.truncated or sampling.repetition_penalty != 1 for _, sampling in groups)
-    return device.type == "cuda" and plain and kernels_run(row_sampler_error)
+    return hidden_BD.is_cuda and hidden_BD.dtype.itemsize <= 4 and plain and kernels_run(row_sampler_error)
 
 
 def sample_next_tokens(
