@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import statistics
 import time
-from typing import Any
 
 import torch
 from gpu_parts.models import PIECES, UPDATES, Training, fitting, peak_bytes
@@ -15,7 +15,7 @@ from random_trainer import clear_peak, device_rows, random_trainer, resident
 
 from funrl.cost.tracing.estimate import Estimate
 from funrl.mesh.mesh import Mesh
-from funrl.optim.base import Transformation
+from funrl.optim.base import within
 from funrl.trainer import phases
 from funrl.trainer.jobs.build import build
 from funrl.trainer.settings.settings import with_flags
@@ -87,14 +87,7 @@ def one_step(trainer: phases.Trainer, state: State) -> tuple[State, dict[str, fl
 
 def with_timed_optimizers(parts: Parts, clock: Clock) -> Parts:
     """The parts whose optimizers are a phase of the clock, inside of the update's."""
-
-    def timed(optimizer: Transformation) -> Transformation:
-        def update(*given: Any, **named: Any) -> Any:
-            with clock.phase("optimizer"):
-                return optimizer.update(*given, **named)
-
-        return optimizer._replace(update=update)
-
+    timed = functools.partial(within, context=lambda grads: clock.phase("optimizer"))
     roles = {
         name: role if role.optimizer is None else role._replace(optimizer=timed(role.optimizer))
         for name, role in parts.roles.items()

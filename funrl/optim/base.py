@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -154,6 +155,22 @@ def step_(
         return params, optimizer.in_place(grads, state, params, norm=norm)
     updates, state = optimizer.update(grads, state, params, norm=norm)
     return apply_updates_(params, updates), state
+
+
+def within(
+    optimizer: Transformation, context: Callable[[trees.Tree], contextlib.AbstractContextManager[object]]
+) -> Transformation:
+    """The same optimizer, each step of which, in place or not, runs inside `context(grads)`."""
+
+    def inside(step: Callable[..., trees.Tree]) -> Callable[..., trees.Tree]:
+        def run(grads: trees.Tree, *args: trees.Tree, **kwargs: Tensor | None) -> trees.Tree:
+            with context(grads):
+                return step(grads, *args, **kwargs)
+
+        return run
+
+    in_place = None if optimizer.in_place is None else inside(optimizer.in_place)
+    return optimizer._replace(update=inside(optimizer.update), in_place=in_place)
 
 
 def zero_count(params: trees.Tree) -> Tensor:

@@ -38,7 +38,7 @@ from funrl.cost.tracing.costs import MEMORY_KINDS, UPDATES, Costs, add_traffic, 
 from funrl.cost.tracing.hardware import Hardware, op_seconds
 from funrl.data.packing import UNIT, RowCost
 from funrl.models.decoder.ring_attention import seen_pairs
-from funrl.optim.base import Transformation
+from funrl.optim.base import Transformation, within
 
 _aten = torch.ops.aten
 
@@ -610,15 +610,16 @@ class Tracer(TorchDispatchMode):
     def marked(self, optimizer: Transformation) -> Transformation:
         """The same optimizer; tensors that its update makes get the kind "optimizer"."""
 
-        def update(grads: trees.Tree, *args: Any, **kwargs: Any) -> Any:
+        @contextlib.contextmanager
+        def optimizing(grads: trees.Tree) -> Iterator[None]:
             self.hold_tree(grads, "gradients")
             self.optimizes = True
             try:
-                return optimizer.update(grads, *args, **kwargs)
+                yield
             finally:
                 self.optimizes = False
 
-        return optimizer._replace(update=update)
+        return within(optimizer, optimizing)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A fake tensor; real zeros if the tracer is real or for whole numbers."""
