@@ -311,7 +311,7 @@ class TorchBackend:
 
 
 def adapter_form(adapter: Adapter) -> tuple[float, list[tuple[str, torch.Size]]]:
-    """What passes that were captured with an adapter depend on, beside its numbers."""
+    """Scale and shapes of an adapter, which captured passes have as constants."""
     return adapter.scale, [(name, x.shape) for name, x in trees.named(adapter.factors)]
 
 
