@@ -38,8 +38,6 @@ from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to
 ROW_STEPS = ((8, 64), (16, 256), (32, 512))  # above 8: (step, largest number of rows that it is for)
-
-
 LARGER_RUNS = 16  # of a captured pass of up to twice the rows before one of fewer rows is captured, which takes as long
 
 
