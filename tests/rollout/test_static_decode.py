@@ -27,7 +27,7 @@ from funrl.rollout.native.device.decode_state import STOP, DecodeForm, Spare, de
 from funrl.rollout.native.device.host_copy import HostCopy
 from funrl.rollout.native.engine import PASSES_AHEAD, NativeOptions, native_engine
 from funrl.rollout.native.static_decode import bucket, drafts_problem, row_bucket
-from funrl.rollout.requests import requests_of
+from funrl.rollout.requests import Request, request_seed, requests_of
 from funrl.rollout.sampling_parameters import Sampling
 
 ROWS = (1, 2, 16)
@@ -145,6 +145,21 @@ def test_recorded_passes_draw_the_same_over_loads_of_other_weights(recording):
     assert any({*ended.versions.tolist()} == {1, 2} for ended in done[1]) and graphs.captured
     engine.pause()
     assert graphs.captured == 0, "they have the addresses of a cache that is gone"
+
+
+@pytest.mark.slow
+def test_fewer_rows_take_a_captured_pass_of_more_until_a_capture_is_worth_it(recording, monkeypatch):
+    """Rows that end one after the other: few sizes are captured. One that lasts gets a pass of its own."""
+    every_page = lambda self, slots: self._state.table_SP.shape[1]  # noqa: E731
+    monkeypatch.setattr(static_decode.StaticDecode, "_read_pages", every_page)  # as where attention has a kernel
+    plain, engine = recording(decoder_config(**SMALL | {"layers": 1}), max_rows=32, dtype=torch.float64)
+    lengths = [*range(6, 26), *[70] * 12]
+    requests = [
+        Request(n, [n % 9, 3], Sampling(max_new_tokens=new), request_seed(0, n)) for n, new in enumerate(lengths)
+    ]
+    assert_same(complete(engine, requests), complete(plain, requests), 1e-12)
+    sizes = {form.rows for form in engine._static._graphs.keys if not form.tokens}
+    assert sizes == {32, 16}, "rows 24 and 8 were too few times to be captured"
 
 
 @pytest.mark.slow

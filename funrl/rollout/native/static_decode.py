@@ -8,6 +8,7 @@ few numbers of tokens.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from funrl.rollout.native.sequences import NO_HOLDER, RunningSequences
 MAX_SAMPLING_GROUPS = 4  # of a pass; every sequence is sampled in each group
 MIXED_TOKENS = (256, 512, 768, 1024, 1536, 2048)  # new tokens that a pass with prompts is padded to
 ROW_STEPS = ((8, 64), (16, 256), (32, 512))  # above 8: (step, largest number of rows that it is for)
+LARGER_RUNS = 16  # of a captured pass of up to twice the rows before one of fewer rows is captured, which takes as long
 
 
 class _MixedBuffer(NamedTuple):
@@ -71,6 +73,7 @@ class StaticDecode:
         self._state = None
         self._rows: dict[int, tuple[Tensor, np.ndarray]] = {}  # by number of rows: slots on the device and on the host
         self._mixed: dict[tuple[int, int], _MixedBuffer] = {}  # by numbers of tokens and rows
+        self._larger_runs: Counter[DecodeForm] = Counter()  # of forms that were not captured
         # What the device has of each slot: serial of its holder, length, number of pages.
         self._serials, self._lengths, self._owned = (np.full(slots, NO_HOLDER) for _ in range(3))
 
@@ -87,6 +90,7 @@ class StaticDecode:
     def drop(self) -> None:
         """Forget what depends on the addresses of weights and cache."""
         self._graphs.drop()
+        self._larger_runs.clear()
         self._serials[:] = NO_HOLDER
 
     def load(self, params: trees.Tree) -> None:
@@ -114,7 +118,7 @@ class StaticDecode:
           spare: unused part of the cache.
         """
         state = self._updated(slots)
-        form = self._form(slots, row_bucket(len(slots), len(self._lengths) - 1), groups)
+        form = self._form(slots, len(slots), groups)
         rows_B = self._rows_of(slots, form.rows)
         sampled = self._graphs.run(form, lambda: self._backend.decode(state, rows_B, form, spare))
         self._lengths[slots] += 1
@@ -137,10 +141,10 @@ class StaticDecode:
             return self.run(plan.slots, groups, spare)
         slots = np.union1d(plan.slots, plan.sampling_slots)
         state = self._updated(slots)
-        rows = row_bucket(max(len(plan.slots), len(plan.sampling_slots)), len(self._lengths) - 1)
+        rows = max(len(plan.slots), len(plan.sampling_slots))
         tokens = next(tokens for tokens in MIXED_TOKENS if tokens >= count)
         self._backend.stack_weights()
-        form = self._form(slots, rows, groups)._replace(tokens=tokens)
+        form = self._form(slots, rows, groups, tokens=tokens)
         state.table_SP[-1].fill_(spare.page)
         inputs = self._mixed_inputs(plan, form, spare)
         compute = functools.partial(mixed_pass, self._backend, state, inputs, form)
@@ -150,10 +154,20 @@ class StaticDecode:
         self._lengths[plan.sampling_slots] += 1
         return HostCopy(sampled)
 
-    def _form(self, slots: np.ndarray, rows: int, groups: SamplingGroups) -> DecodeForm:
-        """Constants of a pass that only decodes, and reads the pages of some slots."""
+    def _form(self, slots: np.ndarray, rows: int, groups: SamplingGroups, tokens: int = 0) -> DecodeForm:
+        """Constants of a pass of at least some rows, which reads the pages of some slots.
+
+        A captured pass of more rows is taken until a capture of the smallest one is worth its time.
+        """
         adapters = tuple(np.unique(self._scheduler.adapters_of(slots)).tolist())
-        return DecodeForm(rows, self._read_pages(slots), groups, adapters)
+        rows = row_bucket(rows, len(self._lengths) - 1)
+        form = DecodeForm(rows, self._read_pages(slots), groups, adapters, tokens)
+        if form in self._graphs.keys or self._larger_runs[form] == LARGER_RUNS:
+            return form
+        sizes = {captured.rows for captured in self._graphs.keys if rows < captured.rows <= 2 * rows}
+        larger = [form._replace(rows=size) for size in sorted(sizes) if form._replace(rows=size) in self._graphs.keys]
+        self._larger_runs[form] += bool(larger)
+        return larger[0] if larger else form
 
     def _mixed_inputs(self, plan: PassPlan, form: DecodeForm, spare: Spare) -> MixedInputs:
         """Inputs of a pass on the device, padded. Padding tokens are in sequences of a page's length at most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class CapturedFunctions:
     def captured(self) -> int:
         """Number of graphs."""
         return len(self._graphs)
+
+    @property
+    def keys(self) -> Collection[Any]:
+        """Keys of the graphs."""
+        return self._graphs.keys()
 
     def drop(self) -> None:
         """Forget all graphs and free their memory."""
