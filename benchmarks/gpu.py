@@ -38,6 +38,7 @@ from gpu_parts.compiling import compile_rows
 from gpu_parts.decoding import mixed_rows, native_rows, vllm_rows
 from gpu_parts.kernels import kernel_rows
 from gpu_parts.marked_tests import marked_test_rows
+from gpu_parts.passes import pass_rows
 from gpu_parts.rows import Bench, Row, Rows
 from gpu_parts.training import training_rows
 
@@ -83,6 +84,7 @@ def parts() -> list[Part]:
         training("train", 90, "1.7B", 4096, 1024),
         Part("decode", 120, native_rows),
         Part("mixed", 90, mixed_rows),
+        Part("decode-passes", 90, pass_rows),
         training("train-long", 100, "1.7B", 32768, 32768),
         Part("vllm", 150, vllm_rows),
         *[Part("tests", 120, marked_test_rows)] * TESTS.value,

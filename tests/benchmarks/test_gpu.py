@@ -41,6 +41,16 @@ def test_every_part_gives_numbers_beside_their_roofline(tmp_path):
     assert all(line in done.stdout for line in text.splitlines()[2:])
 
 
+@pytest.mark.slow
+def test_the_kernels_of_a_pass_are_counted(tmp_path):
+    done, rows = run(tmp_path, "--parts=decode-passes")
+    assert done.returncode == 0, done.stderr
+    assert [row["name"].rpartition(": ")[2] for row in rows] == ["kernels", "busy", "idle"] * 2
+    assert all(row["value"] > 0 and row["bound"] for row in rows if row["unit"] == "ms" and "busy" in row["name"])
+    counts = [row["value"] for row in rows if row["unit"] == "kernels"]
+    assert counts[0] > 50, "on a CPU they are operators"
+
+
 BROKEN = f"""
 import sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})

@@ -64,6 +64,7 @@ PROGRAMS = {  # program: its flags, and a line of its table
     ),
 }
 CAPPED = ("decode_kernel", "generate", "layer", "step")  # have --isa=avx2
+# Modules of the others.
 PARTS = {
     "handwritten_jax",
     "instruction_set",
@@ -71,7 +72,7 @@ PARTS = {
     "serve_client",
     "vllm_peer",
     "weightless",
-}  # of the others
+}
 COMPILED = {"decode_kernel", "speculate"}  # nothing else runs there
 
 
