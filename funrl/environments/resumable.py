@@ -494,7 +494,9 @@ class ResumablePolicy(LoggedPolicy):
                 return None
         prefix = self._prefix(call.trajectory.leaf)
         request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, owned=prefix.owned)
-        computed = prefix.computed if call.begun is None else len(tokens) + written - 1
+        computed = prefix.computed
+        if call.begun is not None and self.limits.turns > 1:  # no cache need grow for an only turn
+            computed = len(tokens) + written - 1
         completion = await self._runner.ask(self.number, request._replace(computed=computed))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
