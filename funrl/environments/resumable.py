@@ -162,72 +162,36 @@ class GroupRun(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class _LiveEpisode:
-    """An episode.
-
-    Attributes:
-      number, seed: as in `EpisodeGroup`.
-      log: continued by the next attempt.
-      failures: failed attempts.
-      policy: of the attempt that is alive.
-      done: the episode once it has ended.
-    """
-
-    number: int
-    seed: int
-    log: EpisodeLog = EpisodeLog()  # noqa: RUF009  (immutable)
-    failures: int = 0
-    policy: ResumablePolicy | None = None
-    done: Episode | None = None
-
-    def sample(self) -> Episode | UnfinishedEpisode:
-        """The episode in the record of its group."""
-        log = self.log if self.policy is None else self.policy.log()
-        return self.done or UnfinishedEpisode(log, self.failures)
-
-
-@dataclasses.dataclass(eq=False)
 class _LiveGroup:
     """A group whose episodes are alive on this rank.
 
     Attributes:
       group: its example and numbers.
       record: after the last rollout.
-      allowance: of its policies; see `ResumablePolicy`.
-      episodes: in their order.
+      policies: of its episodes, in their order.
       task: runs them.
     """
 
     group: EpisodeGroup
     record: GroupRecord | None
-    allowance: int | None
-    episodes: list[_LiveEpisode]
+    policies: list[ResumablePolicy]
     task: asyncio.Task[list[tuple[int, Episode]]]
 
     @property
-    def policies(self) -> list[ResumablePolicy | None]:
+    def unfinished(self) -> list[ResumablePolicy]:
         """Policies of the episodes that have not ended."""
-        return [episode.policy for episode in self.episodes if episode.done is None]
+        return [policy for policy in self.policies if policy.done is None]
 
     @property
     def settled(self) -> bool:
         """True if it has ended, or waits only for parked calls."""
-        if self.task.done():
-            return True
-        policies = self.policies
-        return bool(policies) and all(policy is not None and policy.parked for policy in policies)
-
-    def renew(self, allowance: int | None) -> None:
-        """Resume parked calls with a new allowance of tokens."""
-        self.allowance = allowance
-        for policy in self.policies:
-            if policy is not None:
-                policy.renew(allowance)
+        unfinished = self.unfinished
+        return self.task.done() or (bool(unfinished) and all(policy.parked for policy in unfinished))
 
     def write_record(self) -> GroupRecord:
         """The group as it is now."""
         ended = [episode for _, episode in self.task.result()] if self.task.done() else None
-        self.record = GroupRecord(self.group.first, ended or [episode.sample() for episode in self.episodes])
+        self.record = GroupRecord(self.group.first, ended or [policy.record() for policy in self.policies])
         return self.record
 
 
@@ -250,7 +214,7 @@ class ResumableEpisodes(EpisodeRunner):
         super().__init__(environment, setup, limits)
         self._ended = ended
         self._live: dict[int, _LiveGroup] = {}  # by number of the first episode
-        self._episodes: dict[int, tuple[_LiveGroup, _LiveEpisode]] = {}
+        self._policies: dict[int, list[ResumablePolicy]] = {}  # of the group of an episode that begins, by its number
         self._problems: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._close = weakref.finalize(self, lambda: None)
@@ -289,7 +253,8 @@ class ResumableEpisodes(EpisodeRunner):
             running = [await self._alive(group, record) for group, record, _ in groups.own]
             await self._rebuild(running)
             for live, (_, _, allowance) in zip(running, groups.own, strict=True):
-                live.renew(allowance)
+                for policy in live.unfinished:
+                    policy.renew(allowance)
             await self._settle(running, tickets, groups.allowance)
             records = [live.write_record() for live in running]
         except BaseException:
@@ -319,8 +284,7 @@ class ResumableEpisodes(EpisodeRunner):
         """Wait until rebuilt episodes have reached their saved place; episodes that diverge from it begin anew."""
         while True:
             await self._settle(groups)
-            policies = [policy for live in groups for policy in live.policies]
-            differing = [policy for policy in policies if policy is not None and policy.difference]
+            differing = [policy for live in groups for policy in live.unfinished if policy.difference]
             for policy in differing:
                 policy.reject()
             if not differing:
@@ -335,34 +299,34 @@ class ResumableEpisodes(EpisodeRunner):
     async def _start(self, group: EpisodeGroup, record: GroupRecord | None, allowance: int | None) -> _LiveGroup:
         """Begin a group, or what its record says of it, instead of what may be alive of it."""
         await _end_groups(self._live, [group.first])
-        episodes = [_LiveEpisode(number, seed) for number, seed in enumerate(group.seeds, group.first)]
-        for episode, sample in zip(episodes, () if record is None else record.samples, strict=False):
-            if isinstance(sample, Episode):
-                episode.done = sample
-            else:
-                episode.log, episode.failures = sample
-        live = self._live[group.first] = _LiveGroup(group, record, allowance, episodes, self._begin(group))
+        samples = [UnfinishedEpisode()] * len(group.seeds) if record is None else record.samples
+        policies = [
+            ResumablePolicy(self, number, seed, sample, allowance)
+            for number, (seed, sample) in enumerate(zip(group.seeds, samples, strict=True), group.first)
+        ]
+        self._policies |= {group.first + n: policies for n in range(len(policies))}
+        live = self._live[group.first] = _LiveGroup(group, record, policies, self._begin(group))
         live.task.add_done_callback(lambda _: self.resident.notify())
-        self._episodes |= {episode.number: (live, episode) for episode in episodes}
         return live
 
     async def _attempts(self, example: Example, number: int, seed: int) -> Episode:
         """Run one episode from where its log ends, several times if it fails."""
-        live, episode = self._episodes.pop(number)
-        while episode.done is None:
-            clock = EpisodeClock(self.limits.environment_s)
-            policy = episode.policy = ResumablePolicy(self, episode, clock)
-            policy.allowance = live.allowance
-            done = await self._attempted(example, seed, policy, clock)
+        policies = self._policies.pop(number)
+        place = number - policies[0].number
+        while (policy := policies[place]).done is None:
+            done = await self._attempted(example, seed, policy, policy.clock)
+            failures = policy.failures
             if policy.difference:
                 self._problems.append(policy.difference)
-            elif done.status == "failed" and episode.failures < self.limits.retries:
-                episode.failures += 1
+            elif done.status == "failed" and failures < self.limits.retries:
+                failures += 1
             else:
-                episode.done = done
-            episode.log = EpisodeLog()
-        self._ended(number, episode.done)
-        return episode.done
+                policy.done = done
+                break
+            again = UnfinishedEpisode(failures=failures)
+            policies[place] = ResumablePolicy(self, number, seed, again, policy.allowance)
+        self._ended(number, policy.done)
+        return policy.done
 
     def park(self, number: int) -> None:
         """Note that a call of an episode is parked."""
@@ -426,22 +390,36 @@ class ResumablePolicy(LoggedPolicy):
     The bound is of each path from root to leaf, so that it depends on no order in which concurrent calls arrive.
 
     Attributes:
+      number: of the episode.
+      failures: failed attempts before this one.
+      done: the episode once it has ended.
       allowance: that bound; None: calls run to their end.
+      clock: stands still during calls.
     """
 
-    def __init__(self, runner: ResumableEpisodes, episode: _LiveEpisode, clock: EpisodeClock):
-        """Make it.
+    def __init__(
+        self,
+        runner: ResumableEpisodes,
+        number: int,
+        seed: int,
+        sample: Episode | UnfinishedEpisode,
+        allowance: int | None,
+    ):
+        """Begin an attempt.
 
         Args:
           runner: completes requests.
-          episode: its log answers the first calls; see `LoggedPolicy`.
-          clock: stands still during calls.
+          number, seed: of the episode.
+          sample: of its record; its log answers the first calls, see `LoggedPolicy`.
+          allowance: as above.
         """
-        super().__init__(episode.log, runner.setup, episode.seed, runner.limits)
-        self.allowance: int | None = PARKED
+        self.done = sample if isinstance(sample, Episode) else None
+        log, self.failures = UnfinishedEpisode() if isinstance(sample, Episode) else sample
+        super().__init__(log, runner.setup, seed, runner.limits)
+        self.number = number
+        self.allowance = allowance
+        self.clock = EpisodeClock(runner.limits.environment_s)
         self._runner = runner
-        self._number = episode.number
-        self._clock = clock
         self._open: list[_OpenCall] = []
         self._fresh: dict[int | None, int] = {}  # by seed of an ended call: its tokens since the last `renew`
         self._renewed: asyncio.Future[None] | None = None
@@ -483,9 +461,10 @@ class ResumablePolicy(LoggedPolicy):
             self._renewed.set_exception(LogError(self.difference))
             self._renewed = None
 
-    def log(self) -> EpisodeLog:
-        """The log of everything that was said so far."""
-        return EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], tuple(self.answers))
+    def record(self) -> Episode | UnfinishedEpisode:
+        """The episode with everything that was said so far."""
+        log = EpisodeLog([*self._sampled, *(call.turn() for call in self._open)], tuple(self.answers))
+        return self.done or UnfinishedEpisode(log, self.failures)
 
     async def _completion(self, trajectory: Trajectory, tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         self._note_caller()
@@ -496,7 +475,7 @@ class ResumablePolicy(LoggedPolicy):
         call = _OpenCall(trajectory, sampling, seed, begun)
         self._open.append(call)
         try:
-            with self._clock.policy():
+            with self.clock.policy():
                 while (completion := await self._continued(call, tokens)) is None:
                     await self._park(call)
             self._fresh[seed] = call.fresh
@@ -515,8 +494,10 @@ class ResumablePolicy(LoggedPolicy):
                 return None
         prefix = self._prefix(call.trajectory.leaf)
         request = Request(0, tokens, call.sampling, call.seed, begun=call.begun, most=most, owned=prefix.owned)
-        computed = prefix.computed if call.begun is None else len(tokens) + written - 1
-        completion = await self._runner.ask(self._number, request._replace(computed=computed))
+        computed = prefix.computed
+        if call.begun is not None and self.limits.turns > 1:  # no cache need grow for an only turn
+            computed = len(tokens) + written - 1
+        completion = await self._runner.ask(self.number, request._replace(computed=computed))
         call.fresh += len(completion.tokens) - written
         if completion.finish == "paused":
             call.begun = completion
@@ -537,5 +518,5 @@ class ResumablePolicy(LoggedPolicy):
             self._renewed = asyncio.get_running_loop().create_future()
         call.parked = True
         self._parked_at = time.monotonic()
-        self._runner.park(self._number)
+        self._runner.park(self.number)
         await asyncio.shield(self._renewed)

@@ -24,13 +24,7 @@ from funrl.rollout.policy import EpisodeLimits, PolicySetup
 from funrl.rollout.sampling import request_seed
 from funrl.seeds import derived_seed
 from funrl.trainer.sources.episode_rows import policy_setup, rollout_of_episodes
-from funrl.trainer.sources.generation import (
-    LONGEST_REMARK,
-    collected_rollout,
-    pending_rewards,
-    settle_proof,
-    to_rows,
-)
+from funrl.trainer.sources.generation import LONGEST_REMARK, collected_rollout, pending_rewards, settle_proof, to_rows
 from funrl.trainer.sources.group_rows import rescored
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.selection import SampledPrompts

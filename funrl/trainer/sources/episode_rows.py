@@ -26,11 +26,7 @@ from funrl.environments.chat import TemplateChat
 from funrl.environments.environment import Environment
 from funrl.environments.logged import LoggedEpisode
 from funrl.environments.row_paths import RowPath, paths_of
-from funrl.environments.run import (
-    EpisodeLimits,
-    EpisodeSpending,
-    PolicySetup,
-)
+from funrl.environments.run import EpisodeLimits, EpisodeSpending, PolicySetup
 from funrl.kinds import joined_lines
 from funrl.mesh import collectives
 from funrl.mesh.mesh import Mesh

@@ -179,13 +179,6 @@ def metrics_of(scores: Evaluated, examples: Sequence[Example]) -> dict[str, floa
     return metrics
 
 
-def unscored_metrics(scores: Evaluated) -> dict[str, float]:
-    """The share of prompts without any scored episode."""
-    if scores.reward_PN is None:
-        return {}
-    return {"eval/prompts/unscored": float(np.isnan(scores.reward_PN).all(1).mean())}
-
-
 def _columns(scores: Evaluated) -> dict[str, tuple[np.ndarray, bool]]:
     """For each reported metric, its [P] values and whether they lie between 0 and 1."""
     columns: dict[str, tuple[np.ndarray, bool]] = {}

@@ -6,9 +6,11 @@ seed and the weights alone, so that the metrics are the same.
 
 from __future__ import annotations
 
+import numpy as np
+
 from funrl.trainer.sources.episode_rows import outcome_rows
 from funrl.trainer.sources.episode_totals import episode_metrics
-from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of, unscored_metrics
+from funrl.trainer.sources.evaluation import evaluated, metrics_of, source_of, table_of
 from funrl.trainer.sources.generation import Rollout
 from funrl.trainer.sources.group_rows import SampleWriter, Share, first_samples, rescored
 from funrl.trainer.sources.observing import Show
@@ -79,6 +81,6 @@ def heldout_metrics(generation: Generation, done: Rollout, rows: Rows, show: Sho
     for part in table_of(scores, heldout, done, decode=decode, step=step, prompts=table_prompts):
         show.evaluated(part)
     further = entry_metrics(done.entries, "eval/reward") | episode_metrics(done.episodes, "eval/")
-    if done.episodes:
-        further |= unscored_metrics(scores)
+    if done.episodes and scores.reward_PN is not None:
+        further["eval/prompts/unscored"] = float(np.isnan(scores.reward_PN).all(1).mean())
     return metrics_of(scores, heldout) | further
