@@ -92,7 +92,7 @@ def build(job: Job, mesh: Mesh, note: Callable[[str], None], only: str | None = 
 
     begin = placed(job.main_role, job.model)
     places = {name: placed(name, model) for name, model in job.models.items()}
-    apart = {} if job.placement is None else job.placement.scoring
+    apart = job.settings.devices.scoring
     roles = {name: _role(job, name, places) for name in places if (name not in apart if only is None else name == only)}
     roles = {name: base_role(begin, roles) for name in bases(roles)} | roles
     learning = {name: roles[name] for name in job.algorithm.losses if name in roles}

@@ -195,7 +195,7 @@ def check_meshes(
     place = settings.devices.place
     with blaming(f"mesh={settings.devices.mesh}" if place is None else f"place={place}"):
         check_layouts(models, settings, sizes, generating)
-        for name, pool in {} if settings.devices.placement is None else settings.devices.placement.scoring.items():
+        for name, pool in settings.devices.scoring.items():
             if name != JUDGE:  # which `judge_of` checks
                 check_layouts({name: models[name]}, settings, pool.sizes, pool.sizes)
     for name, model in models.items():

@@ -242,11 +242,12 @@ def base_role(begin: Placed, roles: Mapping[str, Role]) -> Role:
 
 def check_scoring_pools(algorithm: Algorithm, settings: Settings) -> None:
     """Refuse ranks for a role that a run does not have, or that does not score by itself. Raises: SettingsError."""
-    placement = settings.devices.placement
-    for name in () if placement is None else placement.scoring:
+    for name in settings.devices.scoring:
         problem = _pool_problem(algorithm, settings, name)
         if problem is not None:
-            raise SettingsError(f"--place={placement}: {name} cannot have ranks of its own: {problem}; leave it out")
+            raise SettingsError(
+                f"--place={settings.devices.placement}: {name} cannot have ranks of its own: {problem}; leave it out"
+            )
 
 
 def _pool_problem(algorithm: Algorithm, settings: Settings, name: str) -> str | None:

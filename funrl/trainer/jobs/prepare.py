@@ -262,7 +262,7 @@ def judge_of(settings: Settings, task: Task, devices: JobDevices) -> JudgeJob | 
     if directory is None:
         return None
     placement = settings.devices.placement
-    pool = None if placement is None else placement.scoring.get(JUDGE)
+    pool = settings.devices.scoring.get(JUDGE)
 
     def sizes_of(model: Model) -> dict[str, int]:
         if pool is not None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from funrl import seeds
-from funrl.mesh.pools.placement import Placement, read_placement
+from funrl.mesh.pools.placement import Placement, RankPool, read_placement
 from funrl.mesh.pools.ray_pool import GeneratorBounds, generators_on_ray, training_sizes
 from funrl.mesh.text import SHORT, TOKEN_AXES, MeshFlag, parse, read_mesh, wanted_devices
 from funrl.rewards.named import VERIFIERS
@@ -499,6 +500,11 @@ class DeviceSettings:
     def generators(self) -> GeneratorBounds | None:
         """Bounds on the generators on Ray, beside ranks that all train; None: there are none. Raises: MeshError."""
         return generators_on_ray(self.place)
+
+    @property
+    def scoring(self) -> Mapping[str, RankPool]:
+        """The pools of roles that only score, by role. Raises: MeshError."""
+        return {} if self.placement is None else self.placement.scoring
 
     @property
     def _wanted(self) -> int | None:
