@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funrl.autograd import AutogradFunction
+from funrl.compiled_kernels.arguments import check_tensor, kernel_bits
 from funrl.compiled_kernels.exact.dispatch import computes_exactly, is_plain, kernels_work
 from funrl.compiled_kernels.exact.operators import exact_linear
 from funrl.compiled_kernels.kernel_library import library
@@ -132,10 +133,18 @@ def _has_transposed_product(a_MN: Tensor, b_MK: Tensor) -> bool:
 
 def _transposed_product(a_MN: Tensor, b_MK: Tensor, total_NK: Tensor, add: bool) -> None:
     """total = a^T b, or total += a^T b, in float32; its bits depend on no thread."""
+    kernel_bits("a_MN", a_MN, 2)
+    M, N = a_MN.shape
+    K = b_MK.shape[-1]
+    check_tensor("a_MN", a_MN, torch.float32, (M, N))
+    check_tensor("b_MK", b_MK, torch.float32, (M, K))
+    check_tensor("total_NK", total_NK, torch.float32, (N, K))
+    if not total_NK.is_contiguous():
+        raise ValueError("total_NK is not contiguous")
     a_MN = a_MN.contiguous()
     b_MK = b_MK.contiguous()
     pointers = (x.data_ptr() for x in (a_MN, b_MK, total_NK))
-    library().funrl_transposed_product(*pointers, *a_MN.shape, b_MK.shape[1], add, torch.get_num_threads())
+    library().funrl_transposed_product(*pointers, M, N, K, add, torch.get_num_threads())
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ import sys
 import torch
 from paged_sequences import Sequences, cast, config_of, weights
 
-from funrl.compiled_kernels import decode_step, kernel_library, packed
+from funrl.compiled_kernels import decode_step, kernel_library, linear, packed
 from funrl.compiled_kernels.arguments import real_of
 from funrl.compiled_kernels.decode_step import packed_decoder
 from funrl.compiled_kernels.exact import expert_operators, norm_operators, operators, scores
@@ -23,7 +23,7 @@ SANITIZERS = (
     " -fno-sanitize=null,object-size,vptr"  # which take as long to compile as the rest
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-SIZES = ((1, 1, 1), (3, 33, 7), (5, 65, 78), (67, 130, 96), (70, 40, 600))  # rows, outputs, terms
+SIZES = ((1, 1, 1), (3, 33, 7), (5, 65, 78), (67, 130, 96), (70, 40, 600), (515, 66, 40))  # rows, outputs, terms
 DECODERS = ("odd sizes", "groups of 7", "groups of 10", "llama with biases", "qwen3")
 THREADS = 3
 
@@ -53,6 +53,11 @@ def products(dtype):
         yield expert_operators.exact_head_products(
             heads[..., : K - K // 3], groups.mT.contiguous(), 0, K - K // 3, True
         )
+        if dtype == torch.float32:
+            total = draw(N, K, dtype=dtype)
+            for add in (True, False):
+                linear._transposed_product(draw(M, N, dtype=dtype), x, total, add)
+                yield total.clone()
 
 
 def rows(dtype):

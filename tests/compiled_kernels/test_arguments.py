@@ -26,6 +26,7 @@ from funrl.compiled_kernels.exact.operators import (
 )
 from funrl.compiled_kernels.exact.scores import largest_logits, log_probabilities, logit_moments
 from funrl.compiled_kernels.kernel_library import KernelError
+from funrl.compiled_kernels.linear import _transposed_product
 from funrl.compiled_kernels.packed import (
     AttentionOptions,
     PackedLinear,
@@ -114,6 +115,16 @@ REFUSED = {
     "a second factor": (
         lambda: exact_low_rank(ones(2, 8), ones(5, 8), None, [ones(3, 8), ones(1, 3)], 1.0, 1),
         "the second factor is",
+    ),
+    "a gradient's rows": (lambda: _transposed_product(ones(3, 4), ones(2, 5), ones(4, 5), True), "b_MK is"),
+    "a gradient's dtype": (
+        lambda: _transposed_product(ones(3, 4), ones(3, 5, dtype=BF16), ones(4, 5), True),
+        "b_MK is torch.bfloat16",
+    ),
+    "a gradient's sum": (lambda: _transposed_product(ones(3, 4), ones(3, 5), ones(4, 4), True), "total_NK is"),
+    "a gradient's strides": (
+        lambda: _transposed_product(ones(3, 4), ones(3, 5), ones(5, 4).T, True),
+        "total_NK is not contiguous",
     ),
     "a norm's x": (lambda: exact_norm(ones(), ones(8), 1e-6, 0.0), "x is .* it must have at least 1 dims"),
     "a norm's dtype": (lambda: exact_norm(ones(2, 8).half(), ones(8).half(), 1e-6, 0.0), "x is torch.float16"),
