@@ -346,7 +346,7 @@ def test_a_configuration_is_enough_and_must_be_there(tmp_path):
     with pytest.raises(SettingsError, match="teacher"):
         plain("distillation", model=path)
     job = plain(model=path)
-    with pytest.raises(SettingsError, match=r"--prompt_tokens=4090 and --max_new_tokens=24.* 4096 positions"):
+    with pytest.raises(SettingsError, match=r"--prompt_tokens=4090 --max_new_tokens=24.* 4096 positions"):
         dry_run.estimate(job, 4090, CPU)
 
 
