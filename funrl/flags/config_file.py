@@ -18,6 +18,7 @@ import yaml
 
 from funrl.loading import existing_path
 from funrl.trainer.settings.declaration import NONE, START_FLAGS, SettingsError
+from funrl.trainer.settings.settings import settings_flags
 from funrl.trainer.settings.successors import REMOVED_FLAGS
 
 # Bounds of a YAML file; values are counted with aliases expanded.
@@ -77,7 +78,9 @@ def read_config(path: str) -> ConfigFile:
             )
         if not re.fullmatch(r"\w+", str(name)):
             raise SettingsError(f"--config={path}: {name!r} is not the name of a flag")
-    texts = {str(name): flag_text(value) for name, value in content.items()}
+    defaults = {name for name, flag in settings_flags().items() if flag.keeps_none}  # where no text means None
+    given = {str(name): value for name, value in content.items() if value is not None or name not in defaults}
+    texts = {name: flag_text(value) for name, value in given.items()}
     return ConfigFile(path, texts, None if experiment is None else str(experiment), recorded, versions)
 
 

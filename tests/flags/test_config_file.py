@@ -9,6 +9,7 @@ from funrl.cli.command import Experiment, read_command
 from funrl.cli.import_config import flattened
 from funrl.flags.config_file import read_config
 from funrl.trainer.settings.declaration import SettingsError
+from funrl.trainer.settings.settings import settings_flags
 
 YAML = """
 lr: 1e-4
@@ -144,3 +145,14 @@ def test_a_file_that_would_never_be_read_to_the_end_is_refused(name, text, says,
 def test_aliases_of_usual_files_are_read(tmp_path):
     path = write(tmp_path, "a.yaml", "lr: &rate 1e-4\ncritic_lr: *rate\n")
     assert read_config(path.removeprefix("--config=")).values == {"lr": "1e-4", "critic_lr": "1e-4"}
+
+
+@pytest.mark.parametrize("value,freeze", [(None, None), ("none", "none"), ("vision", "vision")])
+def test_no_frozen_part_is_not_the_default(value, freeze, tmp_path):
+    """`--freeze=none` lets all learn, on a command line and in a file; null in a file is the default."""
+    (tmp_path / "flags.json").write_text(json.dumps({"freeze": value, "steps": 3}))
+    texts = read_config(str(tmp_path / "flags.json")).values
+    assert texts["steps"] == "3" and ("freeze" in texts) == (value is not None)
+    flag = settings_flags()["freeze"]
+    assert (flag.parse(texts["freeze"]) if "freeze" in texts else flag.default) == freeze
+    assert settings_flags()["episode_tokens"].parse("none") is None  # of other flags

@@ -175,6 +175,7 @@ class Flag(NamedTuple):
       requires: name of the flag without which this one does nothing.
       unless: flags that this one cannot be given with, each with the reason; "": it does nothing beside them.
       needs: parts of the run, of `PARTS_NEEDED`, without any of which it does nothing.
+      keeps_none: "none" is one of its texts, and does not mean None.
     """
 
     name: str
@@ -190,6 +191,7 @@ class Flag(NamedTuple):
     requires: str = ""
     unless: Mapping[str, str] = types.MappingProxyType({})
     needs: tuple[str, ...] = ()
+    keeps_none: bool = False
 
     def parse(self, text: str) -> Any:
         """Parse the text of a command line; "none" means None.
@@ -201,7 +203,7 @@ class Flag(NamedTuple):
         if text == "":
             none = f", or write --{self.name}={NONE}" if self.optional else ""
             raise ValueError(f"{WANTED[self.type]} is needed; leave --{self.name} out for its default{none}")
-        if text == NONE and self.optional:
+        if text == NONE and self.optional and not self.keeps_none:
             value = None
         elif self.type is bool:
             value = {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
@@ -258,6 +260,7 @@ class FlagOptions(TypedDict, total=False):
     requires: str
     unless: Mapping[str, str]
     needs: tuple[str, ...]
+    keeps_none: bool
 
 
 def flag(default: object, text: str, *bounds: Bound, **options: Unpack[FlagOptions]) -> Any:

@@ -716,6 +716,7 @@ class OptimizerSettings:
         "what does not learn: vision (a tower less its projector), none, or parts by name",
         chosen="vision",
         unless={"lora_rank": "adapters learn alone"},
+        keeps_none=True,
     )
 
 
