@@ -120,7 +120,8 @@ class LoggedEnvironment:
           agent: who speaks.
         """
         self.compared += 1
-        before, after = list(node.tokens), done.tokens.tolist()
+        before = list(node.tokens)
+        after = done.tokens.tolist()
         if before == after:
             return dataclasses.replace(
                 now,
