@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -240,7 +241,7 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
     "settings,problem",
     [
         ({"engine": "hf"}, "--engine=hf with --place=generate:ray1-4: generators on Ray have the native engine"),
-        ({"reward_model": "x"}, "--reward_model=x with --place=generate:ray1-4: no model rewards"),
+        ({}, "--place=generate:ray1-4: ray is not installed; pip install 'funrl[ray]'"),
         ({"place": "generate:join"}, "write generate:ray1-8"),
         ({"place": "generate:ray"}, "'generate:ray' is not a number of generators"),
         ({"place": "generate:ray4-2"}, "'generate:ray4-2' is not a number of generators"),
@@ -248,7 +249,8 @@ def test_a_run_without_enough_generators_says_what_is_missing(ray_cluster, tmp_p
         ({"place": "train:dp2 generate:ray2 generate:2"}, "the pool 'generate' is given twice"),
     ],
 )
-def test_what_does_not_go_with_generators_on_ray_is_refused(settings, problem):
+def test_what_does_not_go_with_generators_on_ray_is_refused(settings, problem, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises((SettingsError, MeshError), match=None) as caught:
         small_job(GRPO, **{"place": "generate:ray1-4", **settings})
     assert problem in str(caught.value)

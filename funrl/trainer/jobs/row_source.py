@@ -309,7 +309,7 @@ def rescoring(
 ) -> Rescore | None:
     """A function that adds the scores of models to rows; None if other ranks add them, or there is no such model."""
     names = scorers_of(job.settings)
-    if not names or not parts.generator.mesh.here:
+    if not names or not (parts.generator.mesh.here or job.settings.devices.generators):
         return None
     asked = asked_scorers(parts, show)
     scorers = {name: asked.get(name) or completion_scorer(job, parts, name, frozen.get(name), show) for name in names}
