@@ -192,25 +192,14 @@ class Ledger:
         """Flags of the W - 1 places after the oldest one: whether each is taken, between two batches."""
         return [number in self.overtaken for number in range(self.oldest + 1, self.oldest + self.rule.window)]
 
-    def place_of(self, ticket: int) -> int | None:
-        """Place of a ticket, where runners count tickets from 0 on; None: there are no more."""
-        if ticket < len(self.waiting):
-            return self.waiting[ticket]
-        number = self.fresh + ticket - len(self.waiting)
-        return number if number < self.until else None
-
-    def prompt_of(self, ticket: int) -> int:
-        """Position of the prompt of a ticket: prompts in their order, without those that are used."""
-        return self.passed[ticket] if ticket < len(self.passed) else self.prompts + ticket
-
     def use_prompts(self, positions: Collection[int]) -> None:
         """Note the positions of prompts that a batch uses.
 
         Example:
           >>> ledger = Ledger(LedgerRule(places=2), until=100, prompts=5, passed=[3])
           >>> ledger.use_prompts([3, 7, 6, 9])
-          >>> ledger.passed, ledger.prompts, [ledger.prompt_of(ticket) for ticket in range(3)]
-          ([8], 9, [8, 10, 11])
+          >>> ledger.passed, ledger.prompts
+          ([8], 9)
         """
         end = self.prompts + len(self.passed)
         passed = {*self.passed, *range(end, max(positions, default=0) + 1)}

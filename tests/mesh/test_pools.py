@@ -17,7 +17,7 @@ from funrl.mesh.pools import channel
 from funrl.mesh.pools.channel import Answers, End, Requests, end_requests
 from funrl.mesh.pools.handover import Handover, messages_from, messages_to, receive_rows, send_rows
 from funrl.mesh.pools.placement import ranks_text, read_placement
-from funrl.mesh.rules import GENERATE, STORED, fully_sharded, layouts
+from funrl.mesh.rules import GENERATING, STORED, fully_sharded, layouts
 from funrl.mesh.text import MeshError
 from funrl.models import decoder_model
 from funrl.tasks.embedded import embedded_task
@@ -85,7 +85,7 @@ def test_weights_come_at_the_bound_and_from_all_that_have_them():
     ):
         placement = read_placement(f"train:{train} generate:{generating}", ONE)
         src = layouts(model.shapes, model.axes, rules, placement.train.sizes)
-        dst = layouts(model.shapes, model.axes, GENERATE, placement.generate.sizes)
+        dst = layouts(model.shapes, model.axes, GENERATING, placement.generate.sizes)
         ranks = placement.train.ranks, placement.generate.ranks
         made = plan(src, dst, torch.float32, src_ranks=ranks[0], dst_ranks=ranks[1])
         assert received_bytes(made) == lower_bound_bytes(made)
@@ -194,7 +194,7 @@ class Clock:
         self.now += seconds
 
     def check(self, keys):
-        return keys == [channel.PROGRESS]
+        return keys == [channel.progress_key(channel.GENERATING)]
 
     def get(self, key):
         return str(min(self.now, self.until)).encode()
@@ -214,13 +214,13 @@ def test_each_pool_shows_progress_of_its_own(monkeypatch):
     monkeypatch.setattr(channel, "run_store", lambda: store)
     monkeypatch.setattr(channel, "PROGRESS_S", 0.01)
     looks = 0
-    with Answers(single(), first=7).showing_progress():
-        while not store.check([channel.progress_key(7)]):
+    with Answers(single(), "seven").showing_progress():
+        while not store.check([channel.progress_key("seven")]):
             looks += 1
             assert looks < 6000
             time.sleep(0.01)
-    assert not store.check([channel.progress_key(0)])
+    assert not store.check([channel.progress_key(channel.GENERATING)])
     keys = []
     monkeypatch.setattr(channel, "wait_for_keys", lambda *given: keys.append(given[-1]))
-    channel.write_value(f"{channel.KEY}/answer/7", "an answer")
-    assert Requests(single(), first=7).answer(7, "an answer") == "an answer" and keys == [channel.progress_key(7)]
+    channel.write_value(channel.answer_key("seven", 7), "an answer")
+    assert Requests(single(), "seven").answer(7, "an answer") == "an answer" and keys == [channel.progress_key("seven")]

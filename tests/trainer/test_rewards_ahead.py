@@ -157,7 +157,7 @@ _batches = 0
 def dies_meanwhile(answer, requests, number, waits_for):
     """Wait for an answer; the second trainer rank ends its process where it waits for the third batch."""
     store = run_store()
-    while requests.mesh.rank == 1 and not store.check([answer_key(number)]):
+    while requests.mesh.rank == 1 and not store.check([answer_key(requests.pool, number)]):
         if store.check([SCORING]):
             os._exit(1)
         time.sleep(0.005)

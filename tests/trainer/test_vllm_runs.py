@@ -44,10 +44,10 @@ from funrl.mesh.launch import WorkerError, launch
 from funrl.mesh.mesh import single
 from funrl.processes.workers import can_fork
 from funrl.rollout.episodes import Episode
-from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.vllm.client import EngineServerError, vllm_client
 from funrl.rollout.vllm.engine import VLLMEngine
 from funrl.trainer import loop, phases
+from funrl.trainer.placement.board import GroupBoard
 from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.placement.writer import GroupWriter
 from funrl.trainer.settings.declaration import SettingsError
@@ -102,9 +102,9 @@ def weights_amid_rows():
     step = GroupWriter.step
     deliver = GroupBoard.deliver
 
-    def noted(board, number, group):
-        delivered.add(number)
-        deliver(board, number, group)
+    def noted(board, group):
+        delivered.add(group.work.place)
+        deliver(board, group)
 
     def held(writer):
         engine = writer.engine

@@ -29,7 +29,7 @@ LONGEST_S = 0.02
 STORE_S = 0.0002  # for each waiting rank, so that all of them ask the store a few thousand times a second
 KEY = "funrl/pools"
 END_KEY = f"{KEY}/end"
-PROGRESS = f"{KEY}/progress"  # and of a pool whose requests have numbers of their own, with the first of these
+GENERATING = "generate"  # the pool that answers, where no other one is named
 PROGRESS_S = 5.0  # between two signs of progress
 
 
@@ -46,16 +46,16 @@ class End(NamedTuple):
 class Requests:
     """The asking side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh, first: int = 0) -> None:
+    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
         """Begin without a request.
 
         Args:
           mesh: of the asking ranks; this process is one of them.
-          first: number of the first request; those to each pool are numbered apart.
+          pool: name of the answering ranks, and of the asking ones where several ask these.
         """
         self.mesh = mesh
-        self.posted = first
-        self._progress = progress_key(first)
+        self.pool = pool
+        self.posted = 0
         self.read: collections.deque[int] = collections.deque()  # requests in the store whose answers were read
 
     def post(self, request: object) -> int:
@@ -63,7 +63,7 @@ class Requests:
         number = self.posted
         self.posted += 1
         if self.mesh.rank == 0:
-            write_value(f"{KEY}/request/{number}", request)
+            write_value(request_key(self.pool, number), request)
         beat()
         return number
 
@@ -73,7 +73,7 @@ class Requests:
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
         """
-        return wait_for_keys(keys, self.mesh.world, waits_for, limit_of(self.mesh), self._progress)
+        return wait_for_keys(keys, self.mesh.world, waits_for, limit_of(self.mesh), progress_key(self.pool))
 
     def answer(self, number: int, waits_for: str) -> Any:
         """Wait for the answer to a request, on every rank. Collective.
@@ -85,7 +85,7 @@ class Requests:
         Raises:
           MeshError: the answering side makes no progress for `Mesh.timeout`.
         """
-        key = answer_key(number)
+        key = answer_key(self.pool, number)
         entered(waits_for)
         self.wait([key], waits_for)
         value = from_first_rank(read_value(key) if self.mesh.rank == 0 else None, self.mesh)
@@ -99,8 +99,8 @@ class Requests:
         while len(self.read) > KEPT_REQUESTS:
             oldest = self.read.popleft()
             if self.mesh.rank == 0:
-                remove_value(f"{KEY}/request/{oldest}")
-                remove_value(answer_key(oldest))
+                remove_value(request_key(self.pool, oldest))
+                remove_value(answer_key(self.pool, oldest))
 
     def ask(self, request: object, waits_for: str) -> Any:
         """Send a request and wait for its answer. Collective."""
@@ -110,16 +110,16 @@ class Requests:
 class Answers:
     """The answering side, on every rank of a mesh."""
 
-    def __init__(self, mesh: Mesh, first: int = 0) -> None:
+    def __init__(self, mesh: Mesh, pool: str = GENERATING) -> None:
         """Begin before the first request.
 
         Args:
           mesh: of the answering ranks; this process is one of them.
-          first: as of `Requests`.
+          pool: as of `Requests`.
         """
         self.mesh = mesh
-        self.taken = first
-        self._progress = progress_key(first)
+        self.pool = pool
+        self.taken = 0
 
     def take(self, waits_for: str) -> Any:
         """The next request, on every rank; an `End` where the asking side has ended. Collective.
@@ -137,7 +137,7 @@ class Answers:
     @property
     def next_key(self) -> str:
         """Key of the next request in the store."""
-        return f"{KEY}/request/{self.taken}"
+        return request_key(self.pool, self.taken)
 
     def waiting(self) -> bool:
         """True if a request waits to be taken. Not collective."""
@@ -152,7 +152,7 @@ class Answers:
         def show() -> None:
             while not ended.wait(PROGRESS_S):
                 with contextlib.suppress(RuntimeError):  # the store is gone, and this process will be
-                    run_store().set(self._progress, str(beats()))
+                    run_store().set(progress_key(self.pool), str(beats()))
 
         thread = threading.Thread(target=show, name="progress", daemon=True)
         if self.mesh.rank == 0:
@@ -167,7 +167,7 @@ class Answers:
     def answer(self, value: object) -> None:
         """Answer the newest request. Only the first rank's value counts."""
         if self.mesh.rank == 0:
-            write_value(answer_key(self.taken - 1), value)
+            write_value(answer_key(self.pool, self.taken - 1), value)
         beat()
 
 
@@ -213,22 +213,23 @@ def run_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def answer_key(number: int) -> str:
+def request_key(pool: str, number: int) -> str:
+    """Key of a request in the store."""
+    return f"{KEY}/{pool}/request/{number}"
+
+
+def answer_key(pool: str, number: int) -> str:
     """Key of the answer to a request in the store."""
-    return f"{KEY}/answer/{number}"
+    return f"{KEY}/{pool}/answer/{number}"
 
 
-def progress_key(first: int) -> str:
-    """Key whose value changes while a pool makes progress.
-
-    Args:
-      first: number of the first request to the pool.
-    """
-    return f"{PROGRESS}/{first}" if first else PROGRESS
+def progress_key(pool: str) -> str:
+    """Key whose value changes while a pool makes progress."""
+    return f"{KEY}/{pool}/progress"
 
 
 def wait_for_keys(
-    keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = PROGRESS
+    keys: Sequence[str], ranks: int, waits_for: str, limit_s: float | None = None, progress: str = ""
 ) -> list[str]:
     """Wait until the store has at least one of the keys; return the keys that it has.
 
@@ -239,7 +240,7 @@ def wait_for_keys(
       ranks: that wait with this one.
       waits_for: name of what comes, for the error.
       limit_s: seconds that the answering side may make no progress; None: without a limit.
-      progress: key of the answering side's progress.
+      progress: key of the answering side's progress; "": of `GENERATING`.
 
     Raises:
       MeshError: it has made none for so long.
@@ -276,15 +277,15 @@ class Pauses:
 class ProgressLimit:
     """Limit of the seconds for which other ranks may make no progress while this one waits for them."""
 
-    def __init__(self, limit_s: float | None, waits_for: str, key: str = PROGRESS) -> None:
+    def __init__(self, limit_s: float | None, waits_for: str, key: str = "") -> None:
         """Begin to wait.
 
         Args:
           limit_s: seconds without progress; None: no limit.
           waits_for: name of what comes, for the error.
-          key: whose value in the store changes with progress.
+          key: whose value in the store changes with progress; "": that of `GENERATING`.
         """
-        self.key = key
+        self.key = key or progress_key(GENERATING)
         self.limit_s = limit_s
         self.waits_for = waits_for
         self.progress = b""

@@ -47,13 +47,11 @@ class WeightDelivery(NamedTuple):
 
     Attributes:
       transfer: the transfer that brought them.
-      number: of the transfer.
       tree: this rank's shards.
       further: this rank's shards of further models, by name.
     """
 
     transfer: WeightTransfer
-    number: int
     tree: trees.Tree
     further: Mapping[str, trees.Tree] = {}
 
@@ -89,6 +87,11 @@ def transfer_group(mesh: Mesh) -> TransferGroup:
     where two threads start some.
     """
     return dist.new_group() if mesh.device.type == "cuda" else None
+
+
+def ended_key(number: int) -> str:
+    """Key of the count of ranks that have received a transfer."""
+    return f"{TRANSFERS_KEY}/{number}/ended"
 
 
 class WeightSender:
@@ -161,18 +164,17 @@ class WeightSender:
         """Send weights, and wait until all ranks have received them."""
         number = self._next
         self._next += 1
-        key = f"{TRANSFERS_KEY}/{number}"
         if self.mesh.rank == 0:
-            write_value(key, transfer)
-            forgotten = f"{TRANSFERS_KEY}/{number - KEPT_TRANSFERS}"  # which all ranks have ended
-            run_store().delete_key(f"{forgotten}/ended")
-            remove_value(forgotten)
+            write_value(f"{TRANSFERS_KEY}/{number}", transfer)
+            forgotten = number - KEPT_TRANSFERS  # which all ranks have ended
+            run_store().delete_key(ended_key(forgotten))
+            remove_value(f"{TRANSFERS_KEY}/{forgotten}")
         for tree, plan in weights:
             reshard(tree, plan, self.mesh, group=self.group)
         store = run_store()
         pauses = Pauses(self.mesh.world)
         limit = ProgressLimit(limit_of(self.mesh), f"the generators to receive weights {transfer.version}")
-        while store.add(f"{key}/ended", 0) < self.receivers:
+        while store.add(ended_key(number), 0) < self.receivers:
             pauses.sleep()
             limit.check()
 
@@ -216,23 +218,20 @@ class WeightReceiver:
             self._thread.join(timeout=1.0)  # it may be in an exchange with a rank that has failed
 
     def arrived(self) -> WeightDelivery | None:
-        """The weights that are here and were not taken. Raises: MeshError: a rank that sends has failed."""
+        """The weights that all generator ranks have received and this one has not taken.
+
+        Raises:
+          MeshError: a rank that sends has failed.
+        """
         if self._problem is not None:
             raise self._problem
+        if self._arrived is None or run_store().add(ended_key(self._next - 1), 0) < self.mesh.world:
+            return None
         return self._arrived
 
     def release(self) -> None:
         """Release weights that the engine has, so that others may arrive."""
         self._arrived = None
-
-    def complete(self, number: int) -> bool:
-        """True if all tensor ranks of this rank's replica have received the weights of a transfer."""
-        ranks = self.mesh.size("tensor")
-        return ranks == 1 or run_store().add(self._replica_key(number), 0) == ranks
-
-    def _replica_key(self, number: int) -> str:
-        replica = int(self.mesh.index(self.mesh.row_axes))
-        return f"{TRANSFERS_KEY}/{number}/replica/{replica}"
 
     def _receive(self) -> None:
         stream = _stream_beside(self.mesh.device)
@@ -254,29 +253,17 @@ class WeightReceiver:
         return False
 
     def _receive_next(self) -> None:
-        number = self._next
+        transfer: WeightTransfer = read_value(f"{TRANSFERS_KEY}/{self._next}")
         self._next += 1
-        key = f"{TRANSFERS_KEY}/{number}"
-        transfer: WeightTransfer = read_value(key)
         tree = reshard(None, self._form.plan, self.mesh, group=self._group)
         others = {name: reshard(None, self._further.plan, self.mesh, group=self._group) for name in transfer.further}
         prepared = self._form.prepare(tree)
         further = {name: self._further.prepare(other) for name, other in others.items()}
         if self.mesh.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self._arrived = WeightDelivery(transfer, number, prepared, further)
-        self._count(number)
-        run_store().add(f"{key}/ended", 1)
+        self._arrived = WeightDelivery(transfer, prepared, further)
+        run_store().add(ended_key(self._next - 1), 1)
         beat()
-
-    def _count(self, number: int) -> None:
-        """Count this tensor rank among those of its replica that have received a transfer."""
-        if self.mesh.size("tensor") == 1:
-            return
-        store = run_store()
-        store.add(self._replica_key(number), 1)
-        if self.mesh.index("tensor") == 0 and number >= KEPT_TRANSFERS:
-            store.delete_key(self._replica_key(number - KEPT_TRANSFERS))
 
 
 def _copied(weights: SentWeights) -> SentWeights:

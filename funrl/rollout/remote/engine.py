@@ -22,18 +22,16 @@ class ReadyRequest(NamedTuple):
 
 
 class LoadRequest(NamedTuple):
-    """Take the weights that follow by the engine's plan, rank to rank. Its answer is `EngineDigests` or None.
+    """Take the weights that follow by the engine's plan, rank to rank. Nobody reads its answer.
 
     Attributes:
       version: of the weights.
       base: whether they are the base weights of adapters.
-      digests: whether the answer has digests of the weights.
       model: name of the agents' model whose weights they are; "": they are the policy's.
     """
 
     version: int
     base: bool
-    digests: bool
     model: str = ""
 
 
@@ -52,9 +50,15 @@ class FurtherWeights(NamedTuple):
 
 
 class DigestsRequest(NamedTuple):
-    """Add up the digests of the weights of a version, held or on their way. Its answer is `EngineDigests`."""
+    """Add up the digests of the weights of a version, held or on their way. Its answer is `EngineDigests`.
+
+    Attributes:
+      version: of the weights.
+      base: whether they are the base weights of adapters.
+    """
 
     version: int
+    base: bool
 
 
 class GreedyRequest(NamedTuple):
@@ -84,24 +88,19 @@ class RemoteEngine:
       ahead: whether these ranks generate while others train, so that all weights come at once.
     """
 
-    def __init__(
-        self, weights: WeightSpec, requests: Requests, *, base: bool = False, digests: bool = True, model: str = ""
-    ) -> None:
+    def __init__(self, weights: WeightSpec, requests: Requests, *, base: bool = False, model: str = "") -> None:
         """Make the engine without weights.
 
         Args:
           weights, requests: its attributes.
           model: name of the agents' model that it has; "": the policy.
           base: whether it has the weights that adapters stand on.
-          digests: whether loads are proved.
         """
         self.weights = weights
         self.version: int | None = None
         self.requests = requests
         self.base = base
         self.model = model
-        self.digests = digests
-        self.loading = -1  # number of the newest request
         self.sender: WeightSender | None = None
         self.held: Callable[[int], bool] = lambda version: True
         self.ahead = False
@@ -113,11 +112,9 @@ class RemoteEngine:
           named_weights: sends this rank's shards to the engine's ranks while it is iterated, and yields nothing.
           version: of the weights.
         """
-        if self.loading >= 0 and not self.digests:
-            self.requests.forget(self.loading)  # nobody reads its answer
         # A message from rank to rank waits no longer than --timeout, and rows that are being generated may take longer.
         self.requests.ask(ReadyRequest(), "the generators' rows before new weights")
-        self.loading = self.requests.post(LoadRequest(version, self.base, self.digests, self.model))
+        self.requests.forget(self.requests.post(LoadRequest(version, self.base, self.model)))
         collections.deque(named_weights, maxlen=0)
         self.version = version
 
@@ -138,7 +135,6 @@ class RemoteEngine:
             raise RuntimeError("nothing sends weights in the background")
         transfer = WeightTransfer(version, {other.engine.model: other.version for other in further})
         self.sender.begin([weights, *(other.weights for other in further)], transfer)
-        self.loading = -1
         self.version = version
         for other in further:
             other.engine.version = other.version
@@ -151,22 +147,15 @@ class RemoteEngine:
           version: that the engine should have.
         """
         own = trained_digests(source, self.weights)
-        number = self.loading
+        mesh = source.mesh
 
         def theirs() -> EngineDigests:
-            asked = self.requests.post(DigestsRequest(version)) if number < 0 else number
-            return self.requests.answer(asked, f"the generators' weights {version}")
+            return self.requests.ask(DigestsRequest(version, self.base), f"the generators' weights {version}")
 
         def held() -> bool:
-            return number >= 0 or self._all_hold(version)
+            return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
-        mesh = source.mesh
         return RemoteDigests(version, mesh, source.stored, self.weights, own_N2=own, engine=theirs, held=held)
-
-    def _all_hold(self, version: int) -> bool:
-        """True if all generators hold a version. Collective over the trainer ranks."""
-        mesh = self.requests.mesh
-        return from_first_rank(self.held(version) if mesh.rank == 0 else None, mesh)
 
     def greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         """Greedy completions of the engine's first replica. Collective over the trainer ranks."""

@@ -40,7 +40,7 @@ from funrl.trainer.settings.settings import scoring_budget
 from funrl.trainer.sources.judging import open_judge
 from funrl.trainer.steps.optimizer import frozen_beginnings
 from funrl.trainer.steps.parts import FrozenAgent, GeneratingParts, Parts, with_generator
-from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer, first_request
+from funrl.trainer.steps.remote_scores import RemoteRewards, RemoteScorer, role_pool
 from funrl.trainer.steps.roles import Role, RoleState, State, bases, writes_of
 from funrl.trainer.steps.router_losses import router_losses
 from funrl.trainer.steps.sync import earlier_self
@@ -138,16 +138,15 @@ def _models_on_other_ranks(
     """
     scorers = {}
     rewarding = {}
-    for number, (name, pool) in enumerate(scoring_pools(job).items()):
+    asking = (generating, "generate") if generating.here else (training, "train")
+    for name, pool in scoring_pools(job).items():
         own = submesh(training, pool.sizes, pool.ranks)
         if not rewards_completions(job, name):
             if training.here:
                 role = _role(job, name, {name: placed(name, job.models[name], own)})
-                scorers[name] = RemoteScorer(name, role, training, number, scoring_budget(job.settings))
-        elif generating.here and not own.here:
-            rewarding[name] = RemoteRewards(name, own, generating, first_request(number))
+                scorers[name] = RemoteScorer(name, role, training, scoring_budget(job.settings))
         elif not own.here:
-            rewarding[name] = RemoteRewards(name, own, training, first_request(number, batches=True))
+            rewarding[name] = RemoteRewards(name, own, asking[0], role_pool(name, asking[1]))
     return scorers, rewarding
 
 

@@ -232,7 +232,7 @@ def with_agents(job: RLJob, generator: Generator, layer_of: Callable[[Model], La
         }
         return generator._replace(frozen=frozen, policies={name: make(job.model) for name in job.agents.policies})
     engine = cast(RemoteEngine, generator.whole)
-    remote = functools.partial(RemoteEngine, engine.weights, engine.requests, digests=False)
+    remote = functools.partial(RemoteEngine, engine.weights, engine.requests)
     sent = {name: declared for name, declared in job.agents.frozen.items() if declared.directory is None}
     return generator._replace(
         frozen={name: FrozenAgent(declared, remote(model=name)) for name, declared in sent.items()},
@@ -268,17 +268,16 @@ def judging_mesh(job: RLJob, sizes: dict[str, int], mesh: Mesh, only: str | None
 def _remote_generator(job: Job, mesh: Mesh, placed: Placed, policy: Placed) -> Generator:
     """The generator of other ranks, as a rank that trains sees it."""
     requests = Requests(placed.mesh)
-    digests = job.settings.engines.verify_sync
     lora = added_adapters(policy.model) if job.settings.engines.abilities.adapters else None
     weights = MAKERS[_engine_name(job, placed.model)].weights(placed.model, mesh, job.dtype)
     spec = dataclasses.replace(weights, streamed=False)  # they come by a plan
-    engine = RemoteEngine(spec, requests, base=lora is not None, digests=digests)
+    engine = RemoteEngine(spec, requests, base=lora is not None)
     to_engine = _plan_to(spec, placed.stored, placed.mesh, job)
     if lora is None:
         return Generator(cast(Engine, engine), mesh, to_engine, proof=SyncProof())
     factors = spec_of_adapter(placed.model, mesh, spec, lora)
     to_factors = _plan_to(factors, trained_part(policy.model, policy.stored), placed.mesh, job)
-    adapter = RemoteEngine(factors, requests, digests=digests)
+    adapter = RemoteEngine(factors, requests)
     base = AdaptedBase(cast(NativeEngine, engine), to_engine)
     return Generator(cast(Engine, adapter), mesh, to_factors, proof=SyncProof(), base=base)
 

@@ -21,16 +21,16 @@ from funrl.rewards.call import RewardError
 from funrl.rewards.pool import Pool
 from funrl.rollout.certificate import greedy_of, greedy_requests
 from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.group_board import GroupBoard
 from funrl.rollout.native.engine import NativeEngine
 from funrl.rollout.native.loading import in_form
-from funrl.rollout.remote.digests import EngineDigests, compared_greedy, engine_digests
+from funrl.rollout.remote.digests import compared_greedy, engine_digests
 from funrl.rollout.remote.engine import DigestsRequest, GreedyRequest, LoadRequest, ReadyRequest
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.build import build, load_directories
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of
-from funrl.trainer.placement.link import BoardLink
+from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.groups import ledger_rule
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
@@ -41,7 +41,6 @@ from funrl.trainer.placement.messages import (
     WrittenFiles,
 )
 from funrl.trainer.placement.writer import GroupWriter
-from funrl.trainer.sources.curriculum import UNWEIGHTED
 from funrl.trainer.sources.evaluation import EvalRow
 from funrl.trainer.sources.heldout import HeldoutWriter
 from funrl.trainer.sources.observing import ShownSample
@@ -123,13 +122,13 @@ class GeneratorRank:
         assert isinstance(request, DigestsRequest | GreedyRequest | BeginEvaluationRequest)
         self.writer.take_version(request.version)
         if isinstance(request, DigestsRequest):
-            return engine_digests(self.generator.engine)
+            return engine_digests(self.generator.whole if request.base else self.generator.engine)
         if isinstance(request, GreedyRequest):
             return self._greedy(request)
         self.heldout = HeldoutWriter(self.generation, request.step)
         return self.writer.begin_evaluation(self.heldout.write)
 
-    def _load(self, request: LoadRequest) -> EngineDigests | None:
+    def _load(self, request: LoadRequest) -> None:
         """Take weights."""
         generator = self.generator
         engine = generator.engine
@@ -142,7 +141,6 @@ class GeneratorRank:
             plan = generator.to_whole
         with heartbeat.phase("reshard"):
             engine.load(engine.weights.named(reshard(None, plan, engine.weights.mesh)), request.version)
-        return engine_digests(engine) if request.digests else None
 
     def _greedy(self, request: GreedyRequest) -> Greedy:
         """Greedy completions of the first replica, beside the groups."""
@@ -184,13 +182,9 @@ def serve_requests(job: RLJob, training: Mesh, generating: Mesh, pool: Pool | No
     form = WeightForm(generator.to_engine, functools.partial(in_form, generator.engine.weights))
     whole_form = WeightForm(generator.to_whole, functools.partial(in_form, generator.whole.weights))
     receiver = WeightReceiver(generating, form, whole_form, group)
-    link = BoardLink(
-        GroupBoard(generating.size(generating.row_axes)),
-        int(generating.index(generating.row_axes)),
-        weighed=generation.schedule.weighing is not UNWEIGHTED,
-        fixed=generation.engine.queue == "fixed",
-    )
-    writer = GroupWriter(generation, receiver, functools.partial(load_arrived, generator), link)
+    board = GroupBoard(generating.size(generating.row_axes), int(generating.index(generating.row_axes)))
+    take_weights = functools.partial(load_arrived, generator)
+    writer = GroupWriter(generation, receiver, take_weights, board, ledger_rule(job, generation))
     rank = GeneratorRank(generation, generator, training, show, writer)
     with stops_when_asked(), answers.showing_progress(), receiver.receiving(), contextlib.closing(writer):
         while not isinstance(request := rank.next_request(answers), End):

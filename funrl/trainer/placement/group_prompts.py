@@ -1,16 +1,16 @@
-"""The groups that replicas write, with their prompts, and the prompts that weights choose ahead."""
+"""The groups that trainer ranks ask for, with their prompts, and the prompts that weights choose ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from funrl import trees
 from funrl.data.order import take_next
-from funrl.rollout.ledger import Ledger
 from funrl.rollout.requests import request_seed
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.seeds import derived_seed
@@ -22,28 +22,63 @@ class GroupPrompt(NamedTuple):
     """The prompt of a group.
 
     Attributes:
-      position: in the order of prompts.
-      first: position from which the samples are numbered, whose seeds depend on both.
+      index: among the prompts of the job.
+      seed: of the noise of all prompts that are asked for together.
+      number: of the prompt among these.
+      position: in the order of prompts; -1: the trainer ranks take a step's prompts from the order when it begins.
     """
 
-    position: int
-    first: int
+    index: int
+    seed: int
+    number: int
+    position: int = -1
 
-    def seeds(self, seed: int, samples: int) -> list[int]:
+    def seeds(self, samples: int) -> list[int]:
         """Seeds of the samples.
 
         Args:
-          seed: of the run.
           samples: their number.
         """
-        own = derived_seed(seed, self.first)
-        begin = (self.position - self.first) * samples
-        return [request_seed(own, begin + sample) for sample in range(samples)]
+        begin = self.number * samples
+        return [request_seed(self.seed, begin + sample) for sample in range(samples)]
 
     @property
     def baseline_seed(self) -> int:
-        """Seed of the greedy completion or episode."""
+        """Seed of the greedy completion or episode that is written beside the samples."""
         return request_seed(BASELINE_SEED, self.position)
+
+
+def prompts_at(schedule: PromptSchedule, positions: Sequence[int], firsts: Sequence[int]) -> list[GroupPrompt]:
+    """Prompts at some positions of the order.
+
+    Args:
+      schedule: of the run.
+      positions: of the prompts.
+      firsts: for each the position from which the samples are numbered, whose seeds depend on both.
+    """
+    indices = schedule.numbers_at(np.array(positions, dtype=np.int64)).tolist()
+    return [
+        GroupPrompt(index, derived_seed(schedule.seed, first), position - first, position)
+        for index, position, first in zip(indices, positions, firsts, strict=True)
+    ]
+
+
+class GroupWork(NamedTuple):
+    """A group that the trainer ranks ask for.
+
+    Attributes:
+      number: under which its rows are kept; no other group of the run has it.
+      place: in the ledger; None: a greedy completion or episode alone, which belongs to a group that has a place.
+      prompt: of the group.
+      weights: version of the weights that all replicas hold before it begins.
+      baseline: whether its samples come with the greedy completion or episode of the prompt.
+    """
+
+    number: int
+    place: int | None
+    prompt: GroupPrompt
+    weights: int = 0
+    baseline: bool = False
 
 
 class GroupPart(NamedTuple):
@@ -58,94 +93,23 @@ class GroupPart(NamedTuple):
     seeds: list[int]
 
 
-class AskedPrompt(NamedTuple):
-    """The prompt of a group that the trainer ranks ask for.
-
-    Attributes:
-      place: of the prompt in those of the job.
-      seed: of the noise of all prompts that are asked for together.
-      number: of the prompt among these.
-      greedy: whether its greedy completion or episode is asked for, and not its samples.
-    """
-
-    place: int
-    seed: int
-    number: int
-    greedy: bool = False
-
-
-def prompt_of_place(
-    ledger: Ledger, place: int, *, take: Callable[[], int], chosen: Callable[[int], Sequence[int]] | None = None
-) -> GroupPrompt:
-    """The prompt with which a place begins that the trainer ranks have not asked for.
+def group_parts(work: GroupWork, sampling: Sampling) -> list[GroupPart]:
+    """Completions or episodes of a group, each part rewarded by itself.
 
     Args:
-      ledger: as it was opened.
-      place: of the group.
-      take: gives the numbers of prompts in their order, where a filter may drop some.
-      chosen: batch -> positions of its prompts, where weights choose them; None: they do not.
+      sampling: of the samples.
     """
-    rule = ledger.rule
-    if rule.prompts > 1:
-        position = ledger.prompt_of(take())
-        return GroupPrompt(position, first=position)
-    batch, index = divmod(place, rule.places)
-    if chosen is not None:
-        position = chosen(batch)[index]
-        return GroupPrompt(position, first=position)
-    first = ledger.prompts + (batch - ledger.version) * rule.places
-    return GroupPrompt(first + index, first)
-
-
-class GroupWork(NamedTuple):
-    """A group that a replica writes.
-
-    Attributes:
-      number: under which it is delivered and its rows are kept; that of its place, unless the trainer ranks number the
-        groups that they ask for.
-      place: in the ledger; None: a greedy completion or episode, which belongs to a group that has one.
-      attempt: how often the place has begun, this time included.
-      version: of the ledger, with whose weights it begins.
-      prompt: of the group; None: the next one of the order, where the trainer ranks have asked.
-    """
-
-    number: int
-    place: int | None
-    attempt: int = 1
-    version: int = 0
-    prompt: GroupPrompt | AskedPrompt | None = None
-
-    @property
-    def known_prompt(self) -> GroupPrompt | AskedPrompt:
-        """`prompt` of a group that a replica has taken. Raises: RuntimeError, it has none yet."""
-        if self.prompt is None:
-            raise RuntimeError(f"group {self.number} has no prompt yet")
-        return self.prompt
+    prompt = work.prompt
+    greedy = baseline_sampling(sampling)
+    if work.place is None:
+        return [GroupPart(greedy, prompt.seeds(1))]
+    parts = [GroupPart(sampling, prompt.seeds(sampling.samples))]
+    return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if work.baseline else parts
 
 
 def baseline_of(number: int) -> int:
     """Number under which a replica keeps the greedy completion or episode that it has written with a group."""
-    return number + (1 << 30)  # above the places of any run
-
-
-def group_parts(prompt: GroupPrompt | AskedPrompt, seed: int, sampling: Sampling, *, baseline: bool) -> list[GroupPart]:
-    """Completions or episodes of a group, each part rewarded by itself.
-
-    Args:
-      prompt: of the group.
-      seed: of the run.
-      sampling: of the samples.
-      baseline: whether samples come with the greedy completion or episode of their prompt.
-    """
-    samples = sampling.samples
-    greedy = baseline_sampling(sampling)
-    if isinstance(prompt, AskedPrompt):
-        if prompt.greedy:
-            return [GroupPart(greedy, [request_seed(prompt.seed, prompt.number)])]
-        begin = prompt.number * samples
-        return [GroupPart(sampling, [request_seed(prompt.seed, begin + sample) for sample in range(samples)])]
-    parts = [GroupPart(sampling, prompt.seeds(seed, samples))]
-    return [*parts, GroupPart(greedy, [prompt.baseline_seed])] if baseline else parts
+    return number + (1 << 30)  # above the groups of any run
 
 
 class ChosenPrompts(NamedTuple):

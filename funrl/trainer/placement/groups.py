@@ -1,14 +1,15 @@
 """Trainer-side client of generator ranks, which write groups of rows.
 
-The first rank keeps the ledger of the run: it learns from the reports of replicas which groups have begun and ended,
-and takes the groups of a batch. The others learn its choice through the store. Without staleness the trainer ranks ask
-for each group of a step, whose rows are then those of a run whose ranks do both; else replicas write groups ahead.
+The first rank keeps the ledger of the run: when a step begins it asks for the groups of all places that may begin, and
+takes the groups of a batch. The others learn its choice through the store. Without staleness these are the groups of
+the step, whose rows are then those of a run whose ranks do both; else they are of later batches too.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,25 @@ from funrl.mesh.pools.channel import Pauses, ProgressLimit, Requests, limit_of, 
 from funrl.mesh.pools.handover import Handover, receive_rows
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
-from funrl.rollout.group_board import GROUPS_KEY, WORK_KEY, GroupBoard
-from funrl.rollout.ledger import Ledger, LedgerRule, Place, PlaceState
+from funrl.rollout.ledger import Ledger, LedgerRule
 from funrl.rollout.remote.engine import RemoteEngine
 from funrl.rollout.sampling_parameters import Sampling
 from funrl.trainer.jobs.job import RLJob
-from funrl.trainer.placement.group_prompts import AskedPrompt, ChosenPrompts, GroupWork, baseline_of
-from funrl.trainer.placement.joined_groups import ORIGIN, age_metrics, in_place_of, joined_rows
+from funrl.trainer.placement.board import AGAIN, ANY_REPLICA, GROUPS_KEY, WORK_KEY, GroupBoard
+from funrl.trainer.placement.group_prompts import ChosenPrompts, GroupPrompt, GroupWork, baseline_of, prompts_at
 from funrl.trainer.placement.messages import (
     BeginEvaluationRequest,
     EndEvaluationRequest,
     EpisodesRequest,
     SendGroupsRequest,
     WrittenFiles,
+)
+from funrl.trainer.placement.written_groups import (
+    ORIGIN,
     WrittenGroup,
+    age_metrics,
+    in_place_of,
+    joined_rows,
     own_fields,
 )
 from funrl.trainer.sources.curriculum import UNWEIGHTED
@@ -49,6 +55,7 @@ from funrl.trainer.steps.step_rows import Rows, moved, rows_of, with_stale
 from funrl.trainer.storage.shard_server import CheckpointError
 
 ServeUntil = Callable[[Requests, int, str], None]
+GENERATORS = 0  # owner of all places in the ledger: a generator rank that is lost ends the run
 
 
 def ledger_rule(job: RLJob, generation: Generation) -> LedgerRule:
@@ -114,13 +121,16 @@ class GroupGenerators:
         self._rounds: list[tuple[Sequence[int], int]] = []  # of the step, as an `EpisodesRequest` has them
         self._released: list[int] = []  # groups whose rows nobody asks for any more
         self._unlogged: list[int] = []  # and those whose episodes nobody does
-        self._asked = 0  # groups of all steps that the trainer ranks have asked for and numbered
-        self._places: dict[int, int | None] = {}  # of these groups of the step
+        self._asked = 0  # groups of all steps
+        self._numbers: dict[int, int] = {}  # of the newest group of each place that is not taken
+        self._left: list[int] = []  # positions of prompts that a run which has ended passed over
+        self._first = 0  # position of the prompt of place 0, where each place has the next one
+        self._greedy = generation.greedy_baseline
         self.rewards_baselines = generation.rewards.rescore is not None and generation.greedy_baseline
         self.weighed = self.ahead and self._schedule.weighing is not UNWEIGHTED
         self.chosen = ChosenPrompts(torch.zeros(0, dtype=torch.int64))
         self._board = GroupBoard(self.generating.size(self.generating.row_axes))
-        self._fixed = generation.engine.queue == "fixed"
+        self._fixed = generation.engine.queue == "fixed" and not self.ahead
         if self.ahead:
             engine.held = self._board.holds
         self._written: dict[int, WrittenGroup] = {}  # delivered, and not in the batch
@@ -142,7 +152,7 @@ class GroupGenerators:
         """
         if not self.weighed:
             return state, {}
-        ahead = int(self._rule.staleness)
+        ahead = -(-self._rule.ahead // self._rule.places)
         to_come = range(step, min(step + ahead, steps) + 1)
         self.chosen, memory, metrics = self.chosen.extended(self._schedule, state["curriculum"], to_come)
         return {**state, "curriculum": memory}, metrics
@@ -158,19 +168,21 @@ class GroupGenerators:
         self.step = step
         self._unlogged += [number for numbers, _ in self._rounds for number in numbers]
         self._groups, self._newest, self._lost = {}, (), []
-        self._rounds, self._places = [], {}
+        self._rounds = []
         self._waited_s = 0.0
         if self.mesh.rank != 0:
             return
-        places = self._rule.places
-        self._board.give_prompts(step - 1, self.chosen.positions.view(-1, places).tolist())
         if self.ledger is None:
+            places = self._rule.places
             overtaken = self.places["overtaken"].tolist()
             self.ledger = Ledger.restored(self._rule, steps * places, version=step - 1, overtaken=overtaken)
             self.ledger.prompts = position
             self.ledger.passed = self.places["left"].tolist()
-            self._board.open(self.ledger)
-        self._board.train(step - 1, self.engine.version or 0)
+            self._left = list(self.ledger.passed)
+            self._board.take_prompt(position + len(self._left))
+            self._first = position - (step - 1) * places
+        if self.ahead:
+            self._ask_places(self.ledger)
 
     def end_step(self) -> None:
         """Take the batch of a step, on which the filter has decided. Collective."""
@@ -180,6 +192,7 @@ class GroupGenerators:
                 self.ledger.score(self._places_of(self._lost))
             if self.ledger.take() is None:
                 raise RuntimeError(f"the batch of step {self.step} is not whole: places {sorted(self.ledger.batch)}")
+            self._numbers = {place: n for place, n in self._numbers.items() if place in self.ledger.places}
             overtaken = torch.tensor(self.ledger.taken_in_window, dtype=torch.bool)
             self.places = {"overtaken": overtaken, "left": torch.tensor(self.ledger.passed, dtype=torch.int64)}
             self._counts = {f"places/{name}": self.ledger.counts[name] for name in ("begun", "refilled", "taken")}
@@ -229,56 +242,88 @@ class GroupGenerators:
           RewardError: as `rollout` raises it.
         """
         lost, self._lost = self._lost[: len(places)], self._lost[len(places) :]
-        if self.ahead:
-            numbers = tuple(lost)
-        else:
-            begin = (self.step - 1) * self._rule.places
-            waiting = self._refilled(lost) if lost else range(begin, begin + len(places))
-            prompts = [AskedPrompt(place, seed, number) for number, place in enumerate(places.tolist())]
-            numbers = self._ask(prompts, waiting)
-        groups = self._collected(numbers)
+        prompts = [GroupPrompt(index, seed, number) for number, index in enumerate(places.tolist())]
+        groups = self._collected(self._ask_for_batch(lost, [] if self.ahead else prompts))
         assert len(groups) == len(places)
         self._newest = tuple(groups)
         self._rounds.append((self._newest, self._samples))
         self._released += self._newest
-        self._groups = {number: group for number, group in self._groups.items() if number not in groups} | groups
         if self.ahead:
-            positions = [group.prompt.position for group in groups.values() if group.prompt is not None]
+            replaced = {self._groups[number].work.place: self._groups.pop(number) for number in lost}
+            groups = {n: in_place_of(replaced.get(group.work.place), group) for n, group in groups.items()}
+        self._groups |= groups
+        if self.ahead:
+            positions = [group.work.prompt.position for group in groups.values()]
             if self.ledger is not None and self._rule.prompts > 1:
                 self.ledger.use_prompts([*positions, *(prompt.position for prompt in self.dropped())])
             self.chosen = self.chosen._replace(positions=self.chosen.positions[len(places) :])
-            places = self._schedule.numbers_at(np.array(positions))
+        places = np.array([group.work.prompt.index for group in groups.values()])
         written = [(number, group.generator, group.written) for number, group in groups.items()]
         done, rows = joined_rows(written, self.generating, self.mesh.device, samples=sampling.samples)
         return RemoteRows(places, done, self.moved_early(rows, len(places)) if self.early else rows)
 
-    def _ask(self, prompts: Sequence[AskedPrompt], places: Sequence[int | None]) -> tuple[int, ...]:
-        """Ask replicas for groups of prompts in some places; returns the numbers of the groups."""
-        numbers = tuple(range(self._asked, self._asked + len(prompts)))
-        self._asked += len(prompts)
-        self._places |= zip(numbers, places, strict=True)
-        if self.ledger is not None:
-            known = self.ledger.places
-            attempts = [1 if place is None else known.get(place, Place()).attempt + 1 for place in places]
-            facts = zip(numbers, places, attempts, prompts, strict=True)
-            works = [GroupWork(number, place, attempt, prompt=prompt) for number, place, attempt, prompt in facts]
-            replicas = self._board.replicas
-            ends = [len(works) * replica // replicas for replica in range(1, replicas + 1)]
-            for replica, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)) if self._fixed else ():
-                self._board.ask(works[begin:end], replica)
-            if not self._fixed:
-                self._board.ask(works)
-        return numbers
+    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
+        """Ask for groups of the batch that have not been asked for; returns their numbers on the first rank.
 
-    def _refilled(self, lost: Sequence[int]) -> list[int]:
-        """Places of groups that the filter has dropped, in which others begin."""
-        if self.ledger is not None:
+        Args:
+          lost: groups that the filter has dropped, whose places are refilled.
+          prompts: of the groups; none: the next ones of the order.
+        """
+        if self.ledger is None or not (lost or prompts):
+            return ()
+        if lost:
             self.ledger.refill(self._places_of(lost))
-        return self._places_of(lost)
+        return self._ask_places(self.ledger, prompts, AGAIN if lost else ANY_REPLICA)
 
-    def _places_of(self, numbers: Sequence[int]) -> list[int]:
+    def _ask_places(self, ledger: Ledger, prompts: Sequence[GroupPrompt] = (), queue: str = ANY_REPLICA) -> list[int]:
+        """Ask for the groups of all places that may begin; returns their numbers."""
+        places = self._begin_places(ledger)
+        works = self._works(places, prompts or self._prompts_of(ledger, places))
+        self._numbers |= {place: work.number for place, work in zip(places, works, strict=True)}
+        self._ask(works, queue)
+        return [work.number for work in works]
+
+    def _begin_places(self, ledger: Ledger) -> list[int]:
+        """Begin the places of the ledger that may begin."""
+        places = ledger.next_places(ledger.version, ledger.until)
+        ledger.begin(GENERATORS, places, ledger.version)
+        return places
+
+    def _prompts_of(self, ledger: Ledger, places: Sequence[int]) -> list[GroupPrompt]:
+        """The next prompts of the order, or those that weights have chosen, for places."""
+        size = self._rule.places
+        if self._rule.prompts > 1:
+            positions = [self._left.pop(0) if self._left else self._board.take_prompt() for _ in places]
+        elif self.weighed:
+            chosen = self.chosen.positions.tolist()
+            positions = [chosen[place - ledger.version * size] for place in places]
+        else:
+            positions = [self._first + place for place in places]
+        by_batch = self._rule.prompts == 1 and not self.weighed  # with the seeds of a batch that is written at once
+        firsts = [p - place % size for p, place in zip(positions, places, strict=True)] if by_batch else positions
+        return prompts_at(self._schedule, positions, firsts)
+
+    def _works(self, places: Sequence[int | None], prompts: Sequence[GroupPrompt]) -> list[GroupWork]:
+        """Groups of places with prompts, to be written with the newest weights."""
+        weights = self.engine.version or 0
+        numbers = range(self._asked, self._asked + len(places))
+        self._asked += len(places)
+        baseline = self.ahead and self._greedy
+        return [GroupWork(*work, weights, baseline) for work in zip(numbers, places, prompts, strict=True)]
+
+    def _ask(self, works: Sequence[GroupWork], queue: str = ANY_REPLICA) -> None:
+        """Ask replicas for groups."""
+        if not self._fixed:
+            self._board.ask(works, queue)
+            return
+        replicas = self._board.replicas
+        ends = [len(works) * replica // replicas for replica in range(replicas + 1)]
+        for replica, (begin, end) in enumerate(itertools.pairwise(ends)):
+            self._board.ask(works[begin:end], str(replica))
+
+    def _places_of(self, numbers: Iterable[int]) -> list[int]:
         """Places of groups of the step."""
-        places = (self._places.get(number, number) for number in numbers)
+        places = (self._groups[number].work.place for number in numbers)
         return [place for place in places if place is not None]
 
     def moved_early(self, rows: Rows, prompts: int) -> Rows:
@@ -292,8 +337,11 @@ class GroupGenerators:
             own = {number: self._groups[number] for number in (self._newest[place] for place in groups.tolist())}
             written = [(baseline_of(number), group.generator, group.baseline) for number, group in own.items()]
         else:
-            prompts = [AskedPrompt(place, BASELINE_SEED, n, greedy=True) for n, place in enumerate(places.tolist())]
-            own = self._collected(self._ask(prompts, [None] * len(prompts)))
+            prompts = [GroupPrompt(index, BASELINE_SEED, n) for n, index in enumerate(places.tolist())]
+            works = self._works([None] * len(prompts), prompts)
+            if self.ledger is not None:
+                self._ask(works)
+            own = self._collected([work.number for work in works])
             written = [(number, group.generator, group.written) for number, group in own.items()]
             self._rounds.append((tuple(own), 1))
         self._released += [number for number, *_ in written]
@@ -346,9 +394,15 @@ class GroupGenerators:
         if not self._groups or not self.ahead:
             return None
         return [
-            (*group.prompt, group.generator, group.switches, sorted(group.tokens.items()), group.dropped)
+            (
+                group.work.prompt.position,
+                group.work.prompt.position - group.work.prompt.number,
+                group.generator,
+                group.switches,
+                sorted(group.tokens.items()),
+                group.dropped,
+            )
             for group in self.batch_groups()
-            if group.prompt is not None
         ]
 
     def write_episodes(self, folder: Path) -> int:
@@ -456,16 +510,15 @@ class GroupGenerators:
 
         Args:
           ledger: of the run.
-          awaited: numbers of groups; none: the batch. Those that are written ahead refill places of dropped ones.
+          awaited: numbers of groups; none: the batch.
           waits_for: name of the groups.
         """
         pauses = Pauses(1)
         limit = ProgressLimit(limit_of(self.mesh), waits_for, WORK_KEY)
-        if self.ahead and awaited:
-            refilled = ledger.refill(awaited)
-            self._board.ask([GroupWork(place, place, ledger.places[place].attempt + 1) for place in refilled])
         while True:
-            if self._read_reports(ledger):
+            while (group := self._board.next_delivery()) is not None:
+                self._deliver(ledger, group)
+                beat()
                 pauses = Pauses(1)
             if (groups := self._complete(awaited)) is not None:
                 return groups
@@ -479,31 +532,21 @@ class GroupGenerators:
         if self.ledger is None:
             return None
         self.ledger.fill_batch()
-        numbers = awaited or (sorted(self.ledger.batch) if len(self.ledger.batch) == self._rule.places else ())
+        numbers = awaited
+        if not awaited and len(self.ledger.batch) == self._rule.places:
+            numbers = [self._numbers[place] for place in sorted(self.ledger.batch)]
         if not numbers or not self._written.keys() >= set(numbers):
             return None
-        groups = {number: self._written.pop(number) for number in numbers}
-        return {n: in_place_of(self._groups[n], x) if n in self._groups else x for n, x in groups.items()}
+        return {number: self._written.pop(number) for number in numbers}
 
-    def _read_reports(self, ledger: Ledger) -> bool:
-        """Tell the ledger what replicas have begun and delivered since the last call; True: there was something."""
-        count = 0
-        while (event := self._board.next_event()) is not None:
-            count += 1
-            beat()
-            if isinstance(event, int):
-                self._deliver(ledger, event, self._board.collect(event))
-                continue
-            for owner, place, attempt, version in event:
-                before = ledger.places.get(place, Place())
-                if before.state == PlaceState.RUNNING and before.attempt < attempt:  # a replica has dropped its rows
-                    ledger.deliver(owner, place, before.attempt)
-                    ledger.refill([place])
-                ledger.begin(owner, [place], version)
-        return count > 0
-
-    def _deliver(self, ledger: Ledger, number: int, group: WrittenGroup) -> None:
-        """Note a delivered group. One of an attempt that another has replaced changes nothing."""
-        place = self._places.get(number, number)
-        if place is None or group.problem is not None or ledger.deliver(group.generator, place, group.attempt):
-            self._written[number] = group
+    def _deliver(self, ledger: Ledger, group: WrittenGroup) -> None:
+        """Note a delivered group."""
+        self._written[group.work.number] = group
+        place = group.work.place
+        if place is None or group.problem is not None:
+            return
+        for _ in group.dropped:  # by other prompts the replica has refilled the place
+            ledger.deliver(GENERATORS, place, ledger.places[place].attempt)
+            ledger.refill([place])
+            ledger.begin(GENERATORS, [place], ledger.version)
+        ledger.deliver(GENERATORS, place, ledger.places[place].attempt)

@@ -25,13 +25,13 @@ from funrl.rollout.episode_replay import turn_request
 from funrl.rollout.episodes import Episode, Node
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.sampling_parameters import Sampling
+from funrl.seeds import derived_seed
 from funrl.trainer.checkpoints.saved_episodes import read_episodes
 from funrl.trainer.checkpoints.saved_rows import ROLLOUTS, open_rows, saved_steps
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import generation_of
 from funrl.trainer.placement.group_prompts import GroupPrompt
-from funrl.trainer.placement.joined_groups import age_metrics, join_groups
-from funrl.trainer.placement.messages import switches_of
+from funrl.trainer.placement.written_groups import age_metrics, join_groups, switches_of
 from funrl.trainer.sources.curriculum import as_chosen
 from funrl.trainer.sources.generation import Rollout, pending_rewards
 from funrl.trainer.sources.group_rows import CompletionRun, join_samples
@@ -282,9 +282,9 @@ class LoggedWriter:
 
     def _seed(self, group: LoggedGroup, sample: int) -> int:
         """Seed of a sample of a group."""
-        prompt = GroupPrompt(group.position, group.first)
-        seeds = prompt.seeds(self.generation.schedule.seed, self.generation.sampling.samples)
-        return [*seeds, prompt.baseline_seed][sample]
+        seed = derived_seed(self.generation.schedule.seed, group.first)
+        prompt = GroupPrompt(-1, seed, group.position - group.first, group.position)
+        return [*prompt.seeds(self.generation.sampling.samples), prompt.baseline_seed][sample]
 
     def _logged_episode(self, group: LoggedGroup, sample: int) -> LoggedEpisode:
         """The episode of a sample. Raises: MissingEpisodeError."""

@@ -10,13 +10,12 @@ from funrl.mesh.pools.channel import end_requests
 from funrl.mesh.pools.transfer import transfer_group
 from funrl.processes.environment import shutdown_remark, shutdown_s
 from funrl.rewards.pool import Pool
-from funrl.trainer.jobs.job import Job, RLJob, rewards_completions
+from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import make_source
 from funrl.trainer.loop import Outcome, train_loop
 from funrl.trainer.placement.generate import serve_requests
 from funrl.trainer.placement.ray_generators import ray_source
-from funrl.trainer.placement.rewarding_ranks import serve_rewarding
-from funrl.trainer.placement.scoring_ranks import serve_scores
+from funrl.trainer.placement.role_ranks import serve_role
 from funrl.trainer.placement.source import placed_source
 from funrl.trainer.sources.observing import Observer
 from funrl.trainer.startup import MakeSource
@@ -46,10 +45,7 @@ def run_rank(
     scoring = {name: submesh(mesh, pool.sizes, pool.ranks) for name, pool in placement.scoring.items()}
     for name, own in scoring.items():
         if own.here:
-            if rewards_completions(job, name):
-                error, stopped = serve_rewarding(job, name, [generating, training], own)
-            else:
-                error, stopped = serve_scores(job, name, training, own)
+            error, stopped = serve_role(job, name, training, generating, own)
             return Outcome({}, {}, error, stopped)
     if generating.here:
         error, stopped = serve_requests(job, training, generating, pool, group)

@@ -33,9 +33,8 @@ from funrl.trainer.jobs.build import build
 from funrl.trainer.jobs.job import RLJob
 from funrl.trainer.jobs.row_source import generation_of, open_rewards
 from funrl.trainer.placement.generate import ShowBuffer
-from funrl.trainer.placement.group_facts import describe_group, example_of
 from funrl.trainer.placement.group_prompts import GroupWork, group_parts
-from funrl.trainer.placement.messages import GroupFields, WrittenGroup, further_fields
+from funrl.trainer.placement.written_groups import GroupFields, WrittenGroup, describe_group, further_fields
 from funrl.trainer.settings.scorers import SCORERS
 from funrl.trainer.settings.settings import with_flags
 from funrl.trainer.sources.generation import Rollout
@@ -72,7 +71,7 @@ class GeneratorActor:
       actor = ray.remote(GeneratorActor).options(num_cpus=1).remote(ray.put(sent_job(job)), False)
       name, room = ray.get(actor.describe.remote())
       digests = ray.get(actor.load.remote(exchange, version))
-      facts, episodes, *samples = actor.write.options(num_returns=4).remote(work, 2)
+      facts, episodes, *samples = actor.write.options(num_returns=4).remote(work)
     """
 
     def __init__(self, job: SentJob, filters: bool) -> None:
@@ -120,32 +119,30 @@ class GeneratorActor:
         self._stepping = self._stepping or asyncio.create_task(self._step())
         return engine_digests(self._engine) if self._job.settings.engines.verify_sync else None
 
-    async def write(self, work: GroupWork, objects: int) -> tuple[object, ...]:
+    async def write(self, work: GroupWork) -> tuple[object, ...]:
         """Write and reward a group.
 
-        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; and in so many
-          objects the rows of each sample, and of the greedy baseline: pickled `GroupFields`, None where there are none.
+        Returns: facts of the group and whether the filter keeps some of it; the log of its episodes; the rows of each
+          sample, and of a greedy baseline beside them: pickled `GroupFields`, None where there are none.
         """
         generation = self._generation
         samples = generation.sampling.samples
-        prompt = work.known_prompt
-        example = example_of(generation, prompt)
-        seed = generation.schedule.seed
-        parts = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+        example = generation.schedule.prompts[work.prompt.index]
+        parts = group_parts(work, generation.sampling)
         writing = (write_group(generation, self._resident, example, *part) for part in parts)
         try:
             written = await self._beside(asyncio.gather(*writing))
         except (RewardError, RunEndingError) as error:
-            group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
-            return (group, True), [], *[None] * objects
+            group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes, problem=str(error))
+            return (group, True), [], *[None] * (samples + work.baseline)
         parts = [(part.done, part.rows) for part in written]
-        group = WrittenGroup(0, None, {}, (), 0.0, notes=self._notes.take().notes)
-        facts = describe_group(generation, work, parts, group)
+        group = WrittenGroup(0, work, None, {}, (), 0.0, notes=self._notes.take().notes)
+        facts = describe_group(generation, parts, group)
         keeps = not self._filters or bool(filter_samples(generation, written[0].rows, 1).any())
         episodes = [episode for part in written for episode in part.episodes]
         sizes = [samples, *[1] * (len(written) - 1)]
         rows = [x for part, size in zip(written, sizes, strict=True) for x in rows_by_sample(part.rows, size)]
-        return (facts, keeps), episodes, *[*rows, *[None] * objects][:objects]
+        return (facts, keeps), episodes, *rows
 
     async def write_heldout(self, place: int) -> WrittenHeldout:
         """Write and reward the samples of a held-out prompt."""

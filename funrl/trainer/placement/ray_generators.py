@@ -11,8 +11,6 @@ objects and never unpickles rows of others. Its node needs a store of (S + 1) ba
 
 from __future__ import annotations
 
-import copy
-import itertools
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,19 +28,25 @@ from funrl.mesh.pools.ray_pool import generators_on_ray
 from funrl.processes.heartbeat import beat, entered, left
 from funrl.rewards.call import RewardError
 from funrl.rollout.elsewhere import Greedy
-from funrl.rollout.ledger import Ledger, LedgerRule
+from funrl.rollout.ledger import Ledger
 from funrl.rollout.ray.engine import RayEngine
 from funrl.rollout.ray.link import ActorRequest, GeneratorCall, GeneratorLink
 from funrl.rollout.remote.digests import EngineDigests
 from funrl.trainer.checkpoints.saved_episodes import write_episodes
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import remarked_generation
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of, prompt_of_place
+from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.joined_groups import in_place_of, join_groups
-from funrl.trainer.placement.messages import WrittenGroup, WrittenRows, own_fields, split_origins
 from funrl.trainer.placement.ray_actor import GeneratorActor, rows_of_fields, samples_of, sent_job
 from funrl.trainer.placement.source import needs_tokens, source_of_generators
+from funrl.trainer.placement.written_groups import (
+    WrittenGroup,
+    WrittenRows,
+    in_place_of,
+    join_groups,
+    own_fields,
+    split_origins,
+)
 from funrl.trainer.sources.heldout import for_heldout, heldout_metrics
 from funrl.trainer.sources.observing import Show
 from funrl.trainer.sources.source import Generation, NextRows, Source, StepRows
@@ -56,7 +60,7 @@ ROWS = "rows"  # topic of the exchange
 
 
 class RayBoard:
-    """The groups of a run on the trainer's first rank, for its link: which prompt each place has.
+    """The groups of a run on the trainer's first rank, for its link.
 
     A place keeps its prompt in each attempt, until another prompt refills it.
 
@@ -65,63 +69,46 @@ class RayBoard:
       deliver: receives a group that has ended, as `GeneratorCall.then`.
 
     Example:
-      board.open(ledger)
-      board.train(batch=0, version=0)
+      board.ask([GroupWork(number=0, place=0, prompt=prompt)])
       call = board.take(place=0)
       call.then((facts, True), references, objects)
     """
 
     replicas = 1
 
-    def __init__(self, link: GeneratorLink, rule: LedgerRule, *, weighed: bool, objects: int) -> None:
+    def __init__(self, link: GeneratorLink, samples: int) -> None:
         """Begin before the first place.
 
         Args:
-          link: receives the ledger.
-          rule: of the ledger.
-          weighed: whether weights choose the prompts of batches ahead.
-          objects: with rows of a group, one for each sample.
+          link: begins calls.
+          samples: of a group.
         """
         self.deliver: Callable[[GroupWork, Any, Sequence[Any], Sequence[Any]], None] = lambda *group: None
         self._link = link
-        self._rule = rule
-        self._weighed = weighed
-        self._objects = objects
-        self._opened: Ledger | None = None
-        self._prompts = itertools.count()  # of the order
-        self._given: dict[int, Sequence[int]] = {}  # positions of prompts, by batch
+        self._samples = samples
+        self._prompts = 0  # that were taken
         self._waiting: dict[int, GroupWork] = {}  # by place
         self._running: dict[int, GroupWork] = {}
 
-    def open(self, ledger: Ledger) -> None:
-        """Have generators begin places of a ledger."""
-        with self._link.changed:
-            self._opened = copy.deepcopy(ledger)
-            self._link.ledger = ledger
+    def take_prompt(self, count: int = 1) -> int:
+        """Position of a prompt, where a filter may drop some; see `GroupBoard`."""
+        self._prompts += count
+        return self._prompts - count
 
-    def train(self, batch: int, version: int) -> None:
-        """Record the version that a batch is trained with."""
-        with self._link.changed:
-            self._link.batches[version] = batch
-        self._link.wake()
-
-    def give_prompts(self, first: int, positions: Sequence[Sequence[int]]) -> None:
-        """Take the positions of the prompts of batches from `first` on."""
-        with self._link.changed:
-            self._given = dict(enumerate(positions, first))
-
-    def ask(self, works: Sequence[GroupWork], replica: int | None = None) -> None:
+    def ask(self, works: Sequence[GroupWork], queue: str) -> None:
         """Ask for groups; those without a place are written with the newest weights."""
-        del replica
+        del queue
         with self._link.changed:
-            self._waiting |= {work.place: work for work in works if work.place is not None and work.prompt is not None}
+            self._waiting |= {work.place: work for work in works if work.place is not None}
         self._link.begin([self._call_of(work) for work in works if work.place is None])
+
+    def has(self, place: int) -> bool:
+        """True if a place was asked for and has not ended."""
+        return place in self._waiting or place in self._running
 
     def take(self, place: int) -> GeneratorCall | None:
         """The call that writes a place; see `WorkBoard`."""
         work = self._waiting.pop(place, None)
-        if work is None and self._rule.staleness:
-            work = GroupWork(place, place, prompt=self._prompt(place))
         if work is None:
             return None
         self._running[place] = work
@@ -137,12 +124,7 @@ class RayBoard:
                 del self._running[work.place]
             self.deliver(work, value, references, objects)
 
-        return GeneratorCall("write", (work, self._objects), ended, objects=1 + self._objects)
-
-    def _prompt(self, place: int) -> GroupPrompt:
-        assert self._opened is not None
-        chosen = self._given.__getitem__ if self._weighed else None
-        return prompt_of_place(self._opened, place, take=self._prompts.__next__, chosen=chosen)
+        return GeneratorCall("write", (work,), ended, objects=1 + self._samples + work.baseline)
 
 
 class RayGenerators(GroupGenerators):
@@ -170,11 +152,10 @@ class RayGenerators(GroupGenerators):
         self._logged: dict[int, Sequence[LoggedEpisode]] = {}
         filters = rule.prompts > 1 and not rule.rounds
         self._link = GeneratorLink(_request(job, engine, filters), self._exchange, self._notes.append)
-        objects = self._samples + (self.ahead and self.rewards_baselines)
-        self._board = RayBoard(self._link, rule, weighed=self.weighed, objects=objects)
+        self._board = RayBoard(self._link, self._samples)
         self._board.deliver = self._keep
         self._link.board = self._board
-        engine.complete = self._greedy
+        engine.complete = self._complete_greedily
         engine.wait_for_digests = self._wait_for_digests
         if self.mesh.rank == 0:
             engine.publish = self._link.publish
@@ -192,6 +173,14 @@ class RayGenerators(GroupGenerators):
         if self.mesh.rank == 0:
             self._exchange.drop.remote([(ROWS, step - 1)])
         return super().take_step(next_rows, state, step, steps)
+
+    def begin_step(self, step: int, position: int, steps: int) -> None:
+        """Begin to take the batch of a step; see `GroupGenerators`."""
+        with self._link.changed:
+            super().begin_step(step, position, steps)
+            self._link.ledger = self.ledger
+            self._link.batches[self.engine.version or 0] = step - 1
+        self._link.wake()
 
     def write_episodes(self, folder: Path) -> int:
         """Write the episodes of the newest step on the first rank; see `GroupGenerators`. Collective."""
@@ -229,16 +218,16 @@ class RayGenerators(GroupGenerators):
             self._ray.kill(self._exchange)
         self._ray.shutdown()
 
-    def _refilled(self, lost: Sequence[int]) -> list[int]:
+    def _ask_for_batch(self, lost: Sequence[int], prompts: Sequence[GroupPrompt]) -> Sequence[int]:
         with self._link.changed:
-            return super()._refilled(lost)
+            return super()._ask_for_batch(lost, prompts)
+
+    def _begin_places(self, ledger: Ledger) -> list[int]:
+        """The places that may begin and were not asked for; the link begins them in the ledger."""
+        return [place for place in ledger.next_places(ledger.version, ledger.until) if not self._board.has(place)]
 
     def _gathered(self, numbers: Sequence[int], name: str) -> dict[int, WrittenGroup]:
         """Groups that have ended; see `GroupGenerators`. Collective."""
-        if self.ledger is not None and self.ahead and numbers:  # for which others are written
-            with self._link.changed:
-                self.ledger.refill(numbers)
-            self._link.wake()
         groups = self._awaited_by(lambda: self._complete(numbers), name)
         if groups is not None and self.mesh.world > 1:
             references = {
@@ -287,11 +276,13 @@ class RayGenerators(GroupGenerators):
     def _keep(self, work: GroupWork, value: tuple[WrittenGroup, bool], references: Any, objects: Any) -> None:
         """Keep what a generator has written, unless another prompt refills its place. Under the lock."""
         group, keeps = value
-        if work.place is not None and work.place in self._replaced:
-            group = in_place_of(self._replaced.pop(work.place), group)
-        if self.refills and not keeps and self.ledger is not None and self.ledger.refill([work.number]):
-            self._replaced[work.number] = group
-            return
+        place = work.place
+        if place is not None:
+            group = in_place_of(self._replaced.pop(place, None), group)
+            if self.refills and not keeps and self.ledger is not None and self.ledger.refill([place]):
+                self._replaced[place] = group
+                self._ask_places(self.ledger)
+                return
         self._written[work.number] = group
         self._logged[work.number] = objects[0]
         end = 1 + self._samples
@@ -345,7 +336,7 @@ class RayGenerators(GroupGenerators):
         look = lambda: [values[i] for i in range(len(arguments))] if len(values) == len(arguments) else None  # noqa: E731
         return lambda name: self._awaited_by(look, name) or []
 
-    def _greedy(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
+    def _complete_greedily(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Greedy:
         results = self._begin("greedy", [(prompts, new_tokens)])("the generators' probe")
         tokens_BS, logp_BS, spread = from_first_rank(results[0] if results else None, self.mesh)
         return Greedy(tokens_BS.to(self.mesh.device), logp_BS.to(self.mesh.device), spread)

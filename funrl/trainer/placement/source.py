@@ -18,7 +18,7 @@ from funrl.trainer.jobs.demonstrations import learns_from_demonstrations
 from funrl.trainer.jobs.job import Job, RLJob
 from funrl.trainer.jobs.row_source import asked_scorers, remarked_generation
 from funrl.trainer.placement.groups import GroupGenerators, ledger_rule
-from funrl.trainer.placement.rewarding_ranks import RewardsOfTrainers
+from funrl.trainer.placement.role_ranks import RewardsOfTrainers
 from funrl.trainer.settings.scorers import scorers_of
 from funrl.trainer.sources.completion_scores import scored_in_order
 from funrl.trainer.sources.curriculum import as_chosen

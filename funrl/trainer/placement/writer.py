@@ -1,4 +1,4 @@
-"""Groups of rows that a replica writes: begun by the rule of the ledger, beside its engine's steps.
+"""Groups of rows that a replica writes for the trainer ranks, beside its engine's steps.
 
 Between two iterations of its engine a replica looks for requests of the trainer ranks, takes weights that have
 arrived, and begins groups. Its first tensor rank decides and tells the others, so that all make the same calls.
@@ -24,16 +24,17 @@ from funrl.mesh.pools.handover import Handover, send_rows
 from funrl.mesh.pools.transfer import WeightDelivery, WeightReceiver
 from funrl.processes import heartbeat
 from funrl.rewards.call import RewardError
+from funrl.rollout.ledger import LedgerRule
 from funrl.rollout.policy import RunEndingError
 from funrl.rollout.requests import Completion, Request
 from funrl.rollout.resident import ResidentEngine, follow
-from funrl.trainer.placement.group_facts import describe_group, example_of
-from funrl.trainer.placement.group_prompts import GroupPrompt, GroupWork, baseline_of, group_parts
-from funrl.trainer.placement.link import GroupLink
-from funrl.trainer.placement.messages import (
+from funrl.trainer.placement.board import GroupBoard
+from funrl.trainer.placement.group_prompts import GroupWork, baseline_of, group_parts, prompts_at
+from funrl.trainer.placement.messages import SendGroupsRequest
+from funrl.trainer.placement.written_groups import (
     GroupFields,
-    SendGroupsRequest,
     WrittenGroup,
+    describe_group,
     further_fields,
     own_fields,
     split_origins,
@@ -96,7 +97,8 @@ class GroupWriter:
         generation: Generation,
         receiver: WeightReceiver,
         take_weights: Callable[[WeightDelivery], None],
-        link: GroupLink,
+        board: GroupBoard,
+        rule: LedgerRule,
     ) -> None:
         """Begin without groups.
 
@@ -104,7 +106,8 @@ class GroupWriter:
           generation: as of a source, on the mesh to generate on.
           receiver: of weights.
           take_weights: gives arrived weights to the engine.
-          link: to the trainer ranks.
+          board: of the groups.
+          rule: of the ledger.
         """
         self.mesh = mesh = generation.engine.mesh
         self.engine = generation.engine.engine
@@ -116,7 +119,8 @@ class GroupWriter:
         )
         self._receiver = receiver
         self._take_weights = take_weights
-        self._link = link
+        self._board = board
+        self._rule = rule
         self._requests = generation.sampling.samples + generation.greedy_baseline  # of a group
         self._loop = asyncio.new_event_loop()
         self.evaluates = False
@@ -193,8 +197,7 @@ class GroupWriter:
             self.step()
         heartbeat.entered(f"weights {version} of the trainer ranks")
         while (self.engine.version or 0) < version:
-            complete = self.resident is not None and self._has_arrived()
-            if from_first(complete, self.mesh, "tensor"):
+            if from_first(self._receiver.arrived() is not None, self.mesh, "tensor"):
                 self.take()
             else:
                 heartbeat.beat()
@@ -225,7 +228,7 @@ class GroupWriter:
 
     def send(self, request: SendGroupsRequest, training: Mesh) -> None:
         """Hand over rows of groups, and let go of all rows of these groups."""
-        own = np.flatnonzero(request.owner == self._link.owner)
+        own = np.flatnonzero(request.owner == self._board.owner)
         if len(own):
             runs = split_origins(request.origins[own])
             rows = join_rows([take(self._held[number], places) for number, places in runs])
@@ -266,15 +269,10 @@ class GroupWriter:
         self._tell_version()
         if answers is not None and answers.waiting():
             return ReplicaStep(request=True, rows=rows)
-        if not self.evaluates and self._has_arrived():
+        if not self.evaluates and self._receiver.arrived() is not None:
             return ReplicaStep(weights=True, rows=rows)
         self._begin_groups()
         return ReplicaStep(rows=rows) if rows else None
-
-    def _has_arrived(self) -> bool:
-        """True if all tensor ranks have weights that the engine has not. Raises: MeshError."""
-        arrived = self._receiver.arrived()
-        return arrived is not None and self._receiver.complete(arrived.number)
 
     def _tell_version(self) -> None:
         """Publish the version of this replica."""
@@ -282,28 +280,25 @@ class GroupWriter:
         if self.resident is None or version is None or version == self._reported:
             return
         for passed in range(version if self._reported is None else self._reported + 1, version + 1):
-            self._link.hold(passed)
+            self._board.hold(passed)
         self._reported = version
 
     def _begin_groups(self) -> None:
         """Begin the groups that may begin and for which the engine has room."""
-        if self.resident is None or self._reported is None or not self._link.is_open():
+        if self.resident is None or self._reported is None:
             return
-        begun = []
         room = self._room(self.resident)
-        while (room > 0 or not self._tasks) and (work := self._link.next_group(self._reported)) is not None:
+        while (room > 0 or not self._tasks) and (work := self._board.next_group()) is not None:
             self._tasks[work] = self._loop.create_task(self._write(work))
-            begun.append(work)
             room -= self._requests
             if work.place is not None:
-                heartbeat.at_step(work.place // self._link.rule.places + 1)
-        self._link.begin(begun)
-        self._count_waiting(not self._tasks and not self.evaluates and not self._link.is_over)
+                heartbeat.at_step(work.place // self._rule.places + 1)
+        self._count_waiting(not self._tasks and not self.evaluates)
 
     def _room(self, resident: ResidentEngine) -> float:
         """Number of further requests that may begin: unfinished episodes have a bound, fixed groups begin at once."""
         setup = self._generation.episodes
-        is_fixed = self._generation.engine.queue == "fixed" and not self._link.rule.staleness
+        is_fixed = self._generation.engine.queue == "fixed" and not self._rule.staleness
         room = math.inf if is_fixed else resident.room()
         return room if setup is None else min(room, setup.limits.waiting - len(self._tasks) * self._requests)
 
@@ -312,7 +307,7 @@ class GroupWriter:
         now = time.monotonic()
         if (self._tasks or self.evaluates) and now >= self._next_sign:
             self._next_sign = now + PROGRESS_S
-            self._link.show_work()
+            self._board.show_work()
         if self._idle_since is not None:
             self._waited_s += now - self._idle_since
         self._idle_since = now if waits else None
@@ -326,15 +321,15 @@ class GroupWriter:
             try:
                 work, done, rows, dropped, baseline = task.result()
             except (RewardError, RunEndingError) as error:
-                self._link.deliver(begun, self._group(problem=str(error)))
+                self._board.deliver(self._group(begun, problem=str(error)))
                 continue
             kept[work.number] = self._fields(rows)
             written = [(done, rows)]
             if baseline is not None:
                 kept[baseline_of(work.number)] = self._fields(baseline[1])
                 written.append(baseline)
-            group = describe_group(self._generation, work, written, self._group())
-            self._link.deliver(work, group._replace(dropped=dropped))
+            group = describe_group(self._generation, written, self._group(work))
+            self._board.deliver(group._replace(dropped=dropped))
         return kept
 
     def _fields(self, rows: Rows) -> GroupFields:
@@ -344,11 +339,11 @@ class GroupWriter:
             fields = trees.map(lambda x: x.cpu(), fields)
         return GroupFields(fields, further_fields(rows.batch))
 
-    def _group(self, problem: str | None = None) -> WrittenGroup:
+    def _group(self, work: GroupWork, problem: str | None = None) -> WrittenGroup:
         """A group without rows, with what has happened since the last one."""
         waited_s, self._waited_s = self._waited_s, 0.0
         notes, self._notes = self._notes, []
-        return WrittenGroup(self._link.owner, None, {}, (), waited_s, notes=notes, problem=problem)
+        return WrittenGroup(self._board.owner, work, None, {}, (), waited_s, notes=notes, problem=problem)
 
     async def _write(self, work: GroupWork) -> GroupResult:
         """Write and reward a group; where this replica filters, of further prompts as long as the filter drops them.
@@ -357,25 +352,31 @@ class GroupWriter:
           RewardError, RunEndingError: the run ends.
         """
         generation = self._generation
-        seed = generation.schedule.seed
+        filters = self._rule.prompts > 1 and not self._rule.rounds
         dropped: list[DroppedPrompt] = []
         while True:
-            prompt = work.known_prompt
-            example = example_of(generation, prompt)
-            split = group_parts(prompt, seed, generation.sampling, baseline=generation.greedy_baseline)
+            example = generation.schedule.prompts[work.prompt.index]
+            split = group_parts(work, generation.sampling)
             parts = await asyncio.gather(*(write_group(generation, self.leader, example, *part) for part in split))
             self._logged[work.number] = [episode for part in parts for episode in part.episodes]
             done, rows, _ = parts[0]
             replacement = None
-            if self._link.filters and not filter_samples(generation, rows, 1).any():
-                replacement = self._link.replace(work)
+            if filters and not filter_samples(generation, rows, 1).any():
+                replacement = self._replace(work)
             if replacement is None:
                 baseline = (parts[1].done, parts[1].rows) if len(parts) > 1 else None
                 return GroupResult(work, done, rows, dropped, baseline)
-            assert isinstance(prompt, GroupPrompt)
-            dropped.append(DroppedPrompt(prompt.position, failed_rows(rows), done.entries, done.episodes))
+            dropped.append(DroppedPrompt(work.prompt.position, failed_rows(rows), done.entries, done.episodes))
             work = replacement
-            self._link.begin([work])
+
+    def _replace(self, work: GroupWork) -> GroupWork | None:
+        """The same place with the next prompt of the order; None: its batch has had as many as it may."""
+        assert work.place is not None
+        if self._board.take_replacement(work.place // self._rule.places) >= self._rule.refills:
+            return None
+        position = self._board.take_prompt()
+        (prompt,) = prompts_at(self._generation.schedule, [position], [position])
+        return work._replace(prompt=prompt)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -1,0 +1,151 @@
+"""Groups of rows between the first rank that trains and replicas that generate, through the store of the run.
+
+    trainer's first rank                     store                      writer of a replica
+    --------------------                     -----                      -------------------
+    ask([GroupWork, ...])              --> queues of groups ----------> next_group() -> GroupWork
+    next_delivery() -> WrittenGroup    <-- [b] facts of its rows ------ deliver(WrittenGroup)
+    take_prompt() -> position          <-- counters of the run -------> take_prompt(), take_replacement(batch)
+    holds(version)                     <-- count of replicas ---------- hold(version)
+
+The trainer asks for every group as soon as the ledger lets its place begin. A replica with room takes the next one that
+was asked for, and begins it once all replicas hold the weights that it needs. They find that out for themselves, so
+that none waits for the trainer, which is busy in its update. Nothing here is collective, and nothing grows with the
+number of ranks.
+
+Tokens are not delivered: the rows of a group, [b, T], stay with the writer under the group's number until the trainer
+ranks ask for them (`SendGroupsRequest`). Requests come by `Answers`, and weights by a `WeightReceiver`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from funrl.mesh.pools.channel import read_value, remove_value, run_store, write_value
+from funrl.trainer.placement.group_prompts import GroupWork
+from funrl.trainer.placement.written_groups import WrittenGroup
+
+GROUPS_KEY = "funrl/groups"
+WORK_KEY = f"{GROUPS_KEY}/work"
+DELIVERED_KEY = f"{GROUPS_KEY}/delivered"
+HELD_KEY = f"{GROUPS_KEY}/held"
+REPLACED_KEY = f"{GROUPS_KEY}/replaced"
+KEPT_VERSIONS = 1000  # below the newest one, which replicas may still ask for: many more than --staleness
+ANY_REPLICA = "any"  # queue of groups that any replica with room takes
+AGAIN = "again"  # of groups that replace dropped ones, and come first
+
+
+class GroupBoard:
+    """The groups of a run, as one rank sees them in the store.
+
+    Attributes:
+      replicas: number of replicas that generate.
+      owner: number of this rank's replica, if it generates.
+
+    Example:
+      trainer, replica = GroupBoard(replicas=1), GroupBoard(replicas=1, owner=0)
+      trainer.ask([GroupWork(number=0, place=0, prompt=prompt, weights=1)])
+      replica.hold(1)
+      work = replica.next_group()
+      replica.deliver(WrittenGroup(0, work, None, {}, (), waited_s=0.0))
+      trainer.next_delivery().work
+    """
+
+    def __init__(self, replicas: int, owner: int = 0) -> None:
+        """Begin before the first group.
+
+        Args:
+          replicas, owner: its attributes.
+        """
+        self.replicas = replicas
+        self.owner = owner
+        self._read = 0  # deliveries that have been read here
+        self._everywhere = -1  # the newest version that all replicas are known to hold
+        self._asked: dict[str, int] = {}  # queue -> groups that were asked for
+        self._claims: dict[str, int] = {}  # queue -> number of the next group that is this replica's
+        self._waiting: dict[str, GroupWork] = {}  # queue -> group that waits for weights
+
+    def holds(self, version: int) -> bool:
+        """True if all replicas hold a version or newer ones."""
+        if version > self._everywhere and run_store().add(f"{HELD_KEY}/{version}", 0) == self.replicas:
+            self._everywhere = version
+        return version <= self._everywhere
+
+    def take_prompt(self, count: int = 1) -> int:
+        """Position of a prompt that nobody else gets, where a filter may drop some.
+
+        Args:
+          count: of the prompts that are taken.
+        """
+        return run_store().add(f"{GROUPS_KEY}/prompts", count) - count
+
+    # the side that trains
+
+    def ask(self, works: Sequence[GroupWork], queue: str = ANY_REPLICA) -> None:
+        """Ask for groups, all of which replicas see at once.
+
+        Args:
+          queue: ANY_REPLICA, AGAIN, or the number of the replica that writes them.
+        """
+        key = f"{GROUPS_KEY}/{queue}"
+        for number, work in enumerate(works, self._asked.get(queue, 0)):
+            write_value(f"{key}/{number}", work)
+        self._asked[queue] = run_store().add(f"{key}/count", len(works))
+
+    def next_delivery(self) -> WrittenGroup | None:
+        """The next group that a replica has delivered, which then leaves the store; None: there is none yet."""
+        key = f"{DELIVERED_KEY}/{self._read}"
+        if not run_store().check([key]):
+            return None
+        self._read += 1
+        group = read_value(key)
+        remove_value(key)
+        return group
+
+    # the side that generates
+
+    def next_group(self) -> GroupWork | None:
+        """The next group that this replica may begin; None: there is none yet. It is this replica's from now on."""
+        for queue in (str(self.owner), AGAIN, ANY_REPLICA):
+            work = self._waiting.pop(queue, None) or self._take(queue)
+            if work is not None and self.holds(work.weights):
+                return work
+            if work is not None:
+                self._waiting[queue] = work
+        return None
+
+    def _take(self, queue: str) -> GroupWork | None:
+        """A group of a queue, which no other replica gets; None: there is none."""
+        store = run_store()
+        key = f"{GROUPS_KEY}/{queue}"
+        count = store.add(f"{key}/count", 0)
+        if queue not in self._claims:
+            if store.add(f"{key}/taken", 0) >= count:
+                return None
+            self._claims[queue] = store.add(f"{key}/taken", 1) - 1  # past the count where others were faster
+        if self._claims[queue] >= count:
+            return None
+        number = self._claims.pop(queue)
+        work = read_value(f"{key}/{number}")
+        remove_value(f"{key}/{number}")
+        return work
+
+    def take_replacement(self, batch: int) -> int:
+        """Number of prompts that were replaced in a batch before, by all replicas; counts another one."""
+        store = run_store()
+        store.delete_key(f"{REPLACED_KEY}/{batch - KEPT_VERSIONS}")
+        return store.add(f"{REPLACED_KEY}/{batch}", 1) - 1
+
+    def hold(self, version: int) -> None:
+        """Record that this replica generates with a version from now on. Called once for each version."""
+        store = run_store()
+        store.delete_key(f"{HELD_KEY}/{version - KEPT_VERSIONS}")
+        store.add(f"{HELD_KEY}/{version}", 1)
+
+    def deliver(self, group: WrittenGroup) -> None:
+        """Deliver what every rank knows of a group that has ended."""
+        number = run_store().add(f"{DELIVERED_KEY}/count", 1) - 1
+        write_value(f"{DELIVERED_KEY}/{number}", group)
+
+    def show_work(self) -> None:
+        """Signal to waiting ranks that this replica works on groups."""
+        run_store().add(WORK_KEY, 1)
