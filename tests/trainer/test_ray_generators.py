@@ -16,9 +16,10 @@ import pytest
 import torch
 from ray_cluster import on_ray, wait_until
 from selection import quick
-from small_runs import GRPO, MEASURED, PPO, Quiet, small_job
+from small_runs import GRPO, PPO, Quiet, small_job
 from test_episode_runs import Branching, episode_job
 from test_greedy_ahead import filtered_remax
+from test_placement_runs import own_names
 from test_refilled_runs import equal, reward, stale_dapo
 
 from funrl import trees
@@ -31,7 +32,6 @@ from funrl.trainer.placement.ranks import run_rank
 from funrl.trainer.settings.declaration import SettingsError
 
 FORK = multiprocessing.get_context("fork")
-OWN = ("memory/", "sync/bytes")  # metrics of the ranks
 JOB_S = 120.0
 
 
@@ -101,8 +101,7 @@ def same(ended, other):
     assert observer.shown == plain.shown and observer.shown
     assert observer.table == plain.table and observer.table
     for (_, a), (_, b) in zip(observer.steps, plain.steps, strict=True):
-        names = [n for n in a if not n.startswith(OWN) and not n.endswith(MEASURED)]
-        assert a.keys() == b.keys() and {n: a[n] for n in names} == {n: b[n] for n in names}
+        assert own_names(a) == own_names(b) and all(a[name] == b[name] for name in own_names(a))
     assert all(torch.equal(a, b) for a, b in zip(trees.leaves(weights), trees.leaves(own), strict=True))
 
 
