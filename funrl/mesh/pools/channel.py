@@ -290,16 +290,26 @@ def write_value(key: str, value: object) -> None:
 
 def read_value(key: str) -> Any:
     """The value that `write_value` wrote."""
+    return pickle.loads(b"".join(run_store().get(piece) for piece in _pieces(key)))
+
+
+def take_value(key: str) -> Any:
+    """The value that `write_value` wrote, which then leaves the store."""
     store = run_store()
-    count = int(store.get(key))
-    return pickle.loads(b"".join(store.get(f"{key}/{number}") for number in range(count)))
+    pieces = _pieces(key)
+    data = [store.get(piece) for piece in pieces]
+    for piece in (*pieces, key):
+        store.delete_key(piece)
+    return pickle.loads(b"".join(data))
 
 
 def remove_value(key: str) -> None:
     """Remove a value, if it is there."""
     store = run_store()
-    if not store.check([key]):
-        return
-    for number in range(int(store.get(key))):
-        store.delete_key(f"{key}/{number}")
-    store.delete_key(key)
+    for piece in (*_pieces(key), key) if store.check([key]) else ():
+        store.delete_key(piece)
+
+
+def _pieces(key: str) -> list[str]:
+    """Keys of the pieces of a value."""
+    return [f"{key}/{number}" for number in range(int(run_store().get(key)))]
